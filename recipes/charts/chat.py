@@ -1,4 +1,4 @@
-"""The picture of docs/chat.md: a conversation with the shipped model in a pseudo-terminal.
+"""The picture of docs/chat.md: a conversation with SmolLM2 in a pseudo-terminal.
 
 python -m recipes.charts.chat
 """
@@ -21,12 +21,10 @@ PICTURE = Path(__file__).resolve().parents[2] / "docs" / "chat.svg"
 WIDTH = 100
 PROMPT = "\n> "
 NOT_COLOUR = re.compile(r"\x1b\[[?\d;]*[a-ln-zA-Z]")  # what moves the cursor or sets a mode
-COMMAND = ["-m", "speculon.cli", "chat", "--show-drafts", "--temperature", "0", "--max-tokens", "48"]
-DRAFTING = ["--method", "auto", "--draft", "auto", "--policy", "fixed"]
+COMMAND = ["-m", "speculon.cli", "chat", "--show-drafts", "--temperature", "0", "--max-tokens", "160"]
 TURNS = (
-    "Write a Python function named `__repr__`.",
-    "Write a class named `Stack`.",
-    "Write a test for it.",
+    "Write a Python class named Stack with push and pop.",
+    "Add a method named peek.",
     "/stats",
 )
 PATIENCE = 120.0  # seconds for the model to load
@@ -36,7 +34,7 @@ def main() -> None:
     ours, theirs = os.openpty()
     env = {**os.environ, "TERM": "xterm", "COLUMNS": str(WIDTH), "INPUTRC": os.devnull}
     with subprocess.Popen(
-        [sys.executable, *COMMAND, *DRAFTING], stdin=theirs, stdout=theirs, stderr=theirs, env=env
+        [sys.executable, *COMMAND], stdin=theirs, stdout=theirs, stderr=theirs, env=env
     ) as chat:
         os.close(theirs)
         shown = read_until_prompt(ours)
@@ -67,7 +65,7 @@ def plain(output: bytes) -> str:
 
 def draw(shown: str) -> None:
     console = Console(record=True, width=WIDTH, file=io.StringIO())
-    loading = shown.index("demo:")
+    loading = shown.index("smollm2:")
     console.print(Text.from_ansi(f"$ speculon chat --show-drafts\n{shown[loading:].removesuffix(PROMPT)}"))
     console.save_svg(str(PICTURE), title="speculon chat")
 

@@ -156,9 +156,9 @@ def figures(bench: Row, peers: Row) -> str:
     plain, best = (around(overall(bench)[key]) for key in ("over_plain", "over_best"))
     counts = ", ".join(map(str, bench["plan"]["concurrency"]))
     fastest = lead(engines(peers), "speculon --compile")
-    default = f"""Method `auto` and policy `goodput` (the defaults), with the shipped drafters
-    (`draft="auto"`) and 256 pools, are {plain} times as fast as plain decoding. They are {best} times as
-    fast as the best fixed mode of each cell. These are geometric means over
+    default = f"""Method `auto` and policy `goodput` (the defaults), with the toy model `demo`,
+    its drafters (`draft="auto"`) and 256 pools, are {plain} times as fast as plain decoding. They are {best}
+    times as fast as the best fixed mode of each cell. These are geometric means over
     {len(bench["plan"]["workloads"])} workloads at concurrency {counts}, with 90 % intervals, on 2 cores of an
     {chip(bench["machine"])} chip ([all figures](docs/benchmarks/{GRID}/bench.md)). The lowest cell against
     the best fixed mode is {lowest(bench)}. The small target repeats itself in {repeating(bench)} of its
@@ -258,6 +258,7 @@ def index(bench: Row, peers: Row) -> str:
         "",
         "`python -m recipes.charts.readme` writes this page from the files beside it.",
         "Each folder has the date, the machine and the command of its run.",
+        "A run without `--model` is of the toy model `demo` of the tests, which was the default then.",
         "",
         "| folder | date | machine | command |",
         "|---|---|---|---|",

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from speculon import LLM
 from speculon.bench.measure import Step, measure
 from speculon.bench.workloads import Size, build
-from speculon.checkpoints.locate import SHIPPED
+from speculon.checkpoints.locate import locate
 
 LEARNING = 200  # rounds that are left out
 
@@ -23,7 +23,7 @@ LEARNING = 200  # rounds that are left out
 def random_draft(seed: int = 0) -> Any:
     """The demo's draft model, before it was trained."""
     torch.manual_seed(seed)
-    config = AutoConfig.from_pretrained(SHIPPED["demo-draft"])
+    config = AutoConfig.from_pretrained(locate("demo-draft"))
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 

@@ -40,7 +40,7 @@ class ModelConfig:
             "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
             "sliding_window": None,
             "tie_word_embeddings": True,
-            "dtype": "bfloat16",
+            "dtype": "float32",  # computed in: in bf16 near-ties would break equal outputs
             "use_cache": True,
             "use_sliding_window": False,
         }

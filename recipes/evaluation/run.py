@@ -21,7 +21,7 @@ from recipes.serving.server import Server
 
 from speculon.bench.provenance import commit, machine
 from speculon.bench.workloads import Size, build
-from speculon.checkpoints.locate import SHIPPED
+from speculon.checkpoints.locate import locate
 from speculon.demo.corpus import held_out_functions
 from speculon.models.tokenizer import load_tokenizer
 from speculon.text import Tokenizer
@@ -63,7 +63,7 @@ def evaluate(method: str, args: argparse.Namespace) -> dict[str, Any]:
     with Server(*flags, log=args.out / f"server-{method}.log") as server:
         model = {
             "model": "demo",
-            "tokenizer": SHIPPED["demo"],
+            "tokenizer": locate("demo"),
             "tokenizer_backend": "huggingface",
             "base_url": f"{server.url}/v1/completions",
             "num_concurrent": args.concurrent,

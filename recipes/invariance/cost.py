@@ -1,12 +1,14 @@
 """What `batch_invariant` costs: one engine with it and one without take turns on the same prompts.
 
 python -m recipes.invariance.cost --out docs/benchmarks/invariance
+python -m recipes.invariance.cost --model smollm2 --draft '{"eagle3": "smollm2-eagle3"}'
 python -m recipes.invariance.widened FOLDER && python -m recipes.invariance.cost --model FOLDER
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Iterator
 from datetime import date
@@ -33,6 +35,13 @@ CASES = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default="demo")
+    parser.add_argument(
+        "--draft",
+        type=json.loads,
+        default={"draft_model": "demo-draft", "eagle3": "demo-eagle3"},
+        metavar="JSON",
+        help="drafters by method; {}: none",
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--out", type=Path, help="folder for the table, named after the chip and the model")
@@ -44,7 +53,7 @@ def main() -> None:
     ]
     lines += ["Seconds are medians of the repeats; the ratio is the median of each pair's.", ""]
     lines += ["| what | concurrency | without, s | with, s | ratio |", "|---|---|---|---|---|"]
-    for line in tqdm(rows(arguments.model, arguments.threads, arguments.repeats), total=len(CASES)):
+    for line in tqdm(rows(arguments), total=len(CASES)):
         tqdm.write(line)
         lines.append(line)
     if arguments.out:
@@ -54,25 +63,23 @@ def main() -> None:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def rows(model: str, threads: int, repeats: int) -> Iterator[str]:
-    draft = {"draft_model": "demo-draft", "eagle3": "demo-eagle3"}
-    speculation = {"policy": "goodput", "draft": draft}
+def rows(arguments: argparse.Namespace) -> Iterator[str]:
     without, invariant = (
         LLM(
-            model,
+            arguments.model,
             dtype="bfloat16",
-            threads=threads,
+            threads=arguments.threads,
             batch_invariant=on,
             prefix_cache=False,
             num_blocks=1000,
-            speculation=speculation,
+            speculation={"draft": arguments.draft},
         )
         for on in (False, True)
     )
-    prompts = [*islice(prompts_of(without), 8)]
+    prompts = [*islice(prompts_of(without, max(tokens for *_, tokens in CASES)), 8)]
     for what, method, concurrency, tokens in CASES:
         case = prompts, method, concurrency, tokens
-        pairs = [(seconds(without, *case), seconds(invariant, *case)) for _ in range(repeats + 1)]
+        pairs = [(seconds(without, *case), seconds(invariant, *case)) for _ in range(arguments.repeats + 1)]
         del pairs[0]  # it warms
         ratio = median(after / before for before, after in pairs)
         before, after = (f"{median(times):.2f}" for times in zip(*pairs, strict=True))

@@ -2,6 +2,8 @@
 
     python -m recipes.invariance.texts --prompts 500 --out docs/benchmarks/invariance
     python -m recipes.invariance.widened FOLDER && python -m recipes.invariance.texts --model FOLDER
+    python -m recipes.invariance.texts --model smollm2 --draft '{"eagle3": "smollm2-eagle3"}' \\
+        --data spec_bench.jsonl --prompts 120 --tokens 48
 
 With as few pages as the default, 32 sequences at once are preempted, and no prompt is cached when it comes
 again. With `--num-blocks 4000` each prompt is in the prefix cache from its second time on. No text enters a
@@ -11,6 +13,7 @@ pool, so a lookup reads its own sequence only.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -22,22 +25,24 @@ from typing import Any
 from tqdm import tqdm
 
 from speculon import LLM, SamplingParams
+from speculon.bench.data import encode, read_prompts
 from speculon.bench.provenance import cpu_name
 from speculon.bench.workloads import Size, build
 
-TOKENS = 64
 WORKLOADS, CASES = ("code", "prose"), 40
-SAMPLINGS = {
-    "greedy": SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True),
-    "seeded": SamplingParams(
-        temperature=0.8, top_p=0.95, min_p=0.01, seed=5, max_tokens=TOKENS, ignore_eos=True
-    ),
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 0.8, "top_p": 0.95, "min_p": 0.01, "seed": 5},
 }
-# concurrency, method, K
+# concurrency, method, K in every round; None: as many as the default policy drafts
 MODES = (
     (8, "off", 0), (32, "off", 0), (1, "suffix", 16), (3, "suffix", 6), (32, "suffix", 4),
     (1, "draft_model", 4), (8, "draft_model", 1), (2, "draft_model", 16), (1, "eagle3", 3), (8, "eagle3", 5),
     (1, "auto", 8), (8, "auto", 4), (32, "auto", 4),
+)  # fmt: skip
+MODES_ON_DATA = (
+    (8, "off", 0), (1, "suffix", 16), (8, "suffix", 16), (1, "eagle3", 3), (8, "eagle3", 3),
+    (1, "auto", None), (8, "auto", None),
 )  # fmt: skip
 COLUMNS = "sampling method K concurrency texts differ drafts accepted preempted cached".split()
 
@@ -47,8 +52,17 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--first", type=int, default=0, help="prompts that are left out before those")
+    parser.add_argument(
+        "--draft",
+        type=json.loads,
+        default={"draft_model": "demo-draft", "eagle3": "demo-eagle3"},
+        metavar="JSON",
+        help="drafters by method; {}: none",
+    )
+    parser.add_argument("--data", type=Path, help="prompts of a file, evenly taken, as chats")
+    parser.add_argument("--tokens", type=int, default=64, help="of each text")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--num-blocks", type=int, default=220)
+    parser.add_argument("--num-blocks", type=int, help="220, or with --data the engine's own number")
     parser.add_argument("--without", action="store_true", help="also without batch_invariant")
     parser.add_argument("--out", type=Path, help="folder for the table, named after the chip and the model")
     arguments = parser.parse_args()
@@ -60,7 +74,9 @@ def main() -> None:
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
         chip = cpu_name().lower().replace("(r)", "").replace(" ", "-")
-        part = f"-{arguments.first}" if arguments.first else ""
+        part = (
+            f"-{arguments.data.stem}" if arguments.data else f"-{arguments.first}" if arguments.first else ""
+        )
         path = arguments.out / f"texts-{chip}-{Path(arguments.model).name}{part}.md"
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -79,13 +95,16 @@ def table(arguments: argparse.Namespace, invariant: bool) -> Iterator[str]:
         threads=arguments.threads,
         warmup=False,
         batch_invariant=invariant,
-        num_blocks=arguments.num_blocks,
-        speculation={"policy": "fixed", "draft": {"draft_model": "demo-draft", "eagle3": "demo-eagle3"}},
+        num_blocks=arguments.num_blocks or (None if arguments.data else 220),
+        speculation={"draft": arguments.draft},
     )
-    prompts = [*islice(prompts_of(llm), arguments.first, arguments.first + arguments.prompts)]
-    for name, params in SAMPLINGS.items():
+    prompts = [*chosen(llm, arguments)]
+    methods = {"off", "suffix", "auto", *llm.config.speculation.drafts}
+    modes = [mode for mode in (MODES_ON_DATA if arguments.data else MODES) if mode[1] in methods]
+    for name, sampling in SAMPLINGS.items():
+        params = SamplingParams(**sampling, max_tokens=arguments.tokens, ignore_eos=not arguments.data)
         alone = [write(llm, [prompt], params, "off", 0)[0] for prompt in tqdm(prompts, f"{name}, plain")]
-        for concurrency, method, k in MODES:
+        for concurrency, method, k in modes:
             before = counted(llm)
             texts = [
                 text
@@ -95,14 +114,32 @@ def table(arguments: argparse.Namespace, invariant: bool) -> Iterator[str]:
             count = sum(a != b for a, b in zip(texts, alone, strict=True))
             total, differ = total + len(texts), differ + count
             since = [now - then for now, then in zip(counted(llm), before, strict=True)]
-            yield row(name, method, k, concurrency, len(texts), count, *since)
+            yield row(name, method, "default" if k is None else k, concurrency, len(texts), count, *since)
     seconds = time.perf_counter() - began
     yield from ("", f"**{differ} of {total} texts differ**; {llm.engine.target.invariance}; {seconds:.0f} s.")
 
 
-def prompts_of(llm: LLM) -> Iterator[list[int]]:
+def chosen(llm: LLM, arguments: argparse.Namespace) -> Iterator[list[int]]:
+    if arguments.data is None:
+        yield from islice(
+            prompts_of(llm, arguments.tokens), arguments.first, arguments.first + arguments.prompts
+        )
+        return
+    every = [one for some in read_prompts(arguments.data).prompts.values() for one in some if not one.follows]
+    prompts = [
+        prompt for prompt in (encode(one, llm.tokenizer) for one in every) if fits(llm, prompt, arguments)
+    ]
+    count = min(arguments.prompts, len(prompts))
+    yield from (prompts[i * len(prompts) // count] for i in range(count))
+
+
+def fits(llm: LLM, prompt: list[int], arguments: argparse.Namespace) -> bool:
+    return len(prompt) <= llm.engine.max_context - arguments.tokens
+
+
+def prompts_of(llm: LLM, tokens: int) -> Iterator[list[int]]:
     """The prompts of the workloads, then shorter and shorter beginnings of them."""
-    size = Size(CASES, TOKENS, llm.engine.max_context)
+    size = Size(CASES, tokens, llm.engine.max_context)
     cases = [case.prompt for name in WORKLOADS for case in build(name, llm.tokenizer, size)]
     for part in range(16, 0, -1):
         yield from (prompt[: max(1, len(prompt) * part // 16)] for prompt in cases)
@@ -118,8 +155,11 @@ def counted(llm: LLM) -> tuple[int, ...]:
     return sum(totals.drafted_at.values()), totals.accepted, totals.preemptions, totals.cached_tokens
 
 
-def write(llm: LLM, prompts: list[list[int]], params: SamplingParams, method: str, k: int) -> list[list[int]]:
-    speculation: dict[str, Any] = {"method": method, "num_speculative_tokens": k, "pool": ""}
+def write(
+    llm: LLM, prompts: list[list[int]], params: SamplingParams, method: str, k: int | None
+) -> list[list[int]]:
+    fixed = {} if k is None else {"policy": "fixed", "num_speculative_tokens": k}
+    speculation: dict[str, Any] = {"method": method, "pool": "", **fixed}
     return [out.token_ids for out in llm.generate(prompts, params, speculation=speculation)]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from transformers import AutoModelForCausalLM
 
-from speculon.checkpoints.locate import SHIPPED
+from speculon.checkpoints.locate import locate
 from speculon.models.quiet import quiet
 
 
@@ -15,7 +15,7 @@ class Judge:
     def __init__(self) -> None:
         with quiet():
             self.target = AutoModelForCausalLM.from_pretrained(
-                SHIPPED["demo"], dtype=torch.float32, local_files_only=True
+                locate("demo"), dtype=torch.float32, local_files_only=True
             ).eval()
 
     def nats(self, texts: Iterable[tuple[list[int], list[int]]]) -> float:

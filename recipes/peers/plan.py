@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from speculon.checkpoints.locate import SHIPPED
+from speculon.checkpoints.locate import locate
 
 HERE = Path(__file__).resolve().parent
 OFF, OURS, STOCK = "off", "speculon", "transformers"
@@ -71,7 +71,7 @@ class Place:
 
 def place(engine: str, envs: Path, target: Path | None = None) -> Place:
     """`target` is another checkpoint of the same tokens, for engines that read such folders."""
-    target, draft = target or SHIPPED["demo"], SHIPPED["demo-draft"]
+    target, draft = target or locate("demo"), locate("demo-draft")
     python = Path(sys.executable) if engine in (OURS, COMPILED) else envs / engine / "bin/python"
     server = None
     if engine == "openvino":

@@ -35,7 +35,7 @@ from speculon import __version__
 from speculon.bench.provenance import commit, machine
 from speculon.bench.workloads import Case, Size, build, fingerprint
 from speculon.checkpoints.headers import read_checkpoint
-from speculon.checkpoints.locate import SHIPPED
+from speculon.checkpoints.locate import locate
 from speculon.models.tokenizer import load_tokenizer
 from speculon.text import Tokenizer
 
@@ -48,7 +48,7 @@ def main() -> int:
     args = arguments()
     console = Console(stderr=True)
     size = Size(args.prompts, args.max_tokens, CONTEXT)
-    tokenizer = Tokenizer(load_tokenizer(str(SHIPPED["demo"])))
+    tokenizer = Tokenizer(load_tokenizer(str(locate("demo"))))
     cases = {name: build(name, tokenizer, size) for name in args.workloads}
     args.out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -231,7 +231,7 @@ def facts(
         "command": shlex.join(["python", "recipes/peers/run.py", "ENV_FOLDER", *options(args)]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "model": described(args.target or SHIPPED["demo"]),
+        "model": described(args.target or locate("demo")),
         "plan": plan,
         "machine": machine(),
         "versions": versions,
@@ -244,7 +244,7 @@ def facts(
 
 def described(target: Path) -> str:
     found = read_checkpoint(target)
-    name = "the demo checkpoint" if target == SHIPPED["demo"] else "the demo checkpoint, widened"
+    name = "the demo checkpoint" if target == locate("demo") else "the demo checkpoint, widened"
     return f"{name}, {(found.num_parameters or 0) / 1e6:.1f} M parameters, {found.num_layers} layers"
 
 

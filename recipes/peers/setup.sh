@@ -7,7 +7,7 @@ set -euo pipefail
 envs=${1:?usage: recipes/peers/setup.sh ENV_FOLDER [NAME...]}
 shift
 here=$(cd "$(dirname "$0")" && pwd)
-demo=$(cd "$here/../../src/speculon/demo" && pwd)
+declare -A models=([target]="$here/../../tests/models/demo" [draft]="$here/../../tests/models/demo-draft")
 mkdir -p "$envs/checkpoints"
 envs=$(cd "$envs" && pwd)
 export PIP_DISABLE_PIP_VERSION_CHECK=1 HF_HUB_OFFLINE=1
@@ -41,7 +41,7 @@ make_openvino() {
         local out="$envs/checkpoints/openvino/$model"
         [[ -f $out/openvino_tokenizer.xml ]] && continue
         say "$model for OpenVINO, in fp32"
-        "$envs/openvino/bin/optimum-cli" export openvino --model "$demo/$model" --task text-generation-with-past \
+        "$envs/openvino/bin/optimum-cli" export openvino --model "${models[$model]}" --task text-generation-with-past \
             --weight-format fp32 "$out"
     done
 }
@@ -69,7 +69,7 @@ make_llama.cpp() { # its sources come in the package of its Python binding; its 
         local out="$envs/checkpoints/gguf/$model.gguf"
         [[ -f $out ]] && continue
         say "$model for llama.cpp, in fp32"
-        "$envs/transformers/bin/python" "$here/to_gguf.py" "$home/source" "$demo/$model" "$out"
+        "$envs/transformers/bin/python" "$here/to_gguf.py" "$home/source" "${models[$model]}" "$out"
     done
 }
 

@@ -23,7 +23,7 @@ from recipes.serving.server import Server
 
 from speculon.bench.provenance import commit, machine
 from speculon.bench.workloads import Size, build
-from speculon.checkpoints.locate import SHIPPED
+from speculon.checkpoints.locate import locate
 from speculon.models.tokenizer import load_tokenizer
 from speculon.text import Tokenizer
 
@@ -121,7 +121,7 @@ def generate(args: argparse.Namespace, url: str, folder: Path, level: int) -> di
         "base-url": url,
         "endpoint": "/v1/completions",
         "model": "demo",
-        "tokenizer": SHIPPED["demo"],
+        "tokenizer": locate("demo"),
         "dataset-name": "custom",
         "dataset-path": folder / "prompts.jsonl",
         "custom-output-len": args.tokens,

@@ -20,7 +20,7 @@ from time import thread_time
 from typing import Any, cast
 
 from speculon.bench import workloads
-from speculon.checkpoints.locate import SHIPPED
+from speculon.checkpoints.locate import locate
 from speculon.config import SamplingParams, SpeculationConfig
 from speculon.demo import corpus
 from speculon.models.tokenizer import load_tokenizer
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=40)
     parser.add_argument("-k", type=int, default=8)
     args = parser.parse_args()
-    tokenizer = Tokenizer(load_tokenizer(SHIPPED["demo"]))
+    tokenizer = Tokenizer(load_tokenizer(locate("demo")))
     texts = {find.__name__: list(find(tokenizer, args.cases)) for find in (code, edit, prose, loop)}
     texts["blind"] = list(loop(tokenizer, args.cases, blind=True))
     print("| tokens per call, speed, accepted, us |", " | ".join(texts), "|\n|---|" + "---|" * len(texts))

@@ -3,7 +3,9 @@
     python -m recipes.survey.run --out docs/benchmarks/architectures
 
 Of a supported type the greedy tokens are compared with the stock model's own greedy loop: plain, with drafts
-from lookups, and in a batch. The command fails where a type differs, or fails in another way than by name.
+from lookups, and in a batch. Then, in bf16 and with weights that give large activations, its distance to fp32
+is compared with the stock model's. The command fails where a type differs, or fails in another way than by
+name.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ from typing import Any
 
 import torch
 import transformers
+from recipes.survey.coarse import bf16_error_ratio
 from recipes.survey.compare import K, compare
 from recipes.survey.models import NotMade, first_line, small_model
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from speculon.errors import SpeculonError
+from speculon.errors import SpeculonError, UnsupportedModel
 from speculon.models.load import wrap_model
+from speculon.models.load_check import FURTHER
 
 COMMAND = "python -m recipes.survey.run --out docs/benchmarks/architectures"
 Row = dict[str, Any]
@@ -52,7 +56,13 @@ def survey(model_type: str) -> Row:
         return {"outcome": "failed", "reason": f"{type(error).__name__}: {first_line(error)}"}
     if found.difference:
         return {"outcome": "differs", "reason": found.difference}
-    return {"outcome": "supported", "reason": "", "drafted": found.drafted, "accepted": found.accepted}
+    try:
+        coarse = {"bf16": bf16_error_ratio(model), "reason": ""}
+    except UnsupportedModel as error:
+        coarse = {"bf16": None, "reason": f"in bf16: {first_line(error)}"}
+    except Exception as error:
+        return {"outcome": "failed", "reason": f"in bf16: {type(error).__name__}: {first_line(error)}"}
+    return {"outcome": "supported", "drafted": found.drafted, "accepted": found.accepted, **coarse}
 
 
 def as_markdown(report: Row) -> str:
@@ -71,19 +81,29 @@ def as_markdown(report: Row) -> str:
         f"greedy tokens are those of the stock model's own loop: plain, with up to {K} drafts from lookups,",
         "and in a batch. Drafts of both runs are counted.",
         "",
+        "The distance is that of a row's log-probabilities to those in fp32 (median), over the stock",
+        f"model's, both in bf16. Every norm has a few large weights. {FURTHER:g} is allowed at load.",
+        "",
         f"**{counts['supported']} of {made} types are supported**, {counts['refused']} are refused with a",
         f"reason, {counts['differs'] + counts['failed']} differ or fail. No small model could be made of",
         f"{counts['not made']} more.",
         "",
-        "| type | outcome | drafts accepted | reason |",
-        "|---|---|---|---|",
-        *(f"| {name} | {row['outcome']} | {drafts(row)} | {cell(row['reason'])} |" for name, row in order),
+        "| type | outcome | drafts accepted | distance in bf16 | reason |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {name} | {row['outcome']} | {drafts(row)} | {distance(row)} | {cell(row['reason'])} |"
+            for name, row in order
+        ),
     ]
     return "\n".join(lines) + "\n"
 
 
 def drafts(row: Row) -> str:
     return f"{row['accepted']} of {row['drafted']}" if "drafted" in row else ""
+
+
+def distance(row: Row) -> str:
+    return f"{row['bf16']:.2f}" if row.get("bf16") is not None else ""
 
 
 def cell(reason: str) -> str:
