@@ -8,6 +8,7 @@ import torch
 from speculon.core import LayerSpec
 from speculon.kv.store import GATHER_BYTES, PageStore, SpanView
 from speculon.models.grouping import buckets, pieces
+from speculon.models.masks import MaskCache
 
 CPU = torch.device("cpu")
 TOKEN = 1024  # bytes of K and V
@@ -100,3 +101,10 @@ def test_more_than_the_buffer_is_gathered_too() -> None:
     slots = torch.arange(GATHER_BYTES["cpu"] // layer.bytes_per_token + 1) % 16
     k, v = store.gather(0, slots)
     assert torch.equal(k, store.k[0][slots]) and torch.equal(v, store.v[0][slots])
+
+
+def test_a_mask_begins_at_an_aligned_address_where_kernels_need_that() -> None:
+    here, elsewhere = (
+        MaskCache().slice(2, 9, None, 1, torch.float32, torch.device(x)) for x in ("cpu", "meta")
+    )
+    assert here.shape == elsewhere.shape and here.storage_offset() and not elsewhere.storage_offset()

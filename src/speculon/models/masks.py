@@ -32,7 +32,9 @@ class MaskCache:
             before = max(before, power_of_two(length - n))
             base = banded(rows, before, after, window, group, dtype, device)
             self.bases[key] = base, rows, before, after
-        return base[: n * group, before - (length - n) : before + n + padding]
+        mask = base[: n * group, before - (length - n) : before + n + padding]
+        # A kernel of CUDA ends with "misaligned address" where a mask does not begin at 16 bytes.
+        return mask if device.type == "cpu" else mask.clone()
 
 
 def banded(

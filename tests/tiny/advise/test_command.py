@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ def test_it_answers_writes_and_what_it_writes_is_used(
     config = EngineConfig()
     assert config.block_size == 8 and config.model == str(folder)
     assert {name: getattr(config.speculation, name) for name in record["settings"]} == record["settings"]
-    flags = record["flags"].split()
+    flags = shlex.split(record["flags"])
     done = CliRunner().invoke(
         app, ["generate", "--model", str(folder), "--prompt", "x", "--max-tokens", "2", *flags]
     )
