@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from speculon.checkpoints.locate import locate
 from speculon.models.quiet import quiet
 
 
 class Judge:
-    def __init__(self) -> None:
+    def __init__(self, target: Path) -> None:
         with quiet():
             self.target = AutoModelForCausalLM.from_pretrained(
-                locate("demo"), dtype=torch.float32, local_files_only=True
+                target, dtype=torch.float32, local_files_only=True
             ).eval()
 
     def nats(self, texts: Iterable[tuple[list[int], list[int]]]) -> float:

@@ -6,8 +6,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from speculon.checkpoints.locate import locate
-
 HERE = Path(__file__).resolve().parent
 OFF, OURS, STOCK = "off", "speculon", "transformers"
 COMPILED = "speculon --compile"
@@ -19,6 +17,7 @@ MODES = {
     OURS: (OFF, "ngram:8", "draft_model:4", "draft_model:6", "auto:6"),
     COMPILED: (OFF, "ngram:8", "draft_model:5", "auto:5"),
 }
+MORE = ("auto", "suffix:8", "eagle3:3")  # of ours, if named
 SCRIPTS = {
     STOCK: "hf.py",
     "openvino": "ov.py",
@@ -53,7 +52,7 @@ def modes_of(engines: list[str], names: list[str] | None = None) -> list[Mode]:
     return [
         Mode(engine, name)
         for engine in engines
-        for name in MODES[engine]
+        for name in (*MODES[engine], *(MORE if engine == OURS and names else ()))
         if names is None or name in (OFF, *names)
     ]
 
@@ -65,19 +64,20 @@ class Place:
     python: Path
     script: Path
     target: Path
-    draft: Path
+    draft: Path | None
     server: Path | None = None
 
 
-def place(engine: str, envs: Path, target: Path | None = None) -> Place:
-    """`target` is another checkpoint of the same tokens, for engines that read such folders."""
-    target, draft = target or locate("demo"), locate("demo-draft")
+def place(engine: str, envs: Path, target: Path, draft: Path | None) -> Place:
+    """The others' formats of both are where setup.sh made them."""
     python = Path(sys.executable) if engine in (OURS, COMPILED) else envs / engine / "bin/python"
     server = None
     if engine == "openvino":
-        target, draft = envs / "checkpoints/openvino/target", envs / "checkpoints/openvino/draft"
+        target = envs / "checkpoints/openvino/target"
+        draft = draft and envs / "checkpoints/openvino/draft"
     elif engine == "llama.cpp":
-        target, draft = envs / "checkpoints/gguf/target.gguf", envs / "checkpoints/gguf/draft.gguf"
+        target = envs / "checkpoints/gguf/target.gguf"
+        draft = draft and envs / "checkpoints/gguf/draft.gguf"
         server = envs / "llama.cpp/build/bin/llama-server"
     found = Place(python, HERE / "engines" / SCRIPTS[engine], target, draft, server)
     for path in (found.python, found.target, found.draft, found.server):

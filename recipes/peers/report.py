@@ -65,8 +65,8 @@ def title(facts: dict[str, Any]) -> str:
     plan, machine = facts["plan"], facts["machine"]
     clock = ", CPU seconds in the place of seconds" if plan["clock"] == "cpu" else ""
     return (
-        f"{facts['model']}, float32; {machine['cpu']}, {plan['threads']} threads{clock}; medians of "
-        f"{plan['repeats']} alternated "
+        f"{facts['model']}, {plan.get('dtype', 'float32')}; {machine['cpu']}, {plan['threads']} "
+        f"threads{clock}; medians of {plan['repeats']} alternated "
         f"repeats of {plan['prompts']} prompts, up to {plan['max_tokens']} tokens each"
     )
 

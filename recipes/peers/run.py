@@ -1,6 +1,10 @@
 """Other engines beside ours, on the same checkpoint and prompts, alternated in one run.
 
 python recipes/peers/run.py ENV_FOLDER --out FOLDER, after recipes/peers/setup.sh ENV_FOLDER
+
+With another checkpoint, after TARGET=MODEL DTYPE=bf16 recipes/peers/setup.sh ENV_FOLDER ENGINES:
+
+python recipes/peers/run.py ENV_FOLDER --target MODEL --dtype bfloat16 --data FILE --engines ...
 """
 
 from __future__ import annotations
@@ -32,24 +36,27 @@ from rich.progress import (
 )
 
 from speculon import __version__
+from speculon.bench.data import read_prompts
 from speculon.bench.provenance import commit, machine
-from speculon.bench.workloads import Case, Size, build, fingerprint
+from speculon.bench.workloads import Case, Known, Size, build, fingerprint
 from speculon.checkpoints.headers import read_checkpoint
 from speculon.checkpoints.locate import locate
 from speculon.models.tokenizer import load_tokenizer
 from speculon.text import Tokenizer
 
-OPTIONS = "engines modes workloads concurrency prompts groups max_tokens repeats threads clock".split()
+OPTIONS = "engines modes dtype workloads concurrency prompts groups max_tokens repeats threads clock".split()
 WALL, CPU = "wall", "cpu"  # seconds of a turn; CPU seconds are those of all threads of the worker
-CONTEXT, EOS = 2048, (2, 0)  # of the shipped checkpoint
+CONTEXT, EOS = 2048, (2, 0)  # of the demo checkpoint, and of SmolLM2
 
 
 def main() -> int:
     args = arguments()
     console = Console(stderr=True)
-    size = Size(args.prompts, args.max_tokens, CONTEXT)
-    tokenizer = Tokenizer(load_tokenizer(str(locate("demo"))))
-    cases = {name: build(name, tokenizer, size) for name in args.workloads}
+    size = Size(args.prompts, args.max_tokens, CONTEXT, max(args.concurrency))
+    tokenizer = Tokenizer(load_tokenizer(str(args.target)))
+    more = first_turns(args.data) if args.data else {}
+    args.workloads = args.workloads or [*more] or ["code", "edit"]
+    cases = {name: build(name, tokenizer, size, more) for name in args.workloads}
     args.out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         workers = started(modes_of(args.engines, args.modes), args, stack, console)
@@ -68,8 +75,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("build/peers"), help="folder of the results")
     parser.add_argument("--engines", type=listed, default=list(MODES))
     parser.add_argument("--modes", type=listed, help="of these engines; all of them if none is named")
-    parser.add_argument("--target", type=Path, help="another checkpoint with the demo's tokens")
-    parser.add_argument("--workloads", type=listed, default=["code", "edit"], help="NAME or NAME@TEMPERATURE")
+    parser.add_argument("--target", type=Path, help="another checkpoint than the demo's")
+    parser.add_argument("--draft", type=locate, help="a drafter for it")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--data", type=Path, help="prompts of a file; its categories are the workloads")
+    parser.add_argument("--workloads", type=listed, help="NAME or NAME@TEMPERATURE (default: code,edit)")
     parser.add_argument(
         "--concurrency", type=lambda text: [int(part) for part in listed(text)], default=[1, 8]
     )
@@ -79,7 +89,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--clock", choices=(WALL, CPU), default=WALL, help="cpu: where others use the cores")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.target is None:
+        args.target, args.draft = locate("demo"), args.draft or locate("demo-draft")
+    return args
+
+
+def first_turns(path: Path) -> Known:
+    """The file's categories, without turns that follow an answer."""
+    file = read_prompts(path)
+    first = {name: [one for one in some if not one.follows] for name, some in file.prompts.items()}
+    return replace(file, prompts=first).workloads
 
 
 def listed(text: str) -> list[str]:
@@ -91,7 +111,7 @@ def started(
 ) -> dict[Mode, Worker]:
     """One after the other; each is stopped until its turn."""
     found: dict[Mode, Worker] = {}
-    places = {engine: place(engine, args.envs.resolve(), args.target) for engine in args.engines}
+    places = {engine: place(engine, args.envs.resolve(), args.target, args.draft) for engine in args.engines}
     with console.status("starting") as status:
         for mode in modes:
             status.update(f"starting {mode}")
@@ -100,7 +120,8 @@ def started(
                 method=mode.method,
                 k=mode.k,
                 target=str(at.target),
-                draft=str(at.draft),
+                draft=at.draft and str(at.draft),
+                dtype=args.dtype,
                 threads=args.threads,
                 context=CONTEXT,
                 texts=max(args.concurrency),
@@ -123,7 +144,7 @@ def measure(
 ) -> tuple[list[Row], list[Record]]:
     rows: list[Row] = []
     records: list[Record] = []
-    judge = Judge()
+    judge = Judge(args.target)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -226,12 +247,16 @@ def facts(
     for mode, worker in workers.items():
         for name, number in worker.first.get("versions", {}).items():
             versions[name if name in (OURS, mode.engine) else f"{name} of {mode.engine}"] = number
-    plan = {name: value for name, value in vars(args).items() if name not in ("envs", "out", "target")}
+    plan = {
+        name: value
+        for name, value in vars(args).items()
+        if name not in ("envs", "out", "target", "draft", "data")
+    }
     return {
         "command": shlex.join(["python", "recipes/peers/run.py", "ENV_FOLDER", *options(args)]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "model": described(args.target or locate("demo")),
+        "model": described(args.target),
         "plan": plan,
         "machine": machine(),
         "versions": versions,
@@ -244,7 +269,7 @@ def facts(
 
 def described(target: Path) -> str:
     found = read_checkpoint(target)
-    name = "the demo checkpoint" if target == locate("demo") else "the demo checkpoint, widened"
+    name = "the demo checkpoint" if target == locate("demo") else target.name
     return f"{name}, {(found.num_parameters or 0) / 1e6:.1f} M parameters, {found.num_layers} layers"
 
 

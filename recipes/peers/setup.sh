@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The other engines, each in an environment of its own, and the demo checkpoint in their formats:
 #   recipes/peers/setup.sh ENV_FOLDER [NAME...]      names: transformers openvino vllm llama.cpp; all of them if none is given
+# TARGET=FOLDER takes another checkpoint, and none to draft; DTYPE=bf16 another dtype than f32.
 # What is there already is left alone. Needs Python 3.11 or newer, a C++ compiler, 7 GB, and half an hour on two cores.
 # TORCH chooses PyTorch's build, as in the Makefile; the CPU build is enough, and the only one that vLLM's CPU build takes.
 set -euo pipefail
@@ -8,6 +9,8 @@ envs=${1:?usage: recipes/peers/setup.sh ENV_FOLDER [NAME...]}
 shift
 here=$(cd "$(dirname "$0")" && pwd)
 declare -A models=([target]="$here/../../tests/models/demo" [draft]="$here/../../tests/models/demo-draft")
+[[ ${TARGET:-} ]] && models=([target]="$(cd "$TARGET" && pwd)")
+dtype=${DTYPE:-f32}
 mkdir -p "$envs/checkpoints"
 envs=$(cd "$envs" && pwd)
 export PIP_DISABLE_PIP_VERSION_CHECK=1 HF_HUB_OFFLINE=1
@@ -37,12 +40,12 @@ make_vllm() { # our plug-in without its dependencies: vLLM brings them, in versi
 
 make_openvino() {
     environment openvino
-    for model in target draft; do
+    for model in "${!models[@]}"; do
         local out="$envs/checkpoints/openvino/$model"
         [[ -f $out/openvino_tokenizer.xml ]] && continue
         say "$model for OpenVINO, in fp32"
         "$envs/openvino/bin/optimum-cli" export openvino --model "${models[$model]}" --task text-generation-with-past \
-            --weight-format fp32 "$out"
+            --weight-format "${dtype/f32/fp32}" "$out"
     done
 }
 
@@ -65,11 +68,11 @@ make_llama.cpp() { # its sources come in the package of its Python binding; its 
         "$home/bin/cmake" --build "$home/build" --target llama-server --parallel "${JOBS:-2}"
     }
     mkdir -p "$envs/checkpoints/gguf"
-    for model in target draft; do
+    for model in "${!models[@]}"; do
         local out="$envs/checkpoints/gguf/$model.gguf"
         [[ -f $out ]] && continue
-        say "$model for llama.cpp, in fp32"
-        "$envs/transformers/bin/python" "$here/to_gguf.py" "$home/source" "${models[$model]}" "$out"
+        say "$model for llama.cpp, in $dtype"
+        "$envs/transformers/bin/python" "$here/to_gguf.py" "$home/source" "${models[$model]}" "$out" "$dtype"
     done
 }
 

@@ -20,14 +20,14 @@ class Transformers:
     def __init__(self, settings: Settings):
         torch.set_num_threads(settings.threads)
         self.eos = list(settings.eos)
-        self.target = load(settings.target)
+        self.target = load(settings.target, settings.dtype)
         self.calls = 0
         self.target.register_forward_pre_hook(self.count)
         self.speculation: dict[str, Any] = {}
         if settings.method == "ngram":
             self.speculation = {"prompt_lookup_num_tokens": settings.k, "max_matching_ngram_size": NGRAM}
         elif settings.method == "draft_model":
-            draft = self.speculation["assistant_model"] = load(settings.draft)
+            draft = self.speculation["assistant_model"] = load(settings.draft, settings.dtype)
             if settings.k is not None:
                 draft.generation_config.update(
                     num_assistant_tokens=settings.k,
@@ -62,8 +62,8 @@ class Transformers:
     def close(self) -> None: ...
 
 
-def load(folder: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+def load(folder: str | None, dtype: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
 
 
 if __name__ == "__main__":

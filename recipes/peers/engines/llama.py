@@ -78,39 +78,19 @@ class LlamaServer:
 
 def flags(settings: Settings, address: str) -> list[str]:
     threads, port = str(settings.threads), address.rpartition(":")[2]
+    cache = {"float32": "f32", "bfloat16": "bf16"}[settings.dtype]
     common = ["--model", settings.target, "--host", "127.0.0.1", "--port", port, "--offline", "--no-ui"]
     common += ["--parallel", str(settings.texts), "--ctx-size", str(settings.texts * settings.context)]
-    common += [
-        "--threads",
-        threads,
-        "--threads-batch",
-        threads,
-        "--cache-type-k",
-        "f32",
-        "--cache-type-v",
-        "f32",
-    ]
+    common += ["--threads", threads, "--threads-batch", threads]
+    common += ["--cache-type-k", cache, "--cache-type-v", cache]
     common += ["--no-cache-prompt", "--cache-ram", "0", "--slot-prompt-similarity", "0"]
     if settings.method == "ngram":
         common += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(NGRAM)]
         common += ["--spec-ngram-simple-size-m", str(settings.k)]
     elif settings.method == "draft_model":
-        common += [
-            "--spec-type",
-            "draft-simple",
-            "--spec-draft-model",
-            settings.draft,
-            "--spec-draft-n-max",
-            str(settings.k),
-        ]
-        common += [
-            "--spec-draft-threads",
-            threads,
-            "--spec-draft-type-k",
-            "f32",
-            "--spec-draft-type-v",
-            "f32",
-        ]
+        common += ["--spec-type", "draft-simple", "--spec-draft-model", str(settings.draft)]
+        common += ["--spec-draft-n-max", str(settings.k), "--spec-draft-threads", threads]
+        common += ["--spec-draft-type-k", cache, "--spec-draft-type-v", cache]
     return common
 
 

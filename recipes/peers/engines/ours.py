@@ -18,7 +18,7 @@ class Speculon:
         self.llm = LLM(
             settings.target,
             speculation=speculation_of(settings),
-            dtype="float32",
+            dtype=settings.dtype,
             threads=settings.threads,
             prefix_cache=False,
             compile=self.compile,
@@ -51,7 +51,7 @@ def speculation_of(settings: Settings) -> dict[str, Any]:
         found["policy"] = "fixed"
     if settings.k is not None:
         found["num_speculative_tokens"] = settings.k
-    if settings.method in ("draft_model", "auto"):
+    if settings.draft and settings.method not in ("off", "ngram", "suffix"):
         found["draft"] = settings.draft
     return found
 

@@ -25,12 +25,13 @@ class Settings:
     method: str  # off, ngram, draft_model, or an engine's own word
     k: int | None  # drafts per round; None: the engine's own choice
     target: str  # in the engine's own format
-    draft: str
+    draft: str | None
     threads: int
     context: int  # tokens of a text, prompt included
     texts: int  # the highest concurrency
     eos: tuple[int, ...]
     server: str | None = None  # a program to be started, where the engine is one
+    dtype: str = "float32"  # or bfloat16: of weights, arithmetic and cache
 
 
 @dataclass(frozen=True)
