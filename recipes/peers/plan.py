@@ -69,18 +69,18 @@ class Place:
 
 
 def place(engine: str, envs: Path, target: Path, draft: Path | None) -> Place:
-    """The others' formats of both are where setup.sh made them."""
+    """The others' formats are where setup.sh made them, of a draft model only for the demo."""
     python = Path(sys.executable) if engine in (OURS, COMPILED) else envs / engine / "bin/python"
     server = None
     if engine == "openvino":
         target = envs / "checkpoints/openvino/target"
-        draft = draft and envs / "checkpoints/openvino/draft"
+        draft = envs / "checkpoints/openvino/draft"
     elif engine == "llama.cpp":
         target = envs / "checkpoints/gguf/target.gguf"
-        draft = draft and envs / "checkpoints/gguf/draft.gguf"
+        draft = envs / "checkpoints/gguf/draft.gguf"
         server = envs / "llama.cpp/build/bin/llama-server"
     found = Place(python, HERE / "engines" / SCRIPTS[engine], target, draft, server)
-    for path in (found.python, found.target, found.draft, found.server):
+    for path in (found.python, found.target, found.server):
         if path and not path.exists():
             raise SystemExit(f"{engine}: {path} is missing; recipes/peers/setup.sh {envs} makes it")
     return found

@@ -269,8 +269,7 @@ def facts(
 
 def described(target: Path) -> str:
     found = read_checkpoint(target)
-    name = "the demo checkpoint" if target == locate("demo") else target.name
-    return f"{name}, {(found.num_parameters or 0) / 1e6:.1f} M parameters, {found.num_layers} layers"
+    return f"{target.name}, {(found.num_parameters or 0) / 1e6:.1f} M parameters, {found.num_layers} layers"
 
 
 def options(args: argparse.Namespace) -> list[str]:
