@@ -163,13 +163,16 @@ def figures(bench: Row, peers: Row) -> str:
     """What README says about speed."""
     plain, best = (around(overall(bench)[key]) for key in ("over_plain", "over_best"))
     counts = ", ".join(map(str, sorted({row["concurrency"] for row in cells(bench)})))
-    fastest = lead(engines(peers), "speculon")
-    default = f"""SmolLM2-135M-Instruct in bf16 on the prompts of Spec-Bench: method `auto` and policy
-    `goodput` (the defaults), with the EAGLE-3 head that comes with speculon, are {plain} times as fast as
-    plain decoding. They are {best} times as fast as the best fixed mode of each category. These are geometric
-    means over {len(bench["plan"]["workloads"])} categories at concurrency {counts}, with 90 % intervals, on 2
-    cores of an {chip(bench["machine"])} chip ([all figures](docs/benchmarks/{GRID}/bench.md)). The lowest
-    category against the best fixed mode is {lowest(bench)}. {busiest(bench)}"""
+    fastest, plan = lead(engines(peers), "speculon"), bench["plan"]
+    modes = ", ".join(f"`{mode}`" for mode in plan["modes"] if mode != "auto")
+    default = f"""SmolLM2-135M-Instruct in bf16 on {plan["prompts"]} prompts of each category of Spec-Bench,
+    up to {plan["max_tokens"]} greedy tokens each: method `auto` and policy `goodput` (the defaults), with the
+    EAGLE-3 head that comes with speculon, are {plain} times as fast as plain decoding. They are {best} times
+    as fast as the best of {modes} and plain decoding. These are geometric means over
+    {len(plan["workloads"])} categories at concurrency {counts}, with 90 % intervals, on 2 cores of an
+    {chip(bench["machine"])} chip ([all figures](docs/benchmarks/{GRID}/bench.md)). The lowest category
+    against the best fixed mode is {lowest(bench)}. {busiest(bench)} A small model repeats itself, which
+    favours drafts: {looping(bench)} of the texts end in a loop."""
     others = f"""The same checkpoint in other engines, on 2 cores of an {chip(peers["machine"])} chip
     ([all modes](docs/benchmarks/{PEERS}/peers.md), [how](recipes/peers/README.md)). The best mode of
     speculon is {fastest} times as fast as the best mode of any other engine."""
@@ -204,6 +207,13 @@ def busiest(bench: Row) -> str:
     least = min(ratios, key=ratios.__getitem__)
     mean, lowest = f"{geometric_mean(ratios.values()):.2f}", f"{ratios[least]:.2f} ({least})"
     return f"At concurrency {count} it is {mean} times as fast as plain decoding, and {lowest} at the lowest."
+
+
+def looping(bench: Row) -> str:
+    """The share of plain texts, over all cells."""
+    plain = [cell for cell in bench["cells"] if cell["mode"] == "off"]
+    share = sum(cell["looping"] * cell["texts"] for cell in plain) / sum(cell["texts"] for cell in plain)
+    return f"{share:.0%}".replace("%", " %")
 
 
 def lead(rows: list[Row], engine: str) -> str:
@@ -273,7 +283,7 @@ def index(bench: Row, peers: Row) -> str:
         "",
         "`python -m recipes.charts.readme` writes this page from the files beside it.",
         "Each folder has the date, the machine and the command of its run.",
-        "A run without `--model` is of the toy model `demo` of the tests, which was the default then.",
+        "Without `--model` or `--target` the model was `demo` of the tests, the default of that time.",
         "",
         "| folder | date | machine | command |",
         "|---|---|---|---|",

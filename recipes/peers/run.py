@@ -34,6 +34,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from transformers import GenerationConfig
 
 from speculon import __version__
 from speculon.bench.data import read_prompts
@@ -46,7 +47,7 @@ from speculon.text import Tokenizer
 
 OPTIONS = "engines modes dtype workloads concurrency prompts groups max_tokens repeats threads clock".split()
 WALL, CPU = "wall", "cpu"  # seconds of a turn; CPU seconds are those of all threads of the worker
-CONTEXT, EOS = 2048, (2, 0)  # of the demo checkpoint, and of SmolLM2
+CONTEXT = 2048  # of the demo checkpoint; SmolLM2 has more
 
 
 def main() -> int:
@@ -92,7 +93,17 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.target is None:
         args.target, args.draft = locate("demo"), args.draft or locate("demo-draft")
+    fp32_alone = {"openvino", "vllm"} & {*args.engines}
+    if args.dtype != "float32" and fp32_alone:
+        parser.error(f"{', '.join(sorted(fp32_alone))}: measured in float32 alone")
+    args.eos = eos_of(args.target)
     return args
+
+
+def eos_of(target: Path) -> tuple[int, ...]:
+    config = GenerationConfig.from_pretrained(target, local_files_only=True)
+    ids = config.eos_token_id
+    return tuple(ids) if isinstance(ids, list) else (ids,)
 
 
 def first_turns(path: Path) -> Known:
@@ -125,7 +136,7 @@ def started(
                 threads=args.threads,
                 context=CONTEXT,
                 texts=max(args.concurrency),
-                eos=EOS,
+                eos=args.eos,
                 server=str(at.server) if at.server else None,
             )
             log = args.out / f"{mode.engine}-{mode.name.replace(':', '-')}.log"
@@ -163,7 +174,7 @@ def measure(
                 progress.update(task, description=f"{name} at {count}")
                 few = some[: args.groups * count] if args.groups else some
                 new, refusals = measure_cell(
-                    (name, count), workers, few, args.repeats, args.clock, lambda: progress.advance(task)
+                    (name, count), workers, few, args, lambda: progress.advance(task)
                 )
                 if some[0].params.temperature == 1:
                     new = [
@@ -188,7 +199,7 @@ def prompts(cases: list[Case], record: Record) -> list[list[int]]:
 
 
 def measure_cell(
-    cell: Cell, workers: dict[Mode, Worker], cases: list[Case], repeats: int, clock: str, advance: Any
+    cell: Cell, workers: dict[Mode, Worker], cases: list[Case], args: argparse.Namespace, advance: Any
 ) -> tuple[list[Record], dict[Mode, str]]:
     """Every mode beside every other in time; who goes first changes.
 
@@ -212,15 +223,15 @@ def measure_cell(
             refusals[mode] = answer["refused"]
         elif repeat >= 0:
             cpu_seconds = answer.pop("cpu_seconds")
-            if clock == CPU:
+            if args.clock == CPU:
                 answer["seconds"] = cpu_seconds
-            answer["tokens"] = [cut(tokens, EOS) for tokens in answer["tokens"]]
+            answer["tokens"] = [cut(tokens, args.eos) for tokens in answer["tokens"]]
             records.append(Record(name, count, repeat, group, mode.engine, mode.name, **answer))
 
     modes = list(workers)
     for mode in modes:
         turn(mode, -1, 0)  # warm-up, discarded
-    for repeat in range(repeats):
+    for repeat in range(args.repeats):
         for group in range(len(groups)):
             first = (repeat * len(groups) + group) % len(modes)
             for mode in (*modes[first:], *modes[:first]):
@@ -250,13 +261,14 @@ def facts(
     plan = {
         name: value
         for name, value in vars(args).items()
-        if name not in ("envs", "out", "target", "draft", "data")
+        if name not in ("envs", "out", "target", "draft", "data", "eos")
     }
     return {
         "command": shlex.join(["python", "recipes/peers/run.py", "ENV_FOLDER", *options(args)]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "model": described(args.target),
+        "data": read_prompts(args.data).facts() if args.data else None,
         "plan": plan,
         "machine": machine(),
         "versions": versions,
@@ -274,7 +286,8 @@ def described(target: Path) -> str:
 
 def options(args: argparse.Namespace) -> list[str]:
     """What was args, without the folders of this machine."""
-    found = []
+    files = (("target", args.target), ("draft", args.draft), ("data", args.data))
+    found = [part for name, path in files if path for part in (f"--{name}", path.name)]
     for name in OPTIONS:
         value = getattr(args, name)
         if value is None:

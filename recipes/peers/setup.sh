@@ -13,6 +13,11 @@ declare -A models=([target]="$here/../../tests/models/demo" [draft]="$here/../..
 dtype=${DTYPE:-f32}
 mkdir -p "$envs/checkpoints"
 envs=$(cd "$envs" && pwd)
+source="${models[target]} $dtype"
+[[ -f $envs/checkpoints/source ]] || echo "$source" > "$envs/checkpoints/source"
+[[ $(< "$envs/checkpoints/source") == "$source" ]] || {
+    echo "$envs/checkpoints is of $(< "$envs/checkpoints/source"): take another folder for $source" >&2; exit 1
+}
 export PIP_DISABLE_PIP_VERSION_CHECK=1 HF_HUB_OFFLINE=1
 
 say() { echo "== $*"; }

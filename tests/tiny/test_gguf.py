@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, GgufConfig, LlamaForCausalLM
 
 from speculon import LLM, SamplingParams, SpeculationConfig
+from speculon.bench.baseline import TransformersBaseline
 from speculon.checkpoints.choose import fits
 from speculon.checkpoints.discover import find_models
 from speculon.checkpoints.families import DRAFT_MODEL, family_of
@@ -98,6 +99,11 @@ def test_generates_and_drafts_with_a_gguf_draft(model: LlamaForCausalLM, file: P
             result = llm.generate([IDS[0].tolist()], params)[0]
             assert result.outputs[0].token_ids == expected
             assert llm.tokenizer is not None
+
+
+def test_the_baseline_of_bench_reads_it(file: Path) -> None:
+    llm = LLM(str(file), warmup=False)
+    assert TransformersBaseline(llm).model.num_parameters() == llm.engine.target.num_parameters
 
 
 def test_facts(file: Path) -> None:
@@ -188,6 +194,16 @@ REFUSED: dict[str, tuple[WrongFile, type[ModelError], str]] = {
         lambda folder: write_gguf(tiny_llama(), folder / "a.gguf", more={"split.count": 2}),
         UnsupportedModel,
         "split",
+    ),
+    "alignment of 0": (
+        lambda folder: write_gguf(tiny_llama(), folder / "a.gguf", more={"general.alignment": 0}),
+        CorruptWeights,
+        "damaged",
+    ),
+    "text for a number": (
+        lambda folder: write_gguf(tiny_llama(), folder / "a.gguf", more={"split.count": "two"}),
+        CorruptWeights,
+        "damaged",
     ),
     "architecture": (
         lambda folder: write_gguf(tiny_llama(), folder / "a.gguf", architecture="nonsuch"),

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from speculon import LLM, SamplingParams, SpeculativeDecoder
 from speculon.core import LayerSpec, Padding
 from speculon.errors import UnsupportedModel
-from speculon.models import attention, batch_check, invariant
+from speculon.models import attention, batch_check, fuse, invariant
 from speculon.models.batch_check import Attending, RandomLayer, differing, uneven_keys
+from speculon.models.block import CannotReplace
 from speculon.models.grouping import KEY_BLOCK, padded_keys
 from speculon.models.invariant import decide, make_invariant, padding_of
 from speculon.models.linear import Linear, packable
@@ -76,6 +77,21 @@ def test_logits_are_bitwise_equal_in_every_batch(name: str) -> None:
     """Grouped heads, latent attention, windows, sinks, soft caps, experts; fused layers and others."""
     target = invariant_or_skipped(name)
     assert target.batch_invariant and differing(target) is None
+
+
+def test_a_packed_head_is_in_pieces_without_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise CannotReplace("planted")
+
+    monkeypatch.setattr(fuse, "fuse_loop", refused)
+    monkeypatch.setattr(fuse, "head_is_packed", lambda *_: True)
+    target = stock("llama")
+    assert isinstance(head := target.model.get_output_embeddings(), fuse.Fused)
+    try:
+        make_invariant(target)
+    except CannotBeInvariant as reason:
+        pytest.skip(f"on this chip {reason}")
+    assert isinstance(head.inner, InPieces)
 
 
 def test_most_of_them_are_invariant() -> None:

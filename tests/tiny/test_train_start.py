@@ -49,18 +49,23 @@ def test_a_head_starts_from_another(teacher: Teacher, tmp_path: Path) -> None:
     rows = rows_of(teacher)
     method, head = head_of(teacher, rows, {"draft_vocab": 40})
     method.write(head, teacher, "somewhere", tmp_path)
-    again = Eagle3Training(HeadSettings(ttt=3, draft_vocab=40, start=tmp_path)).drafter(teacher, rows)
+    again = Eagle3Training(HeadSettings(ttt=3, draft_vocab=40, start=str(tmp_path))).drafter(teacher, rows)
     assert torch.equal(again.used, head.used)
     for (name, one), (_, other) in zip(head.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(one.bfloat16().float(), other), name
-    wider = Eagle3Training(HeadSettings(ttt=3, draft_vocab=40, start=tmp_path, intermediate=24))
+    wider = Eagle3Training(HeadSettings(ttt=3, draft_vocab=40, start=str(tmp_path), intermediate=24))
     with pytest.raises(InvalidParameter, match=r"start = .*mlp.* is \[.*\] there and \[24, "):
         wider.drafter(teacher, rows)
     for other, name in (
         ({"draft_vocab": 30}, "draft_vocab_size is 40 there and 30 here"),
         ({"draft_vocab": 40, "norm_output": False}, "norm_output is True there and False here"),
-        ({"draft_vocab": 40, "start": tmp_path / "none"}, "has no config.json"),
+        ({"draft_vocab": 40, "start": str(tmp_path / "none")}, "has no config.json"),
     ):
         with pytest.raises(InvalidParameter, match=name):
-            Eagle3Training(HeadSettings(**{"ttt": 3, "start": tmp_path, **other})).check(teacher)
-    Eagle3Training(HeadSettings(ttt=3, draft_vocab=40, start=tmp_path)).check(teacher)
+            Eagle3Training(HeadSettings(**{"ttt": 3, "start": str(tmp_path), **other})).check(teacher)
+    Eagle3Training(HeadSettings(ttt=3, draft_vocab=40, start=str(tmp_path))).check(teacher)
+
+
+def test_a_folder_named_as_one_is_no_drafter_by_name() -> None:
+    """`./NAME` is a folder, where NAME alone is the drafter that comes with speculon."""
+    assert HeadSettings(start="./smollm2-eagle3").start == "./smollm2-eagle3"

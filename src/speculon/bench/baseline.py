@@ -5,16 +5,18 @@ batch invariance.
 from __future__ import annotations
 
 from time import perf_counter
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from speculon.bench.measure import Measurement, measure
 from speculon.bench.plan import VARIANT, parse_mode
 from speculon.bench.widen import widen
 from speculon.bench.workloads import Case
+from speculon.checkpoints.headers import read_checkpoint
 from speculon.checkpoints.locate import locate
 from speculon.llm import LLM
+from speculon.models.load import load_config, load_model
 from speculon.models.quiet import quiet
 from speculon.proposers.registry import OFF
 from speculon.text import Tokenizer
@@ -28,11 +30,10 @@ class TransformersBaseline:
         self.tokenizer: Tokenizer = llm.tokenizer
         self.eos_ids = sorted(target.eos_ids)
         with quiet():
-            folder = locate(llm.config.model)
-            self.model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=target.dtype, local_files_only=True
-            )
-        self.model.eval().to(target.device)
+            checkpoint, trusted = read_checkpoint(locate(llm.config.model)), llm.config.trust_remote_code
+            config = load_config(checkpoint, trusted)
+            self.model: Any = load_model(checkpoint, config, target.dtype, target.device, trusted)
+        self.model.eval()
         if widened_to:
             widen(self.model, widened_to, target.name)  # with the same random columns
 

@@ -137,7 +137,7 @@ def read_gguf(path: str | Path, lists: frozenset[str] = frozenset()) -> GgufHead
         raise
     except OSError as error:
         raise ModelError(f"{file}: not readable ({error})") from error
-    except (struct.error, ValueError, OverflowError, MemoryError) as error:
+    except (struct.error, ValueError, TypeError, ArithmeticError, MemoryError) as error:
         raise CorruptWeights(f"{file}: its GGUF header is damaged or truncated ({error})") from error
     check_size(header)
     return header

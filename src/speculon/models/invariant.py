@@ -29,7 +29,7 @@ from speculon.models.batch_check import (
 )
 from speculon.models.block import Block, CannotReplace, Gated
 from speculon.models.captured import Captured
-from speculon.models.fuse import captured_loop
+from speculon.models.fuse import Fused, captured_loop
 from speculon.models.grouping import PlanKey
 from speculon.models.linear import Product
 from speculon.models.loop import Loop
@@ -181,8 +181,11 @@ def in_pieces(target: Target) -> Invariance:
             both = made.add(block.mlp, "gate_up", width, by_row=False)
             made.add(block.mlp, "down", both // 2, by_row=False)
             made.add_mlp(block, block.mlp)
+    head = target.model.get_output_embeddings()
     if isinstance(loop, Loop):
         made.add(loop, "head", width, by_row=False)
+    elif isinstance(head, Fused):  # packed: the mode does not see its product
+        made.add(head, "inner", width, by_row=False)
     if not isinstance(loop, Loop) or any(not isinstance(block.mlp, Gated) for block in blocks):
         made.mode = InvariantProducts(made.pieces)
         made.experts = target.model.get_experts_implementation()

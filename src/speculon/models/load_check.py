@@ -13,6 +13,7 @@ from speculon.batch import Batch, joined
 from speculon.errors import UnsupportedModel
 from speculon.kv.states import StateSpan, StateStep, StateStore
 from speculon.kv.store import PageStore, SpanView
+from speculon.models.fuse import UNKNOWN
 from speculon.models.probe import stock_attention
 from speculon.models.target import Target
 
@@ -132,7 +133,7 @@ def logits_in_fp32(target: Target) -> Tensor | None:  # [17, V]
     try:
         with InFp32():
             return stock_logits(target)
-    except RuntimeError:
+    except UNKNOWN:
         return None
 
 

@@ -94,7 +94,8 @@ def passes(name: str) -> None:
 def cache_folder() -> Path | None:
     named = os.environ.get(CACHE)
     if named is None:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speculon" / "loads"
+        base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        return None if base.startswith("~") else Path(base) / "speculon" / "loads"  # a user without a home
     return Path(named) if named else None
 
 
@@ -125,7 +126,7 @@ def key_of(files: list[Path], settings: tuple[object, ...]) -> str:
 
 
 def sample(file: Path) -> bytes:
-    """Its size and parts of it: other weights of the same shapes differ in all of them."""
+    """Its size and parts of it: the weights of another training differ in all of them."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         parts = [str(size).encode()]
@@ -140,8 +141,9 @@ def machine() -> tuple[object, ...]:
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     settings = sorted(item for item in os.environ.items() if item[0].startswith(KERNELS))
+    process = torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled, torch.version.cuda
     chip = (chip_name(), sorted(capabilities.items()), torch.backends.cpu.get_cpu_capability())
-    return platform.platform(), chip, devices, torch.get_num_threads(), settings
+    return platform.platform(), chip, devices, torch.get_num_threads(), settings, process
 
 
 @cache
@@ -156,8 +158,8 @@ def chip_name() -> str:
 
 @cache
 def code() -> str:
-    """The versions, and this package's code of models."""
+    """The versions, and all code of speculon."""
     digest = blake2b(repr((torch.__version__, transformers.__version__)).encode())
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()

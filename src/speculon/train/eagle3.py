@@ -72,7 +72,7 @@ class Eagle3Training:
         }
 
 
-def refuse_other_form(start: Path, form: HeadForm, vocab: int) -> None:
+def refuse_other_form(start: str, form: HeadForm, vocab: int) -> None:
     """Raises InvalidParameter where `start` is no head of this form."""
     folder = locate(start)
     if not all((folder / name).is_file() for name in ("config.json", WEIGHTS)):
@@ -87,7 +87,7 @@ def refuse_other_form(start: Path, form: HeadForm, vocab: int) -> None:
 
 
 @torch.no_grad()
-def copy_into(head: Eagle3Head, before: Mapping[str, Tensor], source: Path | None) -> None:
+def copy_into(head: Eagle3Head, before: Mapping[str, Tensor], source: str | None) -> None:
     """Copies the weights of a head of the same shape. Raises InvalidParameter for another one."""
     for name, parameter in head.named_parameters():
         shape = list(before[name].shape) if name in before else "missing"

@@ -76,7 +76,7 @@ def train(method: TrainingMethod, settings: TrainSettings, progress: Progress) -
     record = record_of(settings, trainer, identity, documents, rows)
     write_json(settings.out / "training.json", record)
     if settings.eval_prompts and held:
-        record["evaluation"] = evaluate(method.speculation(settings.out), settings, held, progress)
+        record["evaluation"] = evaluate(method.speculation(settings.out.absolute()), settings, held, progress)
         write_json(settings.out / "training.json", record)
     return Done(trainer.step, record)
 

@@ -108,7 +108,7 @@ class TrainSettings(Checked):
 class HeadSettings(Checked):
     """The shape of an EAGLE-3 head. None means the target's number."""
 
-    start: Path | None = Field(
+    start: str | None = Field(
         None, description="folder of a head of the same shape to start from (None: random layers)"
     )
     taps: str | None = Field(
