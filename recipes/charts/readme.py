@@ -165,14 +165,13 @@ def figures(bench: Row, peers: Row) -> str:
     counts = ", ".join(map(str, sorted({row["concurrency"] for row in cells(bench)})))
     fastest, plan = lead(engines(peers), "speculon"), bench["plan"]
     modes = ", ".join(f"`{mode}`" for mode in plan["modes"] if mode != "auto")
-    default = f"""SmolLM2-135M-Instruct in bf16 on {plan["prompts"]} prompts of each category of Spec-Bench,
-    up to {plan["max_tokens"]} greedy tokens each: method `auto` and policy `goodput` (the defaults), with the
-    EAGLE-3 head that comes with speculon, are {plain} times as fast as plain decoding. They are {best} times
-    as fast as the best of {modes} and plain decoding. These are geometric means over
-    {len(plan["workloads"])} categories at concurrency {counts}, with 90 % intervals, on 2 cores of an
-    {chip(bench["machine"])} chip ([all figures](docs/benchmarks/{GRID}/bench.md)). The lowest category
-    against the best fixed mode is {lowest(bench)}. {busiest(bench)} A small model repeats itself, which
-    favours drafts: {looping(bench)} of the texts end in a loop."""
+    default = f"""SmolLM2-135M-Instruct in bf16 answers {plan["prompts"]} prompts of each category of
+    Spec-Bench, greedily, with up to {plan["max_tokens"]} tokens, on 2 cores of an
+    {chip(bench["machine"])} chip ([all figures](docs/benchmarks/{GRID}/bench.md)). The defaults (`auto`,
+    `goodput`, and the EAGLE-3 head that comes with speculon) are {plain} times as fast as plain decoding.
+    They are {best} times as fast as the best of {modes} and plain decoding. These are geometric means
+    over {len(plan["workloads"])} categories at concurrency {counts}; the lowest against the best is
+    {lowest(bench)}. {busiest(bench)} Loops, which favour drafts, end {looping(bench)} of the texts."""
     others = f"""The same checkpoint in other engines, on 2 cores of an {chip(peers["machine"])} chip
     ([all modes](docs/benchmarks/{PEERS}/peers.md), [how](recipes/peers/README.md)). The best mode of
     speculon is {fastest} times as fast as the best mode of any other engine."""
