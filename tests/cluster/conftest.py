@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ from speculon.cluster import app
 from tests.cluster.load import Case, cases
 from tests.server.outside import LOCAL_HTTP
 
+# A shell starts a background job with interrupts ignored, and children inherit it; a test sends some.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 SETTINGS: dict[str, Any] = {"model": "demo", "threads": 1, "cpus": 0.5, "num_blocks": 1024}
 SETTINGS["batch_invariant"] = True  # a text alone and in any batch is the same, bit for bit
 SETTINGS["serve"] = {"engine_timeout": 8}
