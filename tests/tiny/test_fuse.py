@@ -299,3 +299,22 @@ def test_without_fusing_nothing_is_replaced() -> None:
         "LlamaDecoderLayer",
         "LlamaRMSNorm",
     }
+
+
+@pytest.mark.parametrize("reads_bias", [True, False])
+def test_a_head_whose_bias_the_model_reads_stays(reads_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """BERT and its kin take the bias of a new head, which a packed one has not."""
+
+    def put(model: Any, new: nn.Module) -> None:
+        model.lm_head = new
+        model.of_head = new.bias if reads_bias else None
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise CannotReplace("planted")
+
+    model = copy.deepcopy(tiny_model("llama"))
+    monkeypatch.setattr(fusing, "head_is_packed", lambda *_: True)
+    monkeypatch.setattr(fusing, "fuse_loop", refused)
+    monkeypatch.setattr(type(model), "set_output_embeddings", put)
+    head = wrap_model(model, share=False).model.get_output_embeddings()
+    assert isinstance(head, nn.Linear if reads_bias else fusing.Fused)

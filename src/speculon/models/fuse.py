@@ -226,10 +226,10 @@ def pack_head(target: Target, trial: Trial) -> None:
     head: Any = target.model.get_output_embeddings()
     if not plain(head) or not head_is_packed(target.dtype, target.device):
         return
-    target.model.set_output_embeddings(Fused(joined([head], share=False)))
     try:
+        target.model.set_output_embeddings(Fused(joined([head], share=False)))
         stock_forward(target.model, trial.batch, trial.view)
-    except UNKNOWN:  # it reads the head's weight
+    except UNKNOWN:  # it reads the head's weight or bias
         return target.model.set_output_embeddings(head)
     if head.weight is target.model.get_input_embeddings().weight:
         target.num_bytes += head.weight.nbytes
