@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
+import gguf
 import transformers.modeling_gguf_pytorch_utils as reader
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
@@ -25,6 +27,8 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 TOLERANCE = 1e-3  # relative, of a factor
 
 reader.tqdm = lambda *args, **kwargs: args[0]  # transformers' switch of progress bars does not reach this one
+# transformers asks for the same map at each module of a model: 3 s for 30 layers
+gguf.get_tensor_name_map = cache(gguf.get_tensor_name_map)
 
 
 def refuse_unread(checkpoint: Checkpoint) -> None:
