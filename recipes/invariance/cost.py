@@ -8,7 +8,6 @@ python -m recipes.invariance.widened FOLDER && python -m recipes.invariance.cost
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
 from datetime import date
@@ -16,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import median
 
-from recipes.invariance.texts import prompts_of
+from recipes.invariance.texts import add_draft, prompts_of
 from tqdm import tqdm
 
 from speculon import LLM, SamplingParams
@@ -35,13 +34,7 @@ CASES = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default="demo")
-    parser.add_argument(
-        "--draft",
-        type=json.loads,
-        default={"draft_model": "demo-draft", "eagle3": "demo-eagle3"},
-        metavar="JSON",
-        help="drafters by method; {}: none",
-    )
+    add_draft(parser)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--out", type=Path, help="folder for the table, named after the chip and the model")

@@ -52,13 +52,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--first", type=int, default=0, help="prompts that are left out before those")
-    parser.add_argument(
-        "--draft",
-        type=json.loads,
-        default={"draft_model": "demo-draft", "eagle3": "demo-eagle3"},
-        metavar="JSON",
-        help="drafters by method; {}: none",
-    )
+    add_draft(parser)
     parser.add_argument("--data", type=Path, help="prompts of a file, evenly taken, as chats")
     parser.add_argument("--tokens", type=int, default=64, help="of each text")
     parser.add_argument("--threads", type=int, default=2)
@@ -79,6 +73,16 @@ def main() -> None:
         )
         path = arguments.out / f"texts-{chip}-{Path(arguments.model).name}{part}.md"
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def add_draft(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--draft",
+        type=json.loads,
+        default={"draft_model": "demo-draft", "eagle3": "demo-eagle3"},
+        metavar="JSON",
+        help="drafters by method; {}: none",
+    )
 
 
 def command() -> list[str]:
