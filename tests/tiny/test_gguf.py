@@ -28,6 +28,7 @@ from speculon.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
+from speculon.models.gguf_reader import Reader
 from speculon.models.load import load_config, load_model, load_target
 from speculon.models.tokenizer import load_tokenizer
 from tests.tiny.gguf_files import ALL, tiny_llama, write_gguf
@@ -88,6 +89,16 @@ def test_quantised_weights_are_those_transformers_reads(model: LlamaForCausalLM,
     )
     assert torch.equal(logits(loaded(path)), logits(theirs))
     assert not torch.equal(logits(theirs), logits(model))
+
+
+def test_a_load_parses_the_header_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = []
+    parse = Reader._build_fields
+    monkeypatch.setattr(Reader, "_build_fields", lambda *args: readings.append(1) or parse(*args))
+    LLM(str(file), speculation=SpeculationConfig(draft={}), warmup=False)
+    assert len(readings) == 1
+    load_tokenizer(file)
+    assert len(readings) == 2  # nothing is kept
 
 
 def test_generates_and_drafts_with_a_gguf_draft(model: LlamaForCausalLM, file: Path) -> None:

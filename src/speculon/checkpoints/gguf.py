@@ -115,11 +115,6 @@ def is_gguf(path: str | Path) -> bool:
     return str(path).lower().endswith(SUFFIX) and not Path(path).expanduser().is_dir()
 
 
-def from_file(path: Path) -> tuple[Path, dict[str, str]]:
-    """The folder and the options with which transformers reads this checkpoint."""
-    return (path.parent, {"gguf_file": path.name}) if is_gguf(path) else (path, {})
-
-
 def read_gguf(path: str | Path, lists: frozenset[str] = frozenset()) -> GgufHeader:
     """Reads the header. `lists` has the keys of arrays of strings that are kept.
 

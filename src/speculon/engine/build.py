@@ -13,6 +13,7 @@ from speculon.config import EngineConfig
 from speculon.engine.engine import Engine
 from speculon.engine.state import hold
 from speculon.engine.warm_up import warm_up
+from speculon.models.gguf_reader import reading_once
 from speculon.models.load import load_target
 from speculon.models.tokenizer import load_tokenizer
 from speculon.text import Tokenizer
@@ -32,23 +33,24 @@ def build_engine(
     check_drafts(config)
     if config.threads:
         torch.set_num_threads(config.threads)
-    target = load_target(
-        config.model,
-        dtype=config.dtype,
-        device=config.device,
-        trust_remote_code=config.trust_remote_code,
-        allow_pickle=config.allow_pickle,
-        max_context=config.max_context,
-        fused=config.fuse,
-        compile=config.compile,
-        batch_invariant=config.batch_invariant,
-        progress=progress,
-    )
+    with reading_once():
+        target = load_target(
+            config.model,
+            dtype=config.dtype,
+            device=config.device,
+            trust_remote_code=config.trust_remote_code,
+            allow_pickle=config.allow_pickle,
+            max_context=config.max_context,
+            fused=config.fuse,
+            compile=config.compile,
+            batch_invariant=config.batch_invariant,
+            progress=progress,
+        )
+        tokenizer = None
+        if texts:
+            tokenizer = Tokenizer(load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
     if config.dtype == "float16" and target.device.type == "cpu":
         log.warning("dtype float16 on a CPU: most compute float32 faster, and numbers beyond 65504 overflow")
-    tokenizer = None
-    if texts:
-        tokenizer = Tokenizer(load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
     engine = Engine(target, tokenizer, config)
     if note := engine.facts().note:
         log.warning(note)

@@ -18,7 +18,6 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from speculon.checkpoints.gguf import from_file
 from speculon.checkpoints.headers import Checkpoint, read_checkpoint, refuse_unsafe
 from speculon.checkpoints.locate import first_line, locate
 from speculon.errors import (
@@ -31,6 +30,7 @@ from speculon.errors import (
 )
 from speculon.models import attention
 from speculon.models.fuse import fuse, fuse_norms
+from speculon.models.gguf_reader import from_file
 from speculon.models.invariant import decide
 from speculon.models.load_check import check_logits, logits_in_fp32, stock_logits
 from speculon.models.probe import discover, use_attention

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from speculon.checkpoints.gguf import from_file
 from speculon.checkpoints.locate import first_line, locate
 from speculon.errors import ModelError
+from speculon.models.gguf_reader import from_file
 from speculon.models.quiet import quiet
 
 NEEDLESS = "for token ids alone, LLM(..., tokenizer=None) needs none"
