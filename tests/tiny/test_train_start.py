@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculon.errors import InvalidParameter
+from speculon.errors import InvalidParameter, ModelError
 from speculon.train.eagle3 import Eagle3Training
 from speculon.train.optimizers import in_fp32
 from speculon.train.settings import HeadSettings
@@ -63,7 +63,12 @@ def test_a_head_starts_from_another(teacher: Teacher, tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidParameter, match=name):
             Eagle3Training(HeadSettings(**{"ttt": 3, "start": str(tmp_path), **other})).check(teacher)
-    Eagle3Training(HeadSettings(ttt=3, draft_vocab=40, start=str(tmp_path))).check(teacher)
+    training = Eagle3Training(HeadSettings(ttt=3, draft_vocab=40, start=str(tmp_path)))
+    training.check(teacher)
+    for file in ("model.safetensors", "config.json"):
+        (tmp_path / file).write_bytes((tmp_path / file).read_bytes()[:-90])
+        with pytest.raises(ModelError, match=file):
+            training.check(teacher)
 
 
 def test_a_folder_named_as_one_is_no_drafter_by_name() -> None:

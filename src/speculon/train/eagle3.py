@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from speculon.checkpoints.headers import parameters_by_dtype, read_config
 from speculon.checkpoints.locate import locate
 from speculon.errors import InvalidParameter, UnsupportedModel
 from speculon.train.data import Rows
@@ -73,11 +73,12 @@ class Eagle3Training:
 
 
 def refuse_other_form(start: str, form: HeadForm, vocab: int) -> None:
-    """Raises InvalidParameter where `start` is no head of this form."""
+    """Raises InvalidParameter where `start` is no head of this form, ModelError where it is damaged."""
     folder = locate(start)
     if not all((folder / name).is_file() for name in ("config.json", WEIGHTS)):
         raise InvalidParameter("start", str(start), f"has no config.json and {WEIGHTS}")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_config(folder)
+    parameters_by_dtype(folder / WEIGHTS)
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     here = {"eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in form.taps], "draft_vocab_size": vocab}
     for name, value in {**here, **{flag: getattr(form, flag) for flag in flags}}.items():
