@@ -207,8 +207,8 @@ class Costs:
         """Raises `ValueError` for what `state` cannot have told."""
         found = STATE.validate_python(state)
         for name, parts in found.items():
-            if len(parts) != len(PROPOSAL if name else STEP):
-                raise ValueError(f"{len(parts)} parts of {name or 'a step'!r:.80}")
+            if len(parts) != (features := len(PROPOSAL if name else STEP)):
+                raise ValueError(f"{name or 'a step'!r:.80} has {len(parts)} parts, not {features}")
         for name, parts in found.items():
             cost = self._proposals[name] if name else self._step
             cost.begin(parts, spread=0.2)
