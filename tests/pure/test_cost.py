@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 
+from speculon.control import cost as module
 from speculon.control.cost import MOST_SIZES, Costs
 from speculon.core import Draft, Proposal, Timing
 from speculon.sequence import Span
@@ -71,7 +73,7 @@ def test_more_rows_never_cost_less_and_no_step_is_free() -> None:
         rows = random.randrange(8)
         costs.observe_step(1, int(rows > 0), rows, 9.0 - rows)
     assert all(costs.step(1, 1, rows) <= costs.step(1, 1, rows + 1) for rows in range(1, 64))
-    assert costs.step(1) > 0 and costs.row(1) >= 0 and costs.first(1) >= 0
+    assert costs.step(1) > 0 and min(costs.rows(1, 0, 1, 64)) >= 0 and costs.first(1) >= 0
 
 
 def test_a_batch_size_that_departs_from_the_sum_is_known_by_itself() -> None:
@@ -93,6 +95,66 @@ def test_plain_steps_of_about_a_size_are_known_or_not(seen: int, rows: int, know
     assert costs.plain(rows) is None
     costs.observe_step(seen, 0, 0, step_ms(seen, 0, 0))
     assert (costs.plain(rows) is not None) is known
+
+
+def bent_ms(sequences: int, rows: int, bend: int, context: float = 0.0) -> float:
+    """Rows are free up to a bend, as where reading weights takes longer than the products of a few rows."""
+    return 21.0 + 0.3 * sequences + 0.8 * max(0, sequences + rows - bend) + 5.0 * sequences * context
+
+
+def bent(bend: int, context: float = 0.0) -> Costs:
+    """Costs after rounds of a machine with a bend."""
+    random, costs = Random(3), Costs()
+    for _ in range(400):
+        sequences, k = random.choice([1, 2, 4, 8]), random.choice([0, 1, 2, 4, 8])
+        of_now = context * random.random()
+        costs.observe(spans(sequences, k, of_now), Timing(bent_ms(sequences, k * sequences, bend, of_now)))
+    return costs
+
+
+def spans(sequences: int, k: int, context: float = 0.0) -> list[Span]:
+    """Of so many thousand tokens each."""
+    seq = make_sequence([1] * max(1, round(1000 * context)))
+    return [Span(seq, 0, 1, Draft((1,) * k, ("model",) * k))] * sequences
+
+
+@pytest.mark.parametrize(("bend", "cheap"), [(8, 6), (32, 12)])
+def test_the_number_of_rows_from_which_on_they_cost_is_found(bend: int, cheap: int) -> None:
+    costs = bent(bend)
+    alone, eight = costs.rows(1, 0, 1, 16), costs.rows(8, 0, 8, 8)
+    assert max(alone[:cheap]) < 0.15, "up to the bend they cost next to nothing"
+    first = 0 if bend == 8 else 3
+    assert min(eight[first:]) > 0.65 and sum(eight[:first]) < 0.5
+    assert costs.rows(8, 32, 1, 1) == pytest.approx([0.8], rel=0.15), "beside the drafts of others"
+
+
+def test_a_bend_that_is_not_there_is_not_found() -> None:
+    """Where each row costs the same, so do the 1st and the last, alone and in a batch."""
+    costs = measured()
+    prices = [ms for sequences in (1, 8) for ms in costs.rows(sequences, 0, sequences, 8)]
+    assert prices == pytest.approx([0.2] * 16, rel=0.3)
+
+
+@pytest.mark.parametrize("bends", [(1, 2), (64, 128)])
+def test_a_bend_in_the_wrong_place_would_be_seen(bends: tuple[int, int], monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "BENDS", bends)
+    costs = bent(8)
+    assert max(costs.rows(1, 0, 1, 6)) > 0.3, "rows that are free seem to cost"
+    assert not costs.step(8, 8, 8) == pytest.approx(bent_ms(8, 8, 8), rel=0.02)
+
+
+def test_a_long_context_is_known_from_the_first_round_of_other_lengths() -> None:
+    """Not only after as many rounds as a moving average takes."""
+    costs = bent(8, context=0.1)
+    for length in (0.2, 0.75):
+        costs.observe(spans(8, 0, length), Timing(bent_ms(8, 0, 8, length)))
+    assert costs.step(8) == pytest.approx(bent_ms(8, 0, 8, 0.75), rel=0.1)
+    costs.observe(
+        spans(1, 0, 0.75), Timing(None)
+    )  # a prompt beside: nothing is fitted, and the length is known
+    assert costs.step(1) == pytest.approx(bent_ms(1, 0, 8, 0.75), rel=0.1)
+    costs.observe(spans(8, 0, 0.05), Timing(None))
+    assert costs.step(8) == pytest.approx(bent_ms(8, 0, 8, 0.05), rel=0.15)
 
 
 @pytest.mark.parametrize("count", [0, 1, 32, 33, 256])
@@ -137,8 +199,18 @@ def test_costs_outlive_a_process() -> None:
 
 
 @pytest.mark.parametrize(
-    "state", [{"": [1.0, 2.0]}, {"": ["x"] * 4}, {"model": [1.0] * 5}, {"": [float("inf")] * 4}, [1], None]
+    "state",
+    [
+        {"": [1.0] * 4},  # of an older shape
+        {"": ["x"] * 8},
+        {"": [float("inf")] * 8},
+        {"": [1.0] * 8, "model": [1.0] * 5},
+        [1],
+        None,
+    ],
 )
 def test_what_no_cost_model_told_is_refused(state: object) -> None:
+    costs = Costs()
     with pytest.raises(ValueError):
-        Costs().restore(state)
+        costs.restore(state)
+    assert not costs.known, "and nothing of it is believed"

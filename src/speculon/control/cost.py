@@ -5,6 +5,8 @@ advise.
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
+from operator import mul
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, TypeAdapter
@@ -17,16 +19,16 @@ DRIFT = 0.004  # standard deviation per measurement by which a part may change, 
 # times the estimate: beyond, another process had the core, and a measurement weighs a sixteenth
 OUTLIER = 2.0
 OF_LATE = 0.1  # weight of the latest measurement, or round: a memory of 10
+# rows of a step beyond which a row may cost more: up to there its products take the time of reading weights
+BENDS = (8, 32)
 # what one of each feature costs beside the others, before any was measured
-UNITS = (1.0, 0.3, 0.1, 0.03)
+PROPOSAL = (1.0, 0.3, 0.1, 0.03)
+STEP = (*PROPOSAL, 0.03, 0.01, 0.1, 0.03)
 
-Four = tuple[float, float, float, float]
+Features = tuple[float, ...]
 Part = Annotated[float, Field(ge=-1e9, le=1e9)]
-STATE: TypeAdapter[dict[str, tuple[Part, Part, Part, Part]]] = TypeAdapter(
-    dict[str, tuple[Part, Part, Part, Part]]
-)
+STATE: TypeAdapter[dict[str, tuple[Part, ...]]] = TypeAdapter(dict[str, tuple[Part, ...]])
 MOST_SIZES = 32  # of the curve that is shown, and sent with all statistics
-PLAIN, SOME, ALL = range(3)  # how many of a batch draft
 
 
 class LinearCost:
@@ -36,25 +38,25 @@ class LinearCost:
     factor is a moving average of measured over fitted ms: a sum that fits all sizes a little fits none.
     """
 
-    def __init__(self) -> None:
-        self.parts: tuple[float, ...] = ()  # ms of one unit of each feature
+    def __init__(self, units: Features) -> None:
+        self.units = units
+        self.parts: Features = ()  # ms of one unit of each feature
         self.factors: dict[Any, float] = {}  # batch size -> measured / fitted
         self.measured = 0
         self._covariance: list[list[float]] = []
 
-    def fitted(self, x: Four) -> float:
-        a, b, c, d = self.parts
-        return max(1e-3, max(a, 0.0) * x[0] + max(b, 0.0) * x[1] + max(c, 0.0) * x[2] + max(d, 0.0) * x[3])
+    def fitted(self, x: Features) -> float:
+        return max(1e-3, sum(part * value for part, value in zip(self.parts, x, strict=True) if part > 0))
 
-    def at(self, x: Four, batch: Any) -> float:
+    def at(self, x: Features, batch: Any) -> float:
         return self.factors.get(batch, 1.0) * self.fitted(x)
 
-    def observe(self, x: Four, batch: Any, ms: float) -> None:
+    def observe(self, x: Features, batch: Any, ms: float) -> None:
         if ms <= 0:  # a clock too coarse
             return
         if not self.parts:
-            whole = sum(unit * value for unit, value in zip(UNITS, x, strict=True))
-            self.begin(tuple(unit * ms / whole for unit in UNITS), spread=1.0)
+            whole = sum(map(mul, self.units, x))
+            self.begin(tuple(unit * ms / whole for unit in self.units), spread=1.0)
         before = self.at(x, batch)
         slow = self.measured > 0 and ms > OUTLIER * before
         self._fit(x, ms, 16 * NOISE if slow else NOISE, ms if slow else self.fitted(x))
@@ -62,34 +64,26 @@ class LinearCost:
         self.factors[batch] = factor + (OF_LATE / 16 if slow else OF_LATE) * (ratio - factor)
         self.measured += 1
 
-    def begin(self, parts: tuple[float, ...], spread: float) -> None:
+    def begin(self, parts: Features, spread: float) -> None:
         """The parts at first, and their standard deviation as a share of each."""
         self.parts = parts
         # a part of 0 may grow again
-        likely = [max(part, unit * max(parts)) for part, unit in zip(parts, UNITS, strict=True)]
+        likely = [max(part, unit * max(parts)) for part, unit in zip(parts, self.units, strict=True)]
         self._covariance = [
-            [(spread * part) ** 2 * (i == j) for j in range(4)] for i, part in enumerate(likely)
+            [(spread * part) ** 2 * (i == j) for j in range(len(parts))] for i, part in enumerate(likely)
         ]
 
-    def _fit(self, x: Four, ms: float, noise: float, scale: float) -> None:
-        """One measurement, relative to `scale`; written out, for loops over four numbers take three times as
-        long.
-        """
-        e, f, g, h = (value / scale for value in x)
-        a, b, c, d = self.parts
-        gain = [p * e + q * f + r * g + s * h for p, q, r, s in self._covariance]
-        total = noise + e * gain[0] + f * gain[1] + g * gain[2] + h * gain[3]
-        step = (ms / scale - (a * e + b * f + c * g + d * h)) / total
+    def _fit(self, x: Features, ms: float, noise: float, scale: float) -> None:
+        """One measurement, relative to `scale`."""
+        relative = [value / scale for value in x]
+        gain = [sum(map(mul, row, relative)) for row in self._covariance]
+        total = noise + sum(map(mul, relative, gain))
+        step = (ms / scale - sum(map(mul, self.parts, relative))) / total
         parts = [part + each * step for part, each in zip(self.parts, gain, strict=True)]
         for i, row in enumerate(self._covariance):
-            u = gain[i] / total
-            self._covariance[i] = row = [
-                row[0] - u * gain[0],
-                row[1] - u * gain[1],
-                row[2] - u * gain[2],
-                row[3] - u * gain[3],
-            ]
-            row[i] += (DRIFT * max(parts[i], UNITS[i] * parts[0])) ** 2
+            share = gain[i] / total
+            self._covariance[i] = row = [p - share * each for p, each in zip(row, gain, strict=True)]
+            row[i] += (DRIFT * max(parts[i], self.units[i] * parts[0])) ** 2
         for i, row in enumerate(self._covariance):
             if parts[i] < 0:  # what the others most likely are if this one is 0
                 short = parts[i] / row[i]
@@ -112,11 +106,15 @@ class Costs:
     """Of the steps and proposals of one engine: of B sequences, D of which draft R rows in all; of n, with k
     drafts at most.
 
-    T(B, D, R) = a + b B + c D + d R. P(n, k, unread) = a + b k + c k n + d unread.
+    T(B, D, R) = a + b B + c D + d R + sum_h d_h max(0, B + R - h) + (e B + f R) L, with h of `BENDS`; L is
+    the mean tokens of a sequence, in thousands. P(n, k, unread) = a + b k + c k n + d unread. No part is
+    below 0: the more rows, the more a further row costs. Where that begins the measurements say.
     """
 
     def __init__(self) -> None:
-        self._step, self._proposals = LinearCost(), defaultdict[str, LinearCost](LinearCost)
+        self._step = LinearCost(STEP)
+        self._proposals = defaultdict[str, LinearCost](partial(LinearCost, PROPOSAL))
+        self._context = 0.0  # L of the latest round, at which steps are priced
 
     @property
     def known(self) -> bool:
@@ -124,33 +122,47 @@ class Costs:
 
     def step(self, sequences: int, drafting: float = 0, rows: float = 0) -> float:
         """ms without its proposals; D and R may be means. Raises `ValueError` before any was measured."""
-        return self._step.at((1.0, sequences, drafting, rows), batch(sequences, drafting))
+        return self._step.at(self._features(sequences, drafting, rows), (sequences, drafting > 0))
 
-    def row(self, sequences: int) -> float:
-        """ms of one more row of drafts, where all of these sequences draft."""
-        return max(0.0, self._step.parts[3]) * self._step.factors.get(batch(sequences, sequences), 1.0)
+    def _features(self, sequences: int, drafting: float, rows: float) -> Features:
+        bends = (max(0.0, sequences + rows - bend) for bend in BENDS)
+        context = sequences * self._context, rows * self._context
+        return (1.0, sequences, drafting, rows, *bends, *context)
+
+    def rows(self, sequences: int, beside: int, drafting: int, most: int) -> list[float]:
+        """ms of the 1st, 2nd, .. draft of each of `drafting` sequences, beside so many drafts of others."""
+        parts, begin = [max(0.0, part) for part in self._step.parts], sequences + beside
+        each, bends = parts[3] + parts[-1] * self._context, list(zip(BENDS, parts[4:-2], strict=True))
+        each += sum(part for bend, part in bends if bend <= begin)
+        bends = [(bend, part) for bend, part in bends if begin < bend < begin + drafting * most]
+        factor = self._step.factors.get((sequences, True), 1.0)
+        return [
+            factor
+            * (each + sum(part * share_beyond(bend, begin + drafting * k, drafting) for bend, part in bends))
+            for k in range(1, most + 1)
+        ]
 
     def first(self, sequences: int) -> float:
         """ms of a sequence's first draft beyond its row: single rows have faster kernels."""
-        added = self.step(sequences, sequences, sequences) - self.step(sequences)
-        return max(0.0, added / sequences - self.row(sequences))
+        (row,) = self.rows(sequences, 0, sequences, 1)
+        return max(0.0, (self.step(sequences, sequences, sequences) - self.step(sequences)) / sequences - row)
 
     def plain(self, sequences: int) -> float | None:
         """ms of a plain step; None while none of half to twice its size was measured."""
-        sizes = [
-            n
-            for n, share in self._step.factors
-            if share == PLAIN and max(n, sequences) <= 2 * min(n, sequences)
-        ]
+        sizes = [n for n in self._plain_sizes() if max(n, sequences) <= 2 * min(n, sequences)]
         nearest = min(sizes, key=lambda n: abs(n - sequences), default=None)
-        return None if nearest is None else self._step.at((1.0, sequences, 0, 0), batch(nearest, 0))
+        return None if nearest is None else self._step.at(self._features(sequences, 0, 0), (nearest, False))
+
+    def _plain_sizes(self) -> list[int]:
+        """Those that were measured."""
+        return sorted(sequences for sequences, drafting in self._step.factors if not drafting)
 
     def plain_steps(self) -> dict[int, float]:
         """Sequences -> ms of a plain step, for the batch sizes that were measured; of many of them, some."""
-        sizes = sorted(n for n, share in self._step.factors if share == PLAIN)
+        sizes = self._plain_sizes()
         step = ceil_div(max(1, len(sizes)), MOST_SIZES)
         sizes = sizes[(len(sizes) - 1) % step :: step]  # the largest is among them
-        return {n: self._step.at((1.0, n, 0, 0), batch(n, 0)) for n in sizes}
+        return {n: self.step(n) for n in sizes}
 
     def prices(self, method: str, sequences: int) -> Prices:
         """Of a proposal for so many sequences; nothing for a method that was never measured."""
@@ -173,13 +185,15 @@ class Costs:
     def observe(self, spans: list[Span], timing: Timing) -> None:
         """What a round took; `spans` are those that decoded."""
         drafts = [len(span.draft.tokens) for span in spans]
+        if spans:
+            self._context = sum(len(span.seq.tokens) for span in spans) / len(spans) / 1000
         if spans and timing.target_ms is not None:
             self.observe_step(len(spans), sum(map(bool, drafts)), sum(drafts), timing.target_ms)
         for method, call in timing.proposals.items():
             self.observe_proposal(method, call)
 
     def observe_step(self, sequences: int, drafting: int, rows: int, ms: float) -> None:
-        self._step.observe((1.0, sequences, drafting, rows), batch(sequences, drafting), ms)
+        self._step.observe(self._features(sequences, drafting, rows), (sequences, drafting > 0), ms)
 
     def observe_proposal(self, method: str, call: Proposal) -> None:
         self._proposals[method].observe(
@@ -191,12 +205,16 @@ class Costs:
 
     def restore(self, state: Any) -> None:
         """Raises `ValueError` for what `state` cannot have told."""
-        for name, parts in STATE.validate_python(state).items():
+        found = STATE.validate_python(state)
+        for name, parts in found.items():
+            if len(parts) != (features := len(PROPOSAL if name else STEP)):
+                raise ValueError(f"{name or 'a step'!r:.80} has {len(parts)} parts, not {features}")
+        for name, parts in found.items():
             cost = self._proposals[name] if name else self._step
             cost.begin(parts, spread=0.2)
             cost.measured = len(parts)
 
 
-def batch(sequences: int, drafting: float) -> tuple[int, int]:
-    """The steps that take alike."""
-    return sequences, PLAIN if not drafting else ALL if drafting == sequences else SOME
+def share_beyond(bend: int, rows: int, last: int) -> float:
+    """Of the last of so many rows, how many are beyond the bend."""
+    return min(1.0, max(0.0, (rows - bend) / last))

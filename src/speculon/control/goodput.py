@@ -7,13 +7,14 @@ A round of B sequences in which method m drafts k_i tokens for sequence i has (L
 
 S_ij = P(d_1..d_j of i accepted), T and P the ms of a step and of a proposal (`cost`), R = sum k_i, k = max
 k_i. A ratio is maximised by maximising  tokens - r ms  at the r it leads to (Dinkelbach 1967); r is the
-goodput of late, or that of plain decoding where it is more. With  T = .. + c D + d R  and  P = a + b k + e n
-k + f unread  it follows what drafts must bring:
+goodput of late, or that of plain decoding where it is more. With  T = .. + c D + d_1 + .. + d_R, where the
+d_j of a step rise (`cost`), and  P = a + b k + e n k + f unread  it follows what drafts must bring:
 
-    trim     draft j of i is verified while  S_ij > r d, if the sum of  S_ij - r d  over them exceeds  r c
+    trim     draft j of i is verified while  S_ij > r d, if the sum of  S_ij - r d  over them exceeds  r c;
+             d is that of the row which it adds to the rows of the round so far
     decide   i gains  G_i(k) = max over k_i <= k of  sum_j (S_ij (1 - u_i) - r (d + e)) - r c - u_i,
              u_i = r f unread / tokens left; m is asked for  k = argmax of  sum_i G_i(k) - r (a + b k), where
-             that is > 0
+             that is > 0; d is the mean of the j-th rows of all n
 
 Lookups, whose P is next to nothing, are asked first, for it is not known before whether they find anything:
 in every round while what they gained of late exceeds r P, else ever more rarely. `confirm` weighs the model
@@ -32,7 +33,7 @@ from operator import mul
 from typing import Any
 
 from speculon.control.acceptance import POSITIONS, PRIOR, STATE, Acceptance, SequenceAcceptance
-from speculon.control.cost import OF_LATE, Costs
+from speculon.control.cost import BENDS, OF_LATE, Costs
 from speculon.control.fixed import unable
 from speculon.control.policy import Policy
 from speculon.control.shadow import Shadow
@@ -133,8 +134,8 @@ class Round:
     number: int = 0
     batch: int = 0
     rate: float = 0.0  # r, tokens per ms
-    row: float = 0.0  # r d
     first: float = 0.0  # r c
+    rows: int = 0  # of the step so far, beside one of each sequence
     lookups: dict[str, float] = field(default_factory=dict)  # method -> price of a proposal
     models: dict[str, list[Running]] = field(default_factory=dict)  # method -> the sequences it may draft for
     offers: dict[int, Ask] = field(default_factory=dict)  # sequence -> what a model would draft for it
@@ -186,6 +187,8 @@ class Goodput(Policy):
             plain_ms + sum(one.added.ms for one in running),
         )
         now = self._priced(max(batch / plain_ms, tokens / ms), batch)
+        # rows of prompts, and of other policies' sequences, are in the step, too
+        now.rows = BENDS[-1] if batch > len(running) else 0
         for one in running:
             one.price(now.rate)
             for method in one.seq.methods if unable(one.seq) is None else ():
@@ -196,9 +199,7 @@ class Goodput(Policy):
         return now
 
     def _priced(self, rate: float, batch: int) -> Round:
-        return Round(
-            self._now.number + 1, batch, rate, rate * self.costs.row(batch), rate * self.costs.first(batch)
-        )
+        return Round(self._now.number + 1, batch, rate, rate * self.costs.first(batch))
 
     def _offer(self, now: Round) -> Reason | None:
         """Sets what the model that gains most is to draft, and a probe of another; returns why none gains
@@ -222,7 +223,9 @@ class Goodput(Policy):
         were accepted.
         """
         price = self.costs.prices(method, len(group))
-        call, depth, each = now.rate * price.call, now.rate * price.depth, now.row + now.rate * price.draft
+        call, depth = now.rate * price.call, now.rate * price.depth
+        rows = self.costs.rows(now.batch, now.rows, len(group), max(one.most(method) for one in group))
+        each = [now.rate * (row + price.draft) for row in rows]
         gains, best, most = list[list[float]](), 0, 0.0
         for one in group:
             curve = (1.0,) * POSITIONS if sure else one.cls.of(method).survival(one.own[method].shift)
@@ -329,8 +332,9 @@ class Goodput(Policy):
         )
         if lookup and seq.id in now.offers:  # what the model would gain if nobody else asked it
             most = self._weigh(now, now.offers[seq.id].method, [one])[1]
-        for k, survival in enumerate(curve, 1):
-            net += survival - now.row
+        prices = [now.rate * ms for ms in self.costs.rows(now.batch, now.rows, 1, len(curve))]
+        for k, (survival, price) in enumerate(zip(curve, prices, strict=True), 1):
+            net += survival - price
             if net > most:
                 best, most = k, net
         if now.probe == seq.id:
@@ -340,7 +344,8 @@ class Goodput(Policy):
         if not best:
             name = bucket(method, draft)
             self._shadow.watch(seq, name, draft.cut(COLD if cold else draft.unchained(seq.methods)))
-        now.estimates[seq.id] = Estimate(sum(curve[:best]), now.first + best * now.row)
+        now.rows += best
+        now.estimates[seq.id] = Estimate(sum(curve[:best]), now.first + sum(prices[:best]))
         return draft.cut(best)
 
     def estimate(self, seq: Sequence) -> Estimate | None:
@@ -350,10 +355,18 @@ class Goodput(Policy):
 
     def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
         self._budget_ms += PROBE_SHARE * (timing.target_ms or 0.0)
+        row_ms = self._row_ms([len(span.draft.tokens) for span in spans])
         for span, verdict in zip(spans, verdicts, strict=True):
             if one := self._running.get(span.seq.id):
                 self._judge(one, span.draft, verdict)
-                self._book(one, span.draft, len(verdict.tokens) - 1, timing)
+                self._book(one, span.draft, len(verdict.tokens) - 1, row_ms, timing)
+
+    def _row_ms(self, lengths: list[int]) -> float:
+        """A draft's share of what the round's drafts have added to the step."""
+        if not (rows := sum(lengths)):
+            return 0.0
+        batch, drafting = self._now.batch, sum(map(bool, lengths))
+        return max(0.0, self.costs.step(batch, drafting, rows) - self.costs.step(batch)) / rows
 
     def _judge(self, one: Running, draft: Draft, verdict: Verdict) -> None:
         """Learns from the drafts that were verified, and from those that were only watched."""
@@ -370,17 +383,17 @@ class Goodput(Policy):
                 one.missing = max(0, one.missing - (fate.accepted > 0))
                 one.learn(fate.method, fate.judged, fate.accepted)
 
-    def _book(self, one: Running, draft: Draft, gained: int, timing: Timing) -> None:
+    def _book(self, one: Running, draft: Draft, gained: int, row_ms: float, timing: Timing) -> None:
         """What drafting has added to the round for one sequence."""
         now, gain = self._now, 0.0 if one.looked else one.added.gain
         if not draft.tokens:
             return one.book(Added(0.0, 0.0, 0.0, gain))
-        rows, method = now.first + len(draft.tokens) * now.row, now.kept.get(one.seq.id, draft.sources[0])
-        ms, lookup = rows / now.rate, method in now.lookups
+        ms, method = row_ms * len(draft.tokens), now.kept.get(one.seq.id, draft.sources[0])
+        price, lookup = now.rate * ms, method in now.lookups
         if not lookup and (call := timing.proposals.get(method)):
             ms += self.costs.proposal(method, call.sequences, call.k) / call.sequences
         gained = max(0, gained)  # -1: it ended with this round
-        one.book(Added(gained, ms, (1 + gained) * lookup, gained - rows if lookup else gain))
+        one.book(Added(gained, ms, (1 + gained) * lookup, gained - price if lookup else gain))
 
     def forget(self, seq: Sequence) -> None:
         if one := self._running.pop(seq.id, None):
@@ -403,13 +416,13 @@ class Goodput(Policy):
                 (cls.of(method) if cls else self._methods[method]).restore(told)
 
 
-def gains_of(curve: tuple[float, ...], each: float, first: float, read: float) -> list[float]:
-    """What 1, 2, .. drafts of survival S gain: at a price of each draft, of the first, and of reading for
-    each token.
+def gains_of(curve: tuple[float, ...], prices: list[float], first: float, read: float) -> list[float]:
+    """What 1, 2, .. drafts of survival S gain: at the price of each, that of any, and of reading for each
+    token.
     """
     net, found = -first - read, list[float]()
-    for survival in curve:
-        gain = survival * (1 - read) - each
+    for survival, price in zip(curve, prices, strict=False):
+        gain = survival * (1 - read) - price
         if gain <= 0:
             break
         net += gain
