@@ -23,6 +23,7 @@ from speculon.engine.admission import check_draft, check_room, read_ids
 from speculon.engine.drafting import Drafting
 from speculon.engine.engine import Engine
 from speculon.errors import ConfigError, InvalidParameter, NeverFits
+from speculon.models.ends import add_ends
 from speculon.models.load import wrap_model
 from speculon.outputs import Completion, RequestOutput, StepResult, absorb
 from speculon.proposers.registry import OFF, WITH_CHECKPOINT
@@ -98,6 +99,7 @@ class SpeculativeDecoder:
             **self.config.model_dump(include={"max_context", "compile", "batch_invariant"}),
             fused=self.config.fuse,
         )
+        add_ends(target, self.tokenizer)
         target.prompts_apart = False  # what is one round's prompt was generated in another
         self.engine = Engine(target, self.tokenizer, self.config)
         self._last: tuple[list[int], SamplingParams]  # text and parameters last worked on
@@ -287,7 +289,7 @@ class SpeculativeDecoder:
         for one in output.outputs:
             self._stats.add(one.stats)
             if self.tokenizer is not None:
-                one.text = final_text(self.tokenizer, one.token_ids, one.stop, params)
+                one.text = final_text(self.tokenizer, one.token_ids, one.stop, params, prompt)
         return output
 
     # accounts

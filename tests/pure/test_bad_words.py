@@ -1,0 +1,91 @@
+"""A bad word is never completed, whatever tokens write it."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speculon.bad_words import BadWords
+from speculon.config import SamplingParams
+from speculon.text import Tokenizer, final_text
+from tests.pure.test_text import END, byte_level
+from tests.vocabularies import SENTENCEPIECE, tokenizer_of
+
+WORDS = st.lists(
+    st.text(st.sampled_from("hello retunwd.你🙂é"), min_size=1, max_size=6), min_size=1, max_size=4
+)
+
+
+def tokenizer(kind: str) -> Tokenizer:
+    return byte_level() if kind == "byte level" else tokenizer_of(kind)
+
+
+def forbidden(found: BadWords, tokens: list[int], drafts: tuple[int, ...] = ()) -> set[int]:
+    return {token for one in found.completing(tokens, drafts) for token in one.ids}
+
+
+def count(word: bytes, text: bytes) -> int:
+    return sum(text.startswith(word, at) for at in range(len(text)))
+
+
+@pytest.mark.parametrize("kind", ["byte level", *SENTENCEPIECE, "wordpiece"])
+@settings(max_examples=40)
+@given(words=WORDS, seed=st.integers(0, 2**32), skip=st.booleans())
+def test_a_token_is_forbidden_where_it_completes_a_word(
+    kind: str, words: list[str], seed: int, skip: bool
+) -> None:
+    """Whether what stands before it is written, or drafted."""
+    read, chance = tokenizer(kind), Random(seed)
+    found, tokens = read.bad_words(words, skip), read.encode("hello re")
+    prompt = len(tokens)
+    hidden = set(read.special_ids) if skip else set()
+    likely = [token for word in words for token in read.encode(word, add_special_tokens=False)]
+
+    def written(ids: list[int]) -> bytes:
+        return b"".join(bytes(read.token_bytes(token) or b"") for token in ids if token not in hidden)
+
+    for _ in range(12):
+        banned = forbidden(found, tokens)
+        split = chance.randint(prompt, len(tokens))
+        assert banned == forbidden(found, tokens[:split], tuple(tokens[split:]))
+        for token in (*likely, *chance.sample(range(read.vocab_size), 8)):
+            if token not in hidden:
+                more = (count(word.encode(), written([*tokens, token])) for word in words)
+                before = (count(word.encode(), written(tokens)) for word in words)
+                assert (token in banned) == any(a > b for a, b in zip(more, before, strict=True))
+        chosen = chance.choice(likely) if chance.random() < 0.7 else chance.randrange(read.vocab_size)
+        if chosen not in banned:
+            tokens.append(chosen)
+    params = SamplingParams(skip_special_tokens=skip)
+    text = final_text(read, tokens[prompt:], None, params, tokens[:prompt])
+    assert not any(word in text for word in words)
+
+
+def test_a_hidden_token_does_not_part_a_word_and_its_name_is_one() -> None:
+    (end,) = byte_level().encode(END)
+    hello = byte_level().encode("hel")
+    rest = byte_level().encode("lo")
+    whole = hello if len(hello) > 1 else [*hello]
+    found = byte_level().bad_words(["hello"])
+    assert forbidden(found, [*whole, end]) == forbidden(found, whole) >= {rest[0]} - {None} or len(rest) > 1
+    assert end in forbidden(byte_level().bad_words([END]), [])
+    assert end in forbidden(byte_level().bad_words([END], skip_special_tokens=False), [])
+
+
+def test_the_work_of_a_step_does_not_grow_with_the_text() -> None:
+    found = byte_level().bad_words(["hello"])
+
+    class Text(list[int]):
+        read = 0
+
+        def __reversed__(self):  # type: ignore[no-untyped-def]
+            for token in list.__reversed__(self):
+                self.read += 1
+                yield token
+
+    text = Text(byte_level().encode("the end of it " * 100))
+    found.completing(text)
+    assert text.read <= len("hello")
