@@ -18,9 +18,9 @@ class StopStrings:
             check_text("stop", stop)
         self._stops, self._tokenizer, self._context = tuple(stops), tokenizer, context
         self._longest = max(map(len, self._stops), default=0)
-        special = set(tokenizer.special_ids)
-        named = {tokenizer.token_id(stop): stop for stop in stops} if special else {}
-        self._special = {token: stop for token, stop in named.items() if token in special}
+        special = tokenizer.hidden(True)
+        named = ((tokenizer.token_id(stop), stop) for stop in stops if special)
+        self._special = {token: stop for token, stop in named if token in special}
 
     def find(
         self, before: list[int], new: tuple[int, ...], skip_special_tokens: bool = True

@@ -115,6 +115,14 @@ class Tokenizer:
         template = self.inner.chat_template
         return str(template.get("default", "") if isinstance(template, dict) else template or "")
 
+    def hidden(self, skip_special_tokens: bool) -> frozenset[int]:
+        """The tokens that are left out of a text."""
+        return self._special if skip_special_tokens else frozenset()
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(self.special_ids)
+
     @property
     def special_ids(self) -> list[int]:
         """The added tokens that are marked as special."""
@@ -135,14 +143,14 @@ class Tokenizer:
 
     def context(self, prompt: Seq[int], skip_special_tokens: bool = True) -> list[int]:
         """The end of a prompt, after which an output is decoded: many tokenizers leave out the space of a
-        text's first word. None where the prompt shows no text.
+        text's first word. Empty where no token of the prompt is shown.
         """
         n = 1
         while True:
             tail = list(prompt[-n:])
             text = self.decode(tail, skip_special_tokens)
             if n >= len(prompt) or (text.rstrip(UNSURE) and not text.startswith(UNSURE)):
-                return tail if text else []
+                return tail if text or not self.hidden(skip_special_tokens).issuperset(tail) else []
             n *= 2
 
     def continuation(self, context: Seq[int], ids: Seq[int], skip_special_tokens: bool = True) -> str:
@@ -159,8 +167,7 @@ class Tokenizer:
     @cached_property
     def _around(self) -> list[int]:
         """The special tokens that are put around a plain prompt."""
-        special = set(self.special_ids)
-        return [token for token in self.encode("") if token in special]
+        return [token for token in self.encode("") if token in self._special]
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -240,7 +247,7 @@ class Tokenizer:
     def bad_words(self, words: Seq[str], skip_special_tokens: bool = True) -> BadWords:
         for word in words:
             check_text("bad_words", word)
-        return BadWords(words, self.spellings, self.special_ids if skip_special_tokens else ())
+        return BadWords(words, self.spellings, self.hidden(skip_special_tokens))
 
 
 def ends_of_turn(token_id: Callable[[str], int | None], template: str) -> set[int]:
@@ -271,6 +278,8 @@ class Stream:
         self._window = list(context)  # the latest tokens, from a character's beginning on
         self._text = tokenizer.decode(context, self._skip) if context else ""  # what they decode to
         self._sure = len(self._text.rstrip(UNSURE))  # characters of it that went on to `_held`
+        self._hidden = tokenizer.hidden(skip_special_tokens)
+        self.first = not context  # whether the next token begins the text: none shown stands before it
         self._held = ""  # whole characters not returned yet
         self._settled = 0  # characters of it from before the last token: no text ended there
         self.length = 0  # whole characters so far, returned or held back: where the next token begins
@@ -281,11 +290,6 @@ class Stream:
         context = context_of(tokenizer, params, prompt)
         include = params.include_stop_str_in_output
         return cls(tokenizer, params.stop, params.skip_special_tokens, include, context)
-
-    @property
-    def first(self) -> bool:
-        """Whether the next token begins the text: nothing shown stands before it."""
-        return not self._text
 
     def push(self, ids: Seq[int]) -> str:
         """The text that is now certain."""
@@ -301,6 +305,7 @@ class Stream:
 
     def _push(self, token: int) -> str:
         self._settled, new = len(self._held), self._decode(token)
+        self.first = self.first and token in self._hidden
         self._held += new
         self.length += len(new)
         certain = len(self._held) - self._may_be_stop()
@@ -382,14 +387,15 @@ def final_text(
     """The whole text of an ended output; `stop` is what ended it (`Finish.matched`)."""
     context, skip = context_of(tokenizer, params, prompt), params.skip_special_tokens
     text = tokenizer.continuation(context, ids, skip)
+    # only in the last token can a stop string have ended it: an earlier one was passed over for min_tokens
     if UNSURE in text:  # a decoder may show bytes that are no text in another way once others follow
         stream = Stream(tokenizer, skip_special_tokens=skip, context=context)
-        text = stream.push(ids) + stream.flush()
-    if not isinstance(stop, str):
-        return text
-    # only in the last token can it have ended the text: an earlier one was passed over for min_tokens
-    after = len(sure_text(tokenizer, context, ids[:-1], skip))
-    return truncate(text, stop, after, params.include_stop_str_in_output)
+        text, after = stream.push(ids[:-1]), stream.length
+        text += stream.push(ids[-1:]) + stream.flush()
+    else:
+        after = len(sure_text(tokenizer, context, ids[:-1], skip)) if isinstance(stop, str) else 0
+    include = params.include_stop_str_in_output
+    return truncate(text, stop, after, include) if isinstance(stop, str) else text
 
 
 def shared_length(a: Seq[int], b: Seq[int]) -> int:

@@ -119,23 +119,26 @@ class Choice:
         return {"token": name, "logprob": max(logprob, MIN_LOGPROB), "bytes": data}
 
     def _table(self, logprobs: Iterable[TokenLogprobs], places: list[Place]) -> dict[str, list[Any]]:
-        """The form of completions: parallel lists. Of tokens with the same text the likelier one has it as
-        its key.
-        """
+        """The form of completions: parallel lists."""
         tokens: list[str] = []
         chosen: list[float] = []
         tops: list[dict[str, float]] = []
         for one, place in zip(logprobs, places, strict=True):
-            names: dict[str, int] = {}
-            for token in dict.fromkeys((*(token for token, _ in one.top), one.token)):
-                name = self._tokenizer.token_name(token, place.first)
-                names[name if name not in names else f"token_id:{token}"] = token
-            values = {**dict(one.top), one.token: one.logprob}
-            tokens.append(next(name for name, token in names.items() if token == one.token))
+            values = {one.token: one.logprob, **dict(one.top)}
+            names = self._names(values, place.first)
+            tokens.append(names[one.token])
             chosen.append(max(one.logprob, MIN_LOGPROB))
-            tops.append({name: max(values[token], MIN_LOGPROB) for name, token in names.items()})
+            tops.append({names[token]: max(value, MIN_LOGPROB) for token, value in values.items()})
         starts = [place.start for place in places]
         return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": starts}
+
+    def _names(self, tokens: Iterable[int], first: bool) -> dict[int, str]:
+        """Of each token; one whose name an earlier one has gets its id."""
+        found: dict[str, int] = {}
+        for token in tokens:
+            name = self._tokenizer.token_name(token, first)
+            found[f"token_id:{token}" if name in found else name] = token
+        return {token: name for name, token in found.items()}
 
 
 class Place(NamedTuple):
