@@ -32,8 +32,7 @@ from speculon.telemetry import RequestStats, SpeculationStats, Stopwatch
 from speculon.text import Tokenizer, final_text
 from speculon.verify import read_logits, verify_given
 
-# settings that a model object has settled
-OF_CHECKPOINTS = ("model", "dtype", "device", "allow_pickle", "trust_remote_code")
+OF_CHECKPOINTS = ("model", "dtype", "device", "allow_pickle", "trust_remote_code")  # settled by the object
 PLAIN_CALLS = 8  # guess: plain calls whose median is the plain cost
 GIVEN = "given"  # source of drafts that came from the caller
 ROUND = "round"  # id of the requests that are made for one round
@@ -85,9 +84,8 @@ class SpeculativeDecoder:
             raise ConfigError(
                 f"draft = {draft!r}: a model object lies in no folder to look around in; name the drafter's"
             )
-        speculation |= (
-            {} if draft is None else {"draft": by_method(draft) if isinstance(draft, str) else draft}
-        )
+        if draft is not None:
+            speculation["draft"] = by_method(draft) if isinstance(draft, str) else draft
         self.config = EngineConfig(**{**settings, "monitor_share": 0.0}, speculation=speculation)
         if method in WITH_CHECKPOINT and method not in self.config.speculation.drafts:
             raise ConfigError(f"method = {method!r}: needs draft = a model object or a checkpoint")
