@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that language models have."""
+"""Small tokenizers like those of language models."""
 
 from __future__ import annotations
 

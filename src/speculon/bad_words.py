@@ -53,11 +53,11 @@ class BadWords:
     def __init__(self, words: Iterable[str], spellings: Spellings, hidden: Iterable[int] = ()):
         self._spellings, self._hidden = spellings, frozenset(hidden)
         texts = [word.encode() for word in words]
-        self._rests: dict[bytes, list[bytes]] = {}  # beginning of a word -> what completes it
+        self._endings: dict[bytes, list[bytes]] = {}  # beginning of a word -> what completes it
         for text in texts:
             for cut in range(1, len(text)):
-                self._rests.setdefault(text[:cut], []).append(text[cut:])
-        self._longest = max(map(len, self._rests), default=0)
+                self._endings.setdefault(text[:cut], []).append(text[cut:])
+        self._longest = max(map(len, self._endings), default=0)
         self._always = TokenSet(sorted({token for text in texts for token in spellings.containing(text)}))
         self._after: dict[bytes, TokenSet] = {}
 
@@ -65,12 +65,12 @@ class BadWords:
         """The tokens that complete a word after these."""
         text = self._end_of(tokens, drafts)
         ends = (text[start:] for start in range(len(text)))
-        return [self._always, *(self._completing(end) for end in ends if end in self._rests)]
+        return [self._always, *(self._completing(end) for end in ends if end in self._endings)]
 
     def _completing(self, beginning: bytes) -> TokenSet:
         if beginning not in self._after:
-            rests = self._rests[beginning]
-            found = {token for rest in rests for token in self._spellings.beginning_with(rest)}
+            endings = self._endings[beginning]
+            found = {token for end in endings for token in self._spellings.beginning_with(end)}
             self._after[beginning] = TokenSet(sorted(found - self._hidden))
         return self._after[beginning]
 

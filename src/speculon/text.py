@@ -22,7 +22,7 @@ UNSURE = "\ufffd"  # how decoders write bytes that are no character, or not yet 
 MAX_UNSURE = 32
 BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 OWN_VARIABLES = {"tokenize", "add_generation_prompt"}
-# guess: not <|end|>, after which some models go on with another message
+# guess: not <|end|>, after which some models write another message
 ENDS_OF_TURN = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -231,7 +231,7 @@ class Tokenizer:
     def spellings(self) -> Spellings:
         """The bytes that each token writes after others, which takes half a second for a large vocabulary."""
         anchor, ids = self.anchor, range(self.vocab_size)
-        backend = getattr(self.inner, "backend_tokenizer", None)
+        backend: Any = getattr(self.inner, "backend_tokenizer", None)
         if hasattr(backend, "decode_batch"):
             begun = len(self.decode(anchor))
             texts = backend.decode_batch([[*anchor, token] for token in ids], skip_special_tokens=False)

@@ -10,17 +10,13 @@ from hypothesis import strategies as st
 
 from speculon.bad_words import BadWords
 from speculon.config import SamplingParams
-from speculon.text import Tokenizer, final_text
+from speculon.text import final_text
 from tests.pure.test_text import END, byte_level
-from tests.vocabularies import SENTENCEPIECE, tokenizer_of
+from tests.pure.test_text_fuzz import VOCABULARIES, tokenizer
 
 WORDS = st.lists(
     st.text(st.sampled_from("hello retunwd.你🙂é"), min_size=1, max_size=6), min_size=1, max_size=4
 )
-
-
-def tokenizer(kind: str) -> Tokenizer:
-    return byte_level() if kind == "byte level" else tokenizer_of(kind)
 
 
 def forbidden(found: BadWords, tokens: list[int], drafts: tuple[int, ...] = ()) -> set[int]:
@@ -31,14 +27,14 @@ def count(word: bytes, text: bytes) -> int:
     return sum(text.startswith(word, at) for at in range(len(text)))
 
 
-@pytest.mark.parametrize("kind", ["byte level", *SENTENCEPIECE, "wordpiece"])
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
 @settings(max_examples=40)
 @given(words=WORDS, seed=st.integers(0, 2**32), skip=st.booleans())
 def test_a_token_is_forbidden_where_it_completes_a_word(
-    kind: str, words: list[str], seed: int, skip: bool
+    vocabulary: str, words: list[str], seed: int, skip: bool
 ) -> None:
     """Whether what stands before it is written, or drafted."""
-    read, chance = tokenizer(kind), Random(seed)
+    read, chance = tokenizer(vocabulary), Random(seed)
     found, tokens = read.bad_words(words, skip), read.encode("hello re")
     prompt = len(tokens)
     hidden = set(read.special_ids) if skip else set()

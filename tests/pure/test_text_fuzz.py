@@ -14,7 +14,7 @@ from speculon.text import Stream, Tokenizer, context_of, final_text
 from tests.pure.test_text import byte_level, cuts
 from tests.vocabularies import SENTENCEPIECE, tokenizer_of
 
-KINDS = ["byte level", *SENTENCEPIECE, "wordpiece"]
+VOCABULARIES = ["byte level", *SENTENCEPIECE, "wordpiece"]
 TEXTS = st.text(
     st.sampled_from(" \n.,the worldyesHello你好世界🙂é") | st.characters(exclude_categories=["Cs"]),
     max_size=12,
@@ -30,8 +30,8 @@ WHERE = st.lists(st.integers(0, 100), max_size=6)
 PARTS = st.lists(TEXTS | st.binary(max_size=5) | st.lists(st.integers(0, 2**16), max_size=4), max_size=5)
 
 
-def tokenizer(kind: str) -> Tokenizer:
-    return byte_level() if kind == "byte level" else tokenizer_of(kind)
+def tokenizer(vocabulary: str) -> Tokenizer:
+    return byte_level() if vocabulary == "byte level" else tokenizer_of(vocabulary)
 
 
 def tokens_of(read: Tokenizer, parts: list[str | bytes | list[int]]) -> list[int]:
@@ -51,7 +51,7 @@ def streamed(stream: Stream, parts: list[list[int]], stop: str | int | None = No
     return "".join(stream.push(part) for part in parts) + stream.flush(stop)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
 @settings(max_examples=100)
 @given(before=PARTS, after=PARTS, where=WHERE, skip=st.booleans())
 @example(before=["Hello"], after=[" world world"], where=[1], skip=True)
@@ -59,13 +59,13 @@ def streamed(stream: Stream, parts: list[list[int]], stop: str | int | None = No
 @example(before=["a", b"\xe5\xa5"], after=[b"\xbd", " world"], where=[], skip=True)
 @example(before=[[1]], after=["    world"], where=[1], skip=True)
 def test_a_stream_is_the_whole_and_that_continues_the_prompt(
-    kind: str,
+    vocabulary: str,
     before: list[str | bytes | list[int]],
     after: list[str | bytes | list[int]],
     where: list[int],
     skip: bool,
 ) -> None:
-    read = tokenizer(kind)
+    read = tokenizer(vocabulary)
     prompt, ids = tokens_of(read, before), tokens_of(read, after)
     params = SamplingParams(skip_special_tokens=skip)
     whole = final_text(read, ids, None, params, prompt)
@@ -75,14 +75,14 @@ def test_a_stream_is_the_whole_and_that_continues_the_prompt(
         assert whole == once[len(read.decode(prompt, skip).rstrip("\ufffd")) :]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
 @settings(max_examples=100)
 @given(before=PARTS, after=PARTS, stops=STOPS, where=WHERE, skip=st.booleans(), least=st.integers(0, 6))
 @example(before=["Hello"], after=[" world"], stops=[" world"], where=[], skip=True, least=0)
 @example(before=["a"], after=["你", b"\xe5\xa5\xbd\xe5"], stops=["好"], where=[], skip=True, least=0)
 @example(before=["a"], after=["x", [3, 4, 5]], stops=["<|im_end|>"], where=[2], skip=True, least=0)
 def test_a_stop_string_ends_the_text_at_one_token_however_many_come_at_once(
-    kind: str,
+    vocabulary: str,
     before: list[str | bytes | list[int]],
     after: list[str | bytes | list[int]],
     stops: list[str],
@@ -90,7 +90,7 @@ def test_a_stop_string_ends_the_text_at_one_token_however_many_come_at_once(
     skip: bool,
     least: int,
 ) -> None:
-    read = tokenizer(kind)
+    read = tokenizer(vocabulary)
     prompt, ids = tokens_of(read, before), tokens_of(read, after)
     params = SamplingParams(skip_special_tokens=skip, stop=tuple(stops))
     finder = StopStrings(stops, read, context_of(read, params, prompt))

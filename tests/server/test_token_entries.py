@@ -1,4 +1,4 @@
-"""Texts, tokens, bytes and offsets of one answer are the same text, for each kind of tokenizer."""
+"""Texts, tokens, bytes and offsets of one answer are the same text, with each sort of tokenizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from speculon.server.model import ServedModel
 from speculon.server.schemas import ChatRequest, CompletionRequest
 from speculon.text import Tokenizer
 from tests.pure.test_text import byte_level, cuts
-from tests.pure.test_text_fuzz import KINDS, PARTS, TEXTS, WHERE, tokens_of
+from tests.pure.test_text_fuzz import PARTS, TEXTS, VOCABULARIES, WHERE, tokens_of
 from tests.pure.test_text_fuzz import tokenizer as tokenizer_of
 
 
@@ -47,21 +47,26 @@ def answered(request: Any, model: ServedModel, parts: list[list[int]], top: int 
 
 
 def bytes_of(name: str) -> bytes:
-    """What the name of a token stands for."""
+    """What a token with this name writes."""
     marks = name.removeprefix("bytes:")
     return name.encode() if marks == name else bytes(int(mark, 16) for mark in marks.split("\\x")[1:])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
 @settings(max_examples=60)
 @given(prompt=TEXTS, parts=PARTS, where=WHERE, echo=st.booleans(), skip=st.booleans())
 @example(prompt="Hello", parts=[" world world"], where=[1], echo=True, skip=True)
 @example(prompt="", parts=[" world", " world"], where=[], echo=True, skip=True)
 @example(prompt="  Hello\n", parts=[b"\xe5\xa5\xbd", [3]], where=[1], echo=True, skip=True)
 def test_tokens_of_a_completion_join_to_its_text(
-    kind: str, prompt: str, parts: list[str | bytes | list[int]], where: list[int], echo: bool, skip: bool
+    vocabulary: str,
+    prompt: str,
+    parts: list[str | bytes | list[int]],
+    where: list[int],
+    echo: bool,
+    skip: bool,
 ) -> None:
-    read = tokenizer_of(kind)
+    read = tokenizer_of(vocabulary)
     model, ids = served(read), tokens_of(read, parts)
     if not read.encode(prompt):
         prompt = "Hello"
@@ -88,14 +93,14 @@ def test_tokens_of_a_completion_join_to_its_text(
         assert name.startswith("bytes:") or text[at:end] == name, (name, at)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
 @settings(max_examples=30)
 @given(parts=PARTS, where=WHERE)
 @example(parts=[" world world", b"\xe5\xa5\xbd"], where=[1])
 def test_bytes_of_a_chat_join_to_its_text(
-    kind: str, parts: list[str | bytes | list[int]], where: list[int]
+    vocabulary: str, parts: list[str | bytes | list[int]], where: list[int]
 ) -> None:
-    read = tokenizer_of(kind)
+    read = tokenizer_of(vocabulary)
     model, ids = served(read), tokens_of(read, parts)
     fields = {"prompt_token_ids": read.encode("Hello"), "logprobs": True, "top_logprobs": 2}
     request = read_chat(ChatRequest.model_validate(fields), model)
@@ -106,10 +111,10 @@ def test_bytes_of_a_chat_join_to_its_text(
         assert bytes(b for one in data for b in one).decode() == choice["message"]["content"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_token_has_an_entry_whatever_their_number(kind: str) -> None:
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_every_token_has_an_entry_whatever_their_number(vocabulary: str) -> None:
     """Values of N are those of more, without the last."""
-    read = tokenizer_of(kind)
+    read = tokenizer_of(vocabulary)
     size = read.vocab_size
     model = ServedModel("m", read, 4096, size + 9, "off", ServeConfig())  # with ids that have no text
     tables = {}

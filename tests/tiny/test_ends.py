@@ -72,8 +72,8 @@ def test_a_text_ends_at_every_end_that_is_named(
     with caplog.at_level(logging.WARNING, "speculon"):
         llm = LLM(str(folder), warmup=False)
     assert {token: finish(llm, token) for token in expected} == expected
-    said = [record.getMessage() for record in caplog.records if "end a text" in record.getMessage()]
-    assert len(said) == warned and all("<|" in line for line in said)
+    warnings = [record.getMessage() for record in caplog.records if "end a text" in record.getMessage()]
+    assert len(warnings) == warned and all("<|" in line for line in warnings)
 
 
 def test_a_decoder_knows_the_ends_of_its_tokenizer(tmp_path: Path) -> None:

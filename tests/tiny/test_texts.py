@@ -1,4 +1,4 @@
-"""Texts of models with tokenizers of each kind: from prompt to answer, with drafts and without."""
+"""Texts of models with each sort of tokenizer: from prompt to answer, with drafts and without."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from speculon.config import EngineConfig
 from speculon.engine.engine import Engine
 from speculon.errors import InvalidParameter
 from speculon.models.load import wrap_model
-from speculon.text import Tokenizer, final_text
+from speculon.text import final_text
 from tests.tiny.conftest import build
 from tests.tiny.demo_texts import DEMO, MISSING
 from tests.tiny.scripted import drain
@@ -24,15 +24,15 @@ WAYS = [{"method": "off"}, DRAFTED]
 
 
 @cache
-def engine_of(kind: str) -> Engine:
-    read = tokenizer_of(kind)
+def engine_of(vocabulary: str) -> Engine:
+    read = tokenizer_of(vocabulary)
     model = build("llama", vocab_size=read.vocab_size + 5, eos_token_id=2)
     return Engine(wrap_model(model), read, EngineConfig(block_size=4))
 
 
-def written(kind: str, prompt: str, speculation: dict[str, Any], **params: Any) -> tuple[str, Any]:
+def written(vocabulary: str, prompt: str, speculation: dict[str, Any], **params: Any) -> tuple[str, Any]:
     """The text, and how it ended."""
-    engine, read = engine_of(kind), tokenizer_of(kind)
+    engine, read = engine_of(vocabulary), tokenizer_of(vocabulary)
     given = SamplingParams(**{"seed": 1, "max_tokens": 20, **params})
     ids = read.encode(prompt)
     engine.add_request(ids, given, speculation, "r")
@@ -42,35 +42,39 @@ def written(kind: str, prompt: str, speculation: dict[str, Any], **params: Any) 
 
 
 @pytest.mark.parametrize("speculation", WAYS, ids=["plain", "drafts"])
-@pytest.mark.parametrize("kind", SENTENCEPIECE)
+@pytest.mark.parametrize("vocabulary", SENTENCEPIECE)
 class TestSentencePiece:
-    def test_a_text_begins_with_its_first_words_space(self, kind: str, speculation: dict[str, Any]) -> None:
-        world = tokenizer_of(kind).token_id("▁world")
+    def test_a_text_begins_with_its_first_words_space(
+        self, vocabulary: str, speculation: dict[str, Any]
+    ) -> None:
+        world = tokenizer_of(vocabulary).token_id("▁world")
         assert world is not None
         bias = {"temperature": 0, "max_tokens": 2, "logit_bias": {world: 1000.0}}
-        assert written(kind, "Hello", speculation, **bias) == (" world world", "length")
+        assert written(vocabulary, "Hello", speculation, **bias) == (" world world", "length")
 
     @pytest.mark.parametrize("prompt", ["Hello", ""])
     @pytest.mark.parametrize("choice", [" yes", "yes", "  yes", "\n no"])
     def test_a_choice_is_written_exactly(
-        self, kind: str, speculation: dict[str, Any], choice: str, prompt: str
+        self, vocabulary: str, speculation: dict[str, Any], choice: str, prompt: str
     ) -> None:
-        if kind == "metaspace" and "\n" in choice:
+        if vocabulary == "metaspace" and "\n" in choice:
             pytest.skip("this vocabulary has no token for a new line")
         form = {"choice": [choice]}
-        assert written(kind, prompt, speculation, structured=form) == (choice, "stop")
+        assert written(vocabulary, prompt, speculation, structured=form) == (choice, "stop")
 
     def test_a_stop_string_may_begin_with_the_first_space(
-        self, kind: str, speculation: dict[str, Any]
+        self, vocabulary: str, speculation: dict[str, Any]
     ) -> None:
-        world = tokenizer_of(kind).token_id("▁world")
+        world = tokenizer_of(vocabulary).token_id("▁world")
         bias = {"temperature": 0, "logit_bias": {world: 1000.0}, "stop": (" world",)}
-        assert written(kind, "Hello", speculation, **bias) == ("", "stop")
+        assert written(vocabulary, "Hello", speculation, **bias) == ("", "stop")
 
-    def test_a_bad_word_is_not_written_in_other_tokens(self, kind: str, speculation: dict[str, Any]) -> None:
+    def test_a_bad_word_is_not_written_in_other_tokens(
+        self, vocabulary: str, speculation: dict[str, Any]
+    ) -> None:
         for seed in range(4):
             text, _ = written(
-                kind, "Hello", speculation, bad_words=("a", "re", " "), seed=seed, max_tokens=40
+                vocabulary, "Hello", speculation, bad_words=("a", "re", " "), seed=seed, max_tokens=40
             )
             assert not any(word in text for word in ("a", "re", " "))
 

@@ -142,7 +142,7 @@ class Choice:
 
 
 class Place(NamedTuple):
-    """Where a token stands in a text."""
+    """Where the text of a token begins."""
 
     start: int  # characters before it
     first: bool  # whether nothing shown stands before it
