@@ -134,8 +134,11 @@ class Tokenizer:
         """A token of plain text, after which others are written as in the middle of a text; none where no
         token alone is text.
         """
-        first = self.encode("a", add_special_tokens=False)[-1:]
-        for token in (*first, *range(self.vocab_size)):
+        try:
+            usual = self.encode("a", add_special_tokens=False)[-1:]
+        except InvalidParameter:
+            usual = []
+        for token in (*usual, *range(self.vocab_size)):
             text = self.decode([token])
             if text.strip() and UNSURE not in text and not BYTE_PIECE.fullmatch(self._piece(token)):
                 return [token]
@@ -155,8 +158,15 @@ class Tokenizer:
 
     def continuation(self, context: Seq[int], ids: Seq[int], skip_special_tokens: bool = True) -> str:
         """The text that `ids` add to that of `context`; a character that was not whole belongs to it."""
-        begun = len(self.decode(context, skip_special_tokens).rstrip(UNSURE)) if context else 0
+        if context is self.anchor:
+            begun = self._anchor_length
+        else:
+            begun = len(self.decode(context, skip_special_tokens).rstrip(UNSURE)) if context else 0
         return self.decode([*context, *ids], skip_special_tokens)[begun:]
+
+    @cached_property
+    def _anchor_length(self) -> int:
+        return len(self.decode(self.anchor))
 
     def as_sent(self, prompt: Seq[int]) -> Seq[int]:
         """A prompt without the special tokens that the tokenizer has put around it."""
@@ -233,7 +243,7 @@ class Tokenizer:
         anchor, ids = self.anchor, range(self.vocab_size)
         backend: Any = getattr(self.inner, "backend_tokenizer", None)
         if hasattr(backend, "decode_batch"):
-            begun = len(self.decode(anchor))
+            begun = self._anchor_length
             texts = backend.decode_batch([[*anchor, token] for token in ids], skip_special_tokens=False)
             texts = [text[begun:] for text in texts]
         else:

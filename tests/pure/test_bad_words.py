@@ -38,7 +38,7 @@ def test_a_token_is_forbidden_where_it_completes_a_word(
     found, tokens = read.bad_words(words, skip), read.encode("hello re")
     prompt = len(tokens)
     hidden = set(read.special_ids) if skip else set()
-    likely = [token for word in words for token in read.encode(word, add_special_tokens=False)]
+    likely = [i for word in words for i in read.encode(word, add_special_tokens=False)] or [0]
 
     def written(ids: list[int]) -> bytes:
         return b"".join(bytes(read.token_bytes(token) or b"") for token in ids if token not in hidden)

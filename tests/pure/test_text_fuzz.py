@@ -116,3 +116,14 @@ def test_a_stop_string_ends_the_text_at_one_token_however_many_come_at_once(
         whole = final_text(read, kept, None, params, prompt)
         assert whole.startswith(text + stop) or (kept[-1] in read.hidden(skip) and whole == text)
         assert passed or not any(other in text for other in stops)
+
+
+@pytest.mark.parametrize("vocabulary", ["llama", "gemma"])
+def test_a_stop_string_that_was_passed_over_ends_nothing_behind_it(vocabulary: str) -> None:
+    """Decoders show a run of bytes as garbage while its last character is unfinished."""
+    read = tokenizer(vocabulary)
+    ids = tokens_of(read, ["好世".encode()])
+    assert StopStrings(["好"], read).find(ids[:4], tuple(ids[4:])) is None
+    assert StopStrings(["世"], read).find(ids[:4], tuple(ids[4:])) == (1, "世")
+    params = SamplingParams(stop=("好",))
+    assert final_text(read, ids, "好", params) == "好世"
