@@ -23,6 +23,7 @@ from speculon.engine.admission import check_draft, check_room, read_ids
 from speculon.engine.drafting import Drafting
 from speculon.engine.engine import Engine
 from speculon.errors import ConfigError, InvalidParameter, NeverFits
+from speculon.models.ends import add_ends
 from speculon.models.load import wrap_model
 from speculon.outputs import Completion, RequestOutput, StepResult, absorb
 from speculon.proposers.registry import OFF, WITH_CHECKPOINT
@@ -31,8 +32,7 @@ from speculon.telemetry import RequestStats, SpeculationStats, Stopwatch
 from speculon.text import Tokenizer, final_text
 from speculon.verify import read_logits, verify_given
 
-# settings that a model object has settled
-OF_CHECKPOINTS = ("model", "dtype", "device", "allow_pickle", "trust_remote_code")
+OF_CHECKPOINTS = ("model", "dtype", "device", "allow_pickle", "trust_remote_code")  # settled by the object
 PLAIN_CALLS = 8  # guess: plain calls whose median is the plain cost
 GIVEN = "given"  # source of drafts that came from the caller
 ROUND = "round"  # id of the requests that are made for one round
@@ -84,9 +84,8 @@ class SpeculativeDecoder:
             raise ConfigError(
                 f"draft = {draft!r}: a model object lies in no folder to look around in; name the drafter's"
             )
-        speculation |= (
-            {} if draft is None else {"draft": by_method(draft) if isinstance(draft, str) else draft}
-        )
+        if draft is not None:
+            speculation["draft"] = by_method(draft) if isinstance(draft, str) else draft
         self.config = EngineConfig(**{**settings, "monitor_share": 0.0}, speculation=speculation)
         if method in WITH_CHECKPOINT and method not in self.config.speculation.drafts:
             raise ConfigError(f"method = {method!r}: needs draft = a model object or a checkpoint")
@@ -98,6 +97,7 @@ class SpeculativeDecoder:
             **self.config.model_dump(include={"max_context", "compile", "batch_invariant"}),
             fused=self.config.fuse,
         )
+        add_ends(target, self.tokenizer)
         target.prompts_apart = False  # what is one round's prompt was generated in another
         self.engine = Engine(target, self.tokenizer, self.config)
         self._last: tuple[list[int], SamplingParams]  # text and parameters last worked on
@@ -287,7 +287,7 @@ class SpeculativeDecoder:
         for one in output.outputs:
             self._stats.add(one.stats)
             if self.tokenizer is not None:
-                one.text = final_text(self.tokenizer, one.token_ids, one.stop, params)
+                one.text = final_text(self.tokenizer, one.token_ids, one.stop, params, prompt)
         return output
 
     # accounts

@@ -21,6 +21,7 @@ from torch import Tensor
 from speculon.config import SamplingParams, Structured
 from speculon.core import Finish, ceil_div
 from speculon.errors import InvalidParameter
+from speculon.text import BYTE_PIECE
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -35,6 +36,7 @@ JSON_STYLE: Any = {"whitespace_flexible": False}
 NO_LARK = " (grammars are in llguidance's form of Lark, not in EBNF)"
 # the end, where neither model nor tokenizer has a token for it
 END = "<|end of the structured text|>"
+SPACE = "\u2581"  # how SentencePiece writes a space
 NOTHING_FITS = "no text but the empty one fits it, in this vocabulary; a reference to itself alone never ends"
 
 
@@ -105,6 +107,7 @@ class Grammars:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._inner: LLTokenizer | None = None
         self._executor: LLExecutor
+        self._not_text: list[int] = []  # tokens that llguidance takes for bytes, and the tokenizer does not
         self._no_token: int | None = None  # the id of END, and of all beyond it, where END is needed
 
     def matcher(self, params: SamplingParams, written: Seq[int] = ()) -> Matcher | None:
@@ -128,7 +131,7 @@ class Grammars:
             return self._compiled[key]
         from llguidance import LLMatcher, LLParserLimits
 
-        tokenizer = self._read_tokenizer()
+        tokenizer = self._read_tokenizer(f"structured.{name}", value)
         limits = LLParserLimits(max_items_in_row=MAX_ROW, verbose_errors=False)
         try:
             found = LLMatcher(tokenizer, source(name, value), log_level=0, limits=limits)
@@ -148,20 +151,32 @@ class Grammars:
             self._compiled.popitem(last=False)
         return found
 
-    def _read_tokenizer(self) -> LLTokenizer:
-        """The tokenizer as llguidance reads it, which takes a second for a large one: once."""
+    def _read_tokenizer(self, name: str, value: Any) -> LLTokenizer:
+        """The tokenizer as llguidance reads it, which takes a second for a large one: once.
+
+        Raises `InvalidParameter` for the parameter `name`.
+        """
         if self._inner is not None:
             return self._inner
         from llguidance import LLExecutor, LLTokenizer
         from tokenizers import Tokenizer as Backend
+        from tokenizers import decoders
 
         known = getattr(self._tokenizer and self._tokenizer.inner, "backend_tokenizer", None)
         if not isinstance(known, Backend):
-            limit = "needs a tokenizer of the tokenizers library (a fast one)"
-            raise InvalidParameter("structured", type(known).__name__, limit).about(FEATURE)
+            own = "none" if self._tokenizer is None else type(self._tokenizer.inner).__name__
+            limit = f"needs a tokenizer of the tokenizers library (a fast one), this is {own}"
+            raise InvalidParameter(name, value, limit).about(FEATURE)
         backend = Backend.from_str(known.to_str())
         backend.no_padding()
         backend.no_truncation()
+        if writes_spaces_as_letters(backend.decoder):
+            if "ByteFallback(" not in repr(backend.decoder):
+                vocabulary = backend.get_vocab().items()
+                self._not_text = [token for piece, token in vocabulary if BYTE_PIECE.fullmatch(piece)]
+            backend.decoder = decoders.Sequence(
+                [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+            )
         self.ends = frozenset(token for token in self.ends if token < backend.get_vocab_size())
         if not self.ends:
             backend.add_special_tokens([END])
@@ -171,8 +186,10 @@ class Grammars:
         try:
             self._inner = LLTokenizer(backend.to_str(), n_vocab=size, eos_token=sorted(self.ends))
         except ValueError as error:
-            limit = f"llguidance cannot read this tokenizer: {error}"
-            raise InvalidParameter("structured", None, limit).about(FEATURE) from None
+            own = type(self._tokenizer.inner).__name__ if self._tokenizer else "none"
+            limit = "llguidance reads byte-level and SentencePiece tokenizers, not "
+            limit += f"{own} with its {type(backend.decoder).__name__} decoder"
+            raise InvalidParameter(name, value, limit).about(FEATURE) from error
         self._executor = LLExecutor(self._threads)
         return self._inner
 
@@ -203,6 +220,8 @@ class Grammars:
         found = (bits & 1).bool().flatten(1)[:, : self._vocab_size]
         if self._no_token is not None:
             found[:, self._no_token :] = False
+        if self._not_text:
+            found[:, self._not_text] = False
         return found
 
 
@@ -222,6 +241,13 @@ def forbid(drafted: list[tuple[Matcher, tuple[int, ...]]], device: torch.device)
             rows.copy_(torch.where(onward.any(-1, keepdim=True), onward, rows))
         row += len(draft) + 1
     return (~allowed & allowed.any(-1, keepdim=True)).to(device)
+
+
+def writes_spaces_as_letters(decoder: Any) -> bool:
+    """Whether a decoder is one of SentencePiece's kind in a form that llguidance does not know as such."""
+    parts = repr(decoder)
+    known = "ByteFallback(" in parts and "Replace(" in parts
+    return SPACE in parts and not known
 
 
 class LookAheadMatchers:

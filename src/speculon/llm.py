@@ -167,8 +167,9 @@ class LLM:
     ) -> Iterator[str]:
         """Yields the text of one prompt as it is written. Closing the iterator aborts the request."""
         params = params or SamplingParams()
-        text = Stream.of(self.tokenizer, params)
-        with closing(self.events(prompt, params, speculation=speculation)) as events:
+        prompt_ids = self._encode(prompt)
+        text = Stream.of(self.tokenizer, params, prompt_ids)
+        with closing(self.events(prompt_ids, params, speculation=speculation)) as events:
             for event in events:
                 if new := new_text(text, event):
                     yield new
@@ -178,8 +179,8 @@ class LLM:
     ) -> AsyncIterator[str]:
         """`stream` for an event loop. Closing the iterator, or cancelling the task, aborts the request."""
         params = one_sample(params or SamplingParams())
-        text = Stream.of(self.tokenizer, params)
         prompt_ids = await asyncio.to_thread(self._encode, prompt)
+        text = Stream.of(self.tokenizer, params, prompt_ids)
         async with AsyncRequestGroup(self._shared, self._threads) as group:
             await group.begin([Call(prompt_ids, params, speculation)])
             async for _, event in group:
@@ -277,7 +278,7 @@ class LLM:
         if self.engine.tokenizer is None:
             return
         for one in output.outputs:
-            one.text = final_text(self.tokenizer, one.token_ids, one.stop, params)
+            one.text = final_text(self.tokenizer, one.token_ids, one.stop, params, output.prompt_token_ids)
 
 
 @dataclass(frozen=True, slots=True)

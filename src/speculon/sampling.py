@@ -16,6 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from speculon.bad_words import BadWords
 from speculon.config import SamplingParams
 from speculon.core import TokenLogprobs
 from speculon.sequence import Rules, Sequence
@@ -118,8 +119,8 @@ def adjust(logits: Tensor, rows: list[Row]) -> Tensor:
             penalise(x, row)
         if bias := row.rules.params.logit_bias:
             x[list(bias)] += torch.tensor(list(bias.values()), device=x.device)
-        for word in row.rules.bad_words:
-            forbid_completion(x, row, word)
+        if row.rules.bad_words is not None:
+            forbid_completions(x, row, row.rules.bad_words)
         if row.position < row.rules.params.min_tokens:
             x[list(row.rules.stop_ids)] = NEVER
         if row.forbidden is not None:
@@ -140,12 +141,13 @@ def penalise(x: Tensor, row: Row) -> None:
         x -= p.presence_penalty * (counts > 0) + p.frequency_penalty * counts
 
 
-def forbid_completion(x: Tensor, row: Row, word: tuple[int, ...]) -> None:
-    """Removes the last token of `word` where the text before ends with the rest of it. Changes `x` [V]."""
-    head = word[:-1]
-    context = (*row.seq.tokens[-len(head) :], *row.prefix) if head else ()
-    if not head or context[-len(head) :] == head:
-        x[word[-1]] = NEVER
+def forbid_completions(x: Tensor, row: Row, bad_words: BadWords) -> None:
+    """Removes the tokens that complete a bad word after the text before. Changes `x` [V]."""
+    for found in bad_words.completing(row.seq.tokens, row.prefix):
+        if found.index is None or found.index.device != x.device:
+            ids = [token for token in found.ids if token < len(x)]
+            found.index = torch.tensor(ids, dtype=torch.long, device=x.device)
+        x.index_fill_(0, found.index, NEVER)
 
 
 def constrain(x: Tensor, raw: Tensor, forbidden: Tensor) -> None:

@@ -27,6 +27,7 @@ from speculon.telemetry import RequestStats
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from speculon.bad_words import BadWords
     from speculon.grammar import Matcher
 
 
@@ -43,14 +44,14 @@ class Rules:
     adjusts: bool  # whether any logit is changed before the temperature
     penalises: bool
     filters: bool
-    bad_words: tuple[tuple[int, ...], ...]
+    bad_words: BadWords | None
     stop_ids: tuple[int, ...]  # forbidden below min_tokens
 
     @classmethod
     def of(
         cls,
         params: SamplingParams,
-        bad_words: tuple[tuple[int, ...], ...] = (),
+        bad_words: BadWords | None = None,
         stop_ids: tuple[int, ...] = (),
     ) -> Rules:
         p = params

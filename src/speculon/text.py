@@ -1,15 +1,16 @@
-"""Text to token ids and back: prompts, chat templates, streams, stop strings. No torch."""
+"""Text to token ids and back: prompts, chat templates, streams. No torch."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from functools import cache
+from functools import cache, cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from speculon.bad_words import BadWords, Spellings
 from speculon.errors import InvalidParameter, InvalidRequest
 
 if TYPE_CHECKING:
@@ -21,6 +22,18 @@ UNSURE = "\ufffd"  # how decoders write bytes that are no character, or not yet 
 MAX_UNSURE = 32
 BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 OWN_VARIABLES = {"tokenize", "add_generation_prompt"}
+# guess: not <|end|>, after which some models write another message
+ENDS_OF_TURN = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eot|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<|endofturn|>",
+    "[|endofturn|]",
+)
+UNFINISHED = 3  # bytes of a character that lacks one, at most
 CONTEXT = 8  # tokens kept in front of garbage; an unfinished character spans at most 3
 
 
@@ -29,6 +42,7 @@ class Tokenizer:
 
     def __init__(self, inner: Any):
         self.inner = inner
+        self._texts: dict[tuple[int, bool], str] = {}  # of single tokens
         self._encoding = Lock()  # a fast tokenizer fails when two threads set its truncation at once
 
     @property
@@ -101,15 +115,105 @@ class Tokenizer:
         template = self.inner.chat_template
         return str(template.get("default", "") if isinstance(template, dict) else template or "")
 
+    def hidden(self, skip_special_tokens: bool) -> frozenset[int]:
+        """The tokens that are left out of a text."""
+        return self._special if skip_special_tokens else frozenset()
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(self.special_ids)
+
     @property
     def special_ids(self) -> list[int]:
         """The added tokens that are marked as special."""
         added = getattr(self.inner, "added_tokens_decoder", {})
         return sorted(token for token, known in added.items() if known.special)
 
-    def token_text(self, token: int) -> str:
-        """One token alone; bytes that are no whole character show as U+FFFD."""
-        return self.decode([token], skip_special_tokens=False)
+    @cached_property
+    def anchor(self) -> list[int]:
+        """A token of plain text, after which others are written as in the middle of a text; none where no
+        token alone is text.
+        """
+        try:
+            usual = self.encode("a", add_special_tokens=False)[-1:]
+        except InvalidParameter:
+            usual = []
+        for token in (*usual, *range(self.vocab_size)):
+            text = self.decode([token])
+            if text.strip() and UNSURE not in text and not BYTE_PIECE.fullmatch(self._piece(token)):
+                return [token]
+        return []
+
+    def context(self, prompt: Seq[int], skip_special_tokens: bool = True) -> list[int]:
+        """The end of a prompt, after which an output is decoded: many tokenizers leave out the space of a
+        text's first word. Empty where no token of the prompt is shown.
+        """
+        n = 1
+        while True:
+            tail = list(prompt[-n:])
+            text = self.decode(tail, skip_special_tokens)
+            if n >= len(prompt) or (text.rstrip(UNSURE) and not text.startswith(UNSURE)):
+                return tail if text or not self.hidden(skip_special_tokens).issuperset(tail) else []
+            n *= 2
+
+    def continuation(self, context: Seq[int], ids: Seq[int], skip_special_tokens: bool = True) -> str:
+        """The text that `ids` add to that of `context`; a character that was not whole belongs to it."""
+        if context is self.anchor:
+            begun = self._anchor_length
+        else:
+            begun = len(self.decode(context, skip_special_tokens).rstrip(UNSURE)) if context else 0
+        return self.decode([*context, *ids], skip_special_tokens)[begun:]
+
+    @cached_property
+    def _anchor_length(self) -> int:
+        return len(self.decode(self.anchor))
+
+    def as_sent(self, prompt: Seq[int]) -> Seq[int]:
+        """A prompt without the special tokens that the tokenizer has put around it."""
+        front = shared_length(self._around, prompt)
+        back = shared_length(self._around[front:][::-1], prompt[front:][::-1])
+        return prompt[front : len(prompt) - back]
+
+    @cached_property
+    def _around(self) -> list[int]:
+        """The special tokens that are put around a plain prompt."""
+        return [token for token in self.encode("") if token in self._special]
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end a text: the tokenizer's own, and those that end a turn of its template."""
+        own = getattr(self.inner, "eos_token", None)
+        end = None if own is None else self.token_id(str(own))
+        turns = ends_of_turn(self.token_id, self.chat_template) if self.chat_template else set()
+        return frozenset(turns if end is None else {end, *turns})
+
+    def token_text(self, token: int, first: bool = False) -> str:
+        """One token as it is written after others, or as the `first` of a text; bytes that are no whole
+        character show as U+FFFD.
+        """
+        if (token, first) not in self._texts:
+            context = [] if first else self.anchor
+            self._texts[token, first] = self.continuation(context, [token], skip_special_tokens=False)
+        return self._texts[token, first]
+
+    def token_name(self, token: int, first: bool = False) -> str:
+        """The text of one token; its bytes, as `bytes:\\xa9`, where they are no text, or a character that
+        has a token of its own.
+        """
+        data = self.token_bytes(token, first)
+        if data is None:
+            return self.token_text(token, first)
+        try:
+            text = bytes(data).decode()
+        except UnicodeDecodeError:
+            text = None
+        piece = self._piece(token)
+        if text is not None and not (text != piece and BYTE_PIECE.fullmatch(piece) and self._has(text)):
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _has(self, token: str) -> bool:
+        return self.token_id(token) is not None
 
     def token_id(self, token: str) -> int | None:
         """The id of one token of the vocabulary, by its name; None where there is none."""
@@ -117,35 +221,58 @@ class Tokenizer:
         # an unknown name has the id of the unknown token
         return found if found is not None and self.inner.convert_ids_to_tokens(found) == token else None
 
-    def token_bytes(self, token: int) -> list[int] | None:
-        """The bytes of one token; None where the vocabulary does not tell them."""
-        text = self.token_text(token)
-        if UNSURE not in text:
-            return list(text.encode())
-        piece = str(self.inner.convert_ids_to_tokens(token))
+    def token_bytes(self, token: int, first: bool = False) -> list[int] | None:
+        """The bytes of one token as `token_text` has them; None where the vocabulary does not tell them."""
+        text = self.token_text(token, first)
+        return list(text.encode()) if UNSURE not in text else self._bytes_of_piece(token)
+
+    def _bytes_of_piece(self, token: int) -> list[int] | None:
+        piece = self._piece(token)
         if BYTE_PIECE.fullmatch(piece):  # SentencePiece's way of writing a byte
             return [int(piece[3:5], 16)]
         alphabet = byte_alphabet()
         return [alphabet[char] for char in piece] if all(char in alphabet for char in piece) else None
 
-    def bad_word_ids(self, words: Iterable[str]) -> list[tuple[int, ...]]:
-        """Each word as it would be written at the start of a text and after a space."""
-        found: dict[tuple[int, ...], None] = {}
+    def _piece(self, token: int) -> str:
+        """The token as the vocabulary writes it."""
+        return str(self.inner.convert_ids_to_tokens(token))
+
+    @cached_property
+    def spellings(self) -> Spellings:
+        """The bytes that each token writes after others, which takes half a second for a large vocabulary."""
+        anchor, ids = self.anchor, range(self.vocab_size)
+        backend: Any = getattr(self.inner, "backend_tokenizer", None)
+        if hasattr(backend, "decode_batch"):
+            begun = self._anchor_length
+            texts = backend.decode_batch([[*anchor, token] for token in ids], skip_special_tokens=False)
+            texts = [text[begun:] for text in texts]
+        else:
+            texts = [self.token_text(token) for token in ids]
+        written = [text.encode() for text in texts]
+        for token, text in enumerate(texts):
+            if UNSURE in text:
+                written[token] = bytes(self._bytes_of_piece(token) or written[token])
+        return Spellings(written)
+
+    def bad_words(self, words: Seq[str], skip_special_tokens: bool = True) -> BadWords:
         for word in words:
             check_text("bad_words", word)
-            for form in (word, word if word.startswith(" ") else " " + word):
-                ids = tuple(self.encode(form, add_special_tokens=False))
-                if not ids:
-                    raise InvalidParameter("bad_words", word, "it has no tokens")
-                found[ids] = None
-        return list(found)
+        return BadWords(words, self.spellings, self.hidden(skip_special_tokens))
+
+
+def ends_of_turn(token_id: Callable[[str], int | None], template: str) -> set[int]:
+    """The ids of tokens that end a turn, by their names; without a template that writes it, as in many base
+    models, such a token has no meaning.
+    """
+    ids = (token_id(name) for name in ENDS_OF_TURN if name in template)
+    return {token for token in ids if token is not None}
 
 
 class Stream:
     """Turns the tokens of one text into text as they come; what is returned is never taken back.
 
     Held back are an unfinished character and, with `stops`, whatever may turn out to be a stop string.
-    Pushes and `flush` together are the decoded whole, up to the stop string that ended it.
+    Pushes and `flush` together are what the tokens add to the `context`, up to the stop string that ended it.
     """
 
     def __init__(
@@ -154,20 +281,25 @@ class Stream:
         stops: Seq[str] = (),
         skip_special_tokens: bool = True,
         include_stop: bool = False,
+        context: Seq[int] = (),
     ):
         self._tokenizer, self._stops, self._skip = tokenizer, tuple(stops), skip_special_tokens
         self._include_stop = include_stop
-        self._window: list[int] = []  # the latest tokens, from a character's beginning on
-        self._text = ""  # what they decode to
-        self._sure = 0  # characters of it that went on to `_held`
+        self._window = list(context)  # the latest tokens, from a character's beginning on
+        self._text = tokenizer.decode(context, self._skip) if context else ""  # what they decode to
+        self._sure = len(self._text.rstrip(UNSURE))  # characters of it that went on to `_held`
+        self._hidden = tokenizer.hidden(skip_special_tokens)
+        self.first = not context  # whether the next token begins the text: none shown stands before it
         self._held = ""  # whole characters not returned yet
         self._settled = 0  # characters of it from before the last token: no text ended there
         self.length = 0  # whole characters so far, returned or held back: where the next token begins
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, params: SamplingParams) -> Stream:
-        """A stream of a text that is sampled with these parameters."""
-        return cls(tokenizer, params.stop, params.skip_special_tokens, params.include_stop_str_in_output)
+    def of(cls, tokenizer: Tokenizer, params: SamplingParams, prompt: Seq[int] = ()) -> Stream:
+        """A stream of the text that continues a prompt with these parameters."""
+        context = context_of(tokenizer, params, prompt)
+        include = params.include_stop_str_in_output
+        return cls(tokenizer, params.stop, params.skip_special_tokens, include, context)
 
     def push(self, ids: Seq[int]) -> str:
         """The text that is now certain."""
@@ -183,6 +315,7 @@ class Stream:
 
     def _push(self, token: int) -> str:
         self._settled, new = len(self._held), self._decode(token)
+        self.first = self.first and token in self._hidden
         self._held += new
         self.length += len(new)
         certain = len(self._held) - self._may_be_stop()
@@ -199,9 +332,10 @@ class Stream:
         if long:
             self._restart(self._window[-CONTEXT:], unsure)
         elif end == len(self._text) > 0:
-            # the last visible token stays: some tokenizers write a word's space only after another word
+            # the last character's tokens stay: some tokenizers write a word's space only after another word
             for n in range(1, len(self._window)):
-                if self._tokenizer.decode(self._window[-n:], self._skip):
+                text = self._tokenizer.decode(self._window[-n:], self._skip)
+                if text and UNSURE not in text:
                     self._restart(self._window[-n:], False)
                     break
         return new
@@ -226,79 +360,58 @@ class Stream:
         return longest
 
 
-class StopStrings:
-    """Finds where a text ends at a stop string, token by token, from a bounded tail of the text."""
-
-    def __init__(self, stops: Seq[str], tokenizer: Tokenizer):
-        for stop in stops:
-            check_text("stop", stop)
-        self._stops, self._tokenizer = tuple(stops), tokenizer
-        self._longest = max(map(len, self._stops), default=0)
-
-    def find(
-        self, before: list[int], new: tuple[int, ...], skip_special_tokens: bool = True
-    ) -> tuple[int, str] | None:
-        """(index of the first of the `new` tokens that completes a stop string, the one that ends first).
-
-        `before` are the output's earlier tokens, without the prompt: a stop string may begin in them, not
-        before.
-        """
-        tail, settled = self._tail(before, skip_special_tokens)
-        if not self._complete(self._sure_text([*tail, *new], skip_special_tokens), settled):
-            return None
-        for i in range(len(new)):
-            text = self._sure_text([*tail, *new[: i + 1]], skip_special_tokens)
-            if ends := self._complete(text, settled):
-                return i, min(ends)[2]
-        return None
-
-    def _complete(self, text: str, settled: int) -> list[tuple[int, int, str]]:
-        """(end, rank, stop string) of those in `text` that end after its first `settled` characters."""
-        found = []
-        for rank, stop in enumerate(self._stops):
-            at = text.find(stop, max(0, settled - len(stop) + 1))
-            if at >= 0:
-                found.append((at + len(stop), rank, stop))
-        return found
-
-    def _tail(self, before: list[int], skip: bool) -> tuple[list[int], int]:
-        """Last tokens that hold every character a stop string could begin with, and how many characters they
-        are.
-        """
-        # tokens can be single bytes of characters that have four, so only their text says whether they are
-        # enough
-        enough, n = self._longest + 4, 4 + self._longest // 2
-        most = 4 * enough + MAX_UNSURE
-        while True:
-            n = min(n, len(before), most)
-            tail = before[len(before) - n :]
-            chars = len(self._sure_text(tail, skip))
-            if chars >= enough or n == len(before) or n == most:
-                return tail, chars
-            n *= 2
-
-    def _sure_text(self, ids: list[int], skip: bool) -> str:
-        # an unfinished character must not match: alone or among drafts, the same token ends the text
-        return self._tokenizer.decode(ids, skip).rstrip(UNSURE)
+def sure_text(tokenizer: Tokenizer, context: Seq[int], ids: Seq[int], skip: bool = True) -> str:
+    """What `ids` add to the text of `context`, without an unfinished character at its end."""
+    text = tokenizer.continuation(context, ids, skip)
+    if not text.endswith(UNSURE):
+        return text
+    # some decoders show a whole run of bytes as garbage for an unfinished character at its end
+    cuts = range(max(0, len(ids) - UNFINISHED), len(ids))
+    shorter = (tokenizer.continuation(context, ids[:n], skip) for n in cuts)
+    return max(text.rstrip(UNSURE), *(one for one in shorter if not one.endswith(UNSURE)), "", key=len)
 
 
 def truncate(text: str, stop: str, after: int = 0, include: bool = False) -> str:
     """`text` up to the first `stop` that ends beyond its first `after` characters, or up to its end with
-    `include`; all of it when there is none.
+    `include`; where it is not shown, all of `text`.
     """
     at = text.find(stop, max(0, after - len(stop) + 1))
-    return text if at < 0 else text[: at + include * len(stop)]
+    return text[:at] + stop * include if at >= 0 else text + stop * include
 
 
-def final_text(tokenizer: Tokenizer, ids: Seq[int], stop: str | int | None, params: SamplingParams) -> str:
+def context_of(tokenizer: Tokenizer, params: SamplingParams, prompt: Seq[int]) -> list[int]:
+    """The tokens after which an output is decoded; a text of a given form is never at its beginning, where a
+    space would be left out.
+    """
+    context = tokenizer.context(prompt, params.skip_special_tokens)
+    return context or (tokenizer.anchor if params.structured else [])
+
+
+def final_text(
+    tokenizer: Tokenizer,
+    ids: Seq[int],
+    stop: str | int | None,
+    params: SamplingParams,
+    prompt: Seq[int] = (),
+) -> str:
     """The whole text of an ended output; `stop` is what ended it (`Finish.matched`)."""
-    skip = params.skip_special_tokens
-    text = tokenizer.decode(ids, skip)
-    if not isinstance(stop, str):
-        return text
-    # only in the last token can it have ended the text: an earlier one was passed over for min_tokens
-    after = len(tokenizer.decode(ids[:-1], skip).rstrip(UNSURE))
-    return truncate(text, stop, after, params.include_stop_str_in_output)
+    context, skip = context_of(tokenizer, params, prompt), params.skip_special_tokens
+    text = tokenizer.continuation(context, ids, skip)
+    # only in the last token can a stop string have ended it: an earlier one was passed over for min_tokens
+    if UNSURE in text:  # a decoder may show bytes that are no text in another way once others follow
+        stream = Stream(tokenizer, skip_special_tokens=skip, context=context)
+        text, after = stream.push(ids[:-1]), stream.length
+        text += stream.push(ids[-1:]) + stream.flush()
+    else:
+        after = len(sure_text(tokenizer, context, ids[:-1], skip)) if isinstance(stop, str) else 0
+    include = params.include_stop_str_in_output
+    return truncate(text, stop, after, include) if isinstance(stop, str) else text
+
+
+def shared_length(a: Seq[int], b: Seq[int]) -> int:
+    """How many tokens the two have in common at their beginning."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (one, other) in pairs if one != other), min(len(a), len(b)))
 
 
 def check_text(name: str, text: str) -> None:

@@ -20,8 +20,9 @@ from speculon.errors import EmptyPrompt, InvalidParameter, TooLong
 from speculon.proposers.pools import Pools, key_of
 from speculon.proposers.registry import check_method
 from speculon.sequence import Event
+from speculon.stop_strings import StopStrings
 from speculon.telemetry import PLAIN, EngineCounters, RequestStats
-from speculon.text import StopStrings, Tokenizer
+from speculon.text import Tokenizer
 
 EOS, VOCAB, CONTEXT, PAGES = 256, 257, 4096, 64
 # the rest of such a prompt is the answer; other prompts are answered with LETTERS until max_tokens

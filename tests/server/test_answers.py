@@ -177,7 +177,7 @@ def test_offsets_point_at_what_they_are_of(inside: Inside) -> None:
     shown = [
         (token, offset)
         for token, offset in zip(table["tokens"], table["text_offset"], strict=True)
-        if token != "\ufffd"
+        if not token.startswith("bytes:")
     ]
     assert text == "é<say:a ST€🙂 STOPa ST€🙂 "
     for token, offset in shown:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from speculon import sampling
 from speculon import verify as verifying
+from speculon.bad_words import BadWords, Spellings
 from speculon.batch import Batch
 from speculon.config import SamplingParams
 from speculon.core import Draft, Verdict
@@ -68,10 +69,17 @@ def written(case: Case, output: tuple[int, ...], **fields: Any) -> Sequence:
         output=list(output),
         params=case.params,
         max_tokens=case.params.max_tokens or 0,
-        rules=Rules.of(case.params, case.bad_words, tuple(case.stop_ids)),
+        rules=Rules.of(case.params, bad_words_of(case), tuple(case.stop_ids)),
         ending=Ending(case.stop_ids, case.params.min_tokens),
         **fields,
     )
+
+
+def bad_words_of(case: Case) -> BadWords | None:
+    """Of letters: each token is one."""
+    letters = "abcdefgh"[:V]
+    words = ["".join(letters[token] for token in word) for word in case.bad_words]
+    return BadWords(words, Spellings([letter.encode() for letter in letters])) if words else None
 
 
 def forward(batch: Batch) -> Tensor:

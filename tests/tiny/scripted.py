@@ -91,6 +91,9 @@ class Letters:
     def decode(self, ids: list[int], **_: Any) -> str:
         return "".join(chr(32 + i) for i in ids)
 
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return chr(32 + token)
+
 
 def spell(ids: list[int]) -> str:
     return Letters().decode(ids)

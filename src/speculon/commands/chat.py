@@ -132,7 +132,8 @@ class Chat:
 
     def answer(self, content: str) -> None:
         """One turn: the answer is streamed, then its figures are printed. Ctrl-C ends it."""
-        text, began = DraftStream(self.llm.tokenizer, self.params), perf_counter()
+        prompt, began = self.session.prompt(content), perf_counter()
+        text = DraftStream(self.llm.tokenizer, self.params, prompt)
         self.wrap, turns = WordWrap(self.out.width), len(self.session.turns)
         with streaming():
             self.stream(content, text)

@@ -154,7 +154,7 @@ def record(llm: LLM, case: Case, speculation: dict[str, Any]) -> Recorded:
     for _, event in arrivals:
         absorb(result, event)
     one = result.outputs[0]
-    whole = final_text(llm.tokenizer, one.token_ids, one.stop, case.params)
+    whole = final_text(llm.tokenizer, one.token_ids, one.stop, case.params, case.prompt)
     measurement = Measurement(seconds, [one.token_ids], [whole], one.stats, steps)
     return Recorded(measurement, tuple(as_pieces(llm, case, arrivals)))
 
@@ -163,7 +163,7 @@ def as_pieces(llm: LLM, case: Case, arrivals: list[tuple[float, Event]]) -> Iter
     """The text of each event, accepted drafts marked."""
     from speculon.text import Stream
 
-    text = Stream.of(llm.tokenizer, case.params)
+    text = Stream.of(llm.tokenizer, case.params, case.prompt)
     for seconds, event in arrivals:
         tokens = zip_longest(event.tokens, event.sources)
         parts = [(text.push([token]), source is not None) for token, source in tokens]

@@ -53,10 +53,10 @@ class DraftStream:
     stop string, keeps its source.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams):
-        self._certain = Stream.of(tokenizer, params)
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Seq[int] = ()):
+        self._certain = Stream.of(tokenizer, params, prompt)
         # the same characters, none held back for a stop
-        self._whole = Stream(tokenizer, (), params.skip_special_tokens)
+        self._whole = Stream.of(tokenizer, params.model_copy(update={"stop": ()}), prompt)
         self._sources: deque[str | None] = deque()  # of the characters that are not shown yet
         self._shown, self._tokens = 0, 0
         self.counts: Counter[str] = Counter()  # source -> tokens

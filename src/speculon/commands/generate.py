@@ -15,7 +15,7 @@ from speculon.errors import InvalidParameter
 from speculon.proposers.registry import check_method
 
 if TYPE_CHECKING:
-    from speculon.llm import LLM, Prompt
+    from speculon.llm import LLM
     from speculon.outputs import RequestOutput
 
 
@@ -68,19 +68,19 @@ def run(task: Task, given: Given, speculative_config: str | None, as_json: bool)
         print_json({"prompt": text, **output.to_dict()}) if as_json else show(text, output, params)
 
 
-def encode(llm: LLM, task: Task, text: str) -> Prompt:
+def encode(llm: LLM, task: Task, text: str) -> list[int]:
     if not task.chat:
-        return text
+        return llm.tokenizer.encode(text)
     system = [{"role": "system", "content": task.system}] if task.system is not None else []
     return llm.tokenizer.apply_chat([*system, {"role": "user", "content": text}])
 
 
-def stream(llm: LLM, prompt: Prompt, params: SamplingParams, speculation: RequestSpeculation) -> None:
+def stream(llm: LLM, prompt: list[int], params: SamplingParams, speculation: RequestSpeculation) -> None:
     """Streams the text to stdout. The account goes to stderr, so that a pipe has the text alone."""
     from speculon.outputs import Completion, RequestOutput, absorb
     from speculon.text import Stream
 
-    text = Stream.of(llm.tokenizer, params)
+    text = Stream.of(llm.tokenizer, params, prompt)
     output = RequestOutput([], [Completion()])
     with streaming():
         for event in llm.events(prompt, params, speculation=speculation):

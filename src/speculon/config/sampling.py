@@ -94,7 +94,9 @@ class SamplingParams(Checked):
     )
     min_tokens: int = Field(0, ge=0, description="no stop before this many tokens")
     stop: tuple[str, ...] = Field(
-        (), max_length=MAX_STOPS, description="string that ends the text and is not shown"
+        (),
+        max_length=MAX_STOPS,
+        description="string, or name of a special token, that ends the text and is not shown",
     )
     stop_token_ids: tuple[int, ...] = Field(
         (), max_length=MAX_STOPS, description="token id that ends the text"
@@ -123,7 +125,9 @@ class SamplingParams(Checked):
         default_factory=dict, max_length=MAX_BIASES, description="{token id: number added to its logit}"
     )
     bad_words: tuple[str, ...] = Field(
-        (), max_length=MAX_BAD_WORDS, description="string that is never completed"
+        (),
+        max_length=MAX_BAD_WORDS,
+        description="string that no token completes; longer words with it neither",
     )
     structured: Structured | None = Field(
         None, description="form of the text: a JSON schema, a regex, a choice or a grammar"

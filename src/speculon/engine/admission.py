@@ -24,8 +24,9 @@ from speculon.errors import (
 )
 from speculon.proposers.registry import OFF
 from speculon.sequence import Ending, Request, Rules, Sequence
+from speculon.stop_strings import StopStrings
 from speculon.telemetry import RequestStats
-from speculon.text import NO_TOKENIZER, StopStrings, Tokenizer
+from speculon.text import NO_TOKENIZER, Tokenizer, context_of
 
 if TYPE_CHECKING:
     from speculon.grammar import Grammars
@@ -94,7 +95,7 @@ class Admission:
         grammar = self._grammars.matcher(params, written)
         found = dict(zip(self.brings, (grammar, prediction), strict=True))
         limits, brought, off = self._methods(speculation, own, found)
-        rules, ending = self._sampling(params)
+        rules, ending = self._sampling(params, prompt)
         request = Request(
             id=request_id,
             prompt_len=len(prompt),
@@ -166,16 +167,17 @@ class Admission:
             fault = EngineError(f"method {name} cannot be made: {type(error).__name__}")
             raise fault.about(f"methods.{name}") from error
 
-    def _sampling(self, params: SamplingParams) -> tuple[Rules, Ending]:
+    def _sampling(self, params: SamplingParams, prompt: list[int]) -> tuple[Rules, Ending]:
         text = self._tokenizer
         known = range(self._vocab_size)  # checkpoint and tokenizer may have ids for which there is no logit
-        words = text.bad_word_ids(params.bad_words) if text is not None and params.bad_words else []
-        bad_words = tuple(word for word in words if all(token in known for token in word))
+        bad_words = None
+        if text is not None and params.bad_words:
+            bad_words = text.bad_words(params.bad_words, params.skip_special_tokens)
         stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)}
         stop_ids = frozenset(token for token in stops if token in known)
         find_stop = None
         if text is not None and params.stop:
-            strings = StopStrings(params.stop, text)
+            strings = StopStrings(params.stop, text, context_of(text, params, prompt))
             find_stop = partial(strings.find, skip_special_tokens=params.skip_special_tokens)
         rules = Rules.of(params, bad_words, tuple(sorted(stop_ids)))
         return rules, Ending(stop_ids, params.min_tokens, find_stop)

@@ -13,6 +13,7 @@ from speculon.config import EngineConfig
 from speculon.engine.engine import Engine
 from speculon.engine.state import hold
 from speculon.engine.warm_up import warm_up
+from speculon.models.ends import add_ends
 from speculon.models.gguf_reader import reading_once
 from speculon.models.load import load_target
 from speculon.models.tokenizer import load_tokenizer
@@ -49,6 +50,7 @@ def build_engine(
         tokenizer = None
         if texts:
             tokenizer = Tokenizer(load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
+    add_ends(target, tokenizer)
     if config.dtype == "float16" and target.device.type == "cpu":
         log.warning("dtype float16 on a CPU: most compute float32 faster, and numbers beyond 65504 overflow")
     engine = Engine(target, tokenizer, config)

@@ -16,11 +16,11 @@ from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 from speculon.checkpoints.gguf import FACTORS, GgufHeader, read_gguf
 from speculon.checkpoints.headers import Checkpoint
 from speculon.errors import UnsupportedModel
+from speculon.text import ends_of_turn
 
 TOKENS, TOKEN_TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
+TEMPLATE = "tokenizer.chat_template"
 CONTROL = 3  # the type of tokens that no text has
-# names of tokens that end a turn; the metadata of many files names only the token that ends a document
-ENDS = frozenset({"<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<turn|>"})
 LONG_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 # Llama 3.1 to 3.3; a file has the resulting factors, but not these numbers
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -109,13 +109,17 @@ def llama3_factors(number: int, base: float, factor: float) -> list[float]:
 
 
 def complete_model(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
-    """Sets the tokens that end a sequence: those of the metadata, and those that end a turn by their name."""
+    """Sets the tokens that end a sequence: those of the metadata, and those that end a turn of the template.
+
+    Many files name only the token that ends a document.
+    """
     header = read_gguf(checkpoint.path, lists=frozenset({TOKENS}))
     tokens, types = header.metadata.get(TOKENS), header.metadata.get(TOKEN_TYPES)
     ids = set(header.end_ids)
     if isinstance(tokens, list) and isinstance(types, list):
         pairs = enumerate(zip(tokens, types, strict=False))
-        ids |= {i for i, (token, of) in pairs if of == CONTROL and token in ENDS}
+        controls = {token: i for i, (token, of) in pairs if of == CONTROL}
+        ids |= ends_of_turn(controls.get, str(header.metadata.get(TEMPLATE, "")))
     generation: Any = model.generation_config
     if ids and generation is not None:
         generation.eos_token_id = sorted(ids)

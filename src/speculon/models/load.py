@@ -29,6 +29,7 @@ from speculon.errors import (
     UnsupportedModel,
 )
 from speculon.models import attention
+from speculon.models.ends import eos_ids
 from speculon.models.fuse import fuse, fuse_norms
 from speculon.models.gguf_reader import from_file
 from speculon.models.invariant import decide
@@ -313,11 +314,3 @@ def rope_limits(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
                     f"{type(module).__name__}: {rope_type} RoPE without an original length"
                 )
             yield rope_type, int(length)
-
-
-def eos_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Ids that end a sequence: the generation config's, else the config's."""
-    generation = getattr(model, "generation_config", None)
-    ids = getattr(generation, "eos_token_id", None)
-    ids = getattr(model.config.get_text_config(), "eos_token_id", None) if ids is None else ids
-    return frozenset(ids if isinstance(ids, list | tuple) else () if ids is None else (ids,))

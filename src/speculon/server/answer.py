@@ -36,8 +36,10 @@ class Answer:
         self._choices_of: dict[str, list[Choice]] = {}  # of each request in the engine, by its id
         for i, prompt in enumerate(request.prompts):
             first = i * request.params.n
+            echo = request.echo[i] if request.echo else None
             choices = [
-                Choice(first + sample, request, model.tokenizer, prompt) for sample in range(request.params.n)
+                Choice(first + sample, request, model.tokenizer, prompt, echo)
+                for sample in range(request.params.n)
             ]
             self.choices += choices
             self._choices_of[f"{answer_id}-{i}"] = choices

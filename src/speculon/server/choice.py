@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from speculon.core import Finish, TokenLogprobs
 from speculon.sequence import Event
 from speculon.server.request import GenerationRequest
 from speculon.server.tool_calls import Delta
 from speculon.telemetry import RequestStats
-from speculon.text import Stream, Tokenizer
+from speculon.text import Stream, Tokenizer, shared_length
 
 MIN_LOGPROB = -9999.0  # the API's form of minus infinity
 
@@ -32,7 +32,14 @@ class ChoiceDelta:
 class Choice:
     """One sequence of a request as its client sees it."""
 
-    def __init__(self, index: int, request: GenerationRequest, tokenizer: Tokenizer, prompt: list[int]):
+    def __init__(
+        self,
+        index: int,
+        request: GenerationRequest,
+        tokenizer: Tokenizer,
+        prompt: list[int],
+        echo: str | None = None,  # the prompt as sent, which the text begins with
+    ):
         params = request.params
         self.index, self.tokens = index, 0
         self.finish: Finish | None = None
@@ -41,8 +48,8 @@ class Choice:
         self.deltas: list[Delta] = []  # all so far, where they are captured
         self.finish_reason: str | None = None  # in the API's words
         self._request, self._tokenizer, self._parser = request, tokenizer, request.parser()
-        self._stream = Stream.of(tokenizer, params)
-        self._echo = prompt if request.echo else []  # still to be echoed
+        self._stream = Stream.of(tokenizer, params, prompt)
+        self._prompt, self._echo = prompt, echo  # None once it is echoed
         self._prompt_logprobs: list[TokenLogprobs] = []
 
     def push_prompt_logprobs(self, logprobs: Iterable[TokenLogprobs]) -> None:
@@ -51,13 +58,13 @@ class Choice:
 
     def push(self, event: Event) -> ChoiceDelta:
         self.tokens += len(event.tokens)
-        echo, logprobs = self._take_echo() if self._echo else ("", None)
-        text, starts = decode(self._stream, event.tokens)
+        echo, logprobs = self._take_echo() if self._echo is not None else ("", None)
+        text, places = decode(self._stream, event.tokens)
         if event.finish:
             self.finish, self.stats = event.finish, event.stats
             text += self._stream.flush(event.finish.matched)
         if event.logprobs is not None or logprobs is not None:
-            logprobs = self._logprobs(logprobs, event.logprobs or (), starts)
+            logprobs = self._logprobs(logprobs, event.logprobs or (), places)
         deltas = self._parser.push(echo + text)
         if event.finish:
             deltas += self._parser.end()
@@ -83,48 +90,71 @@ class Choice:
 
     def _take_echo(self) -> tuple[str, Any]:
         """The prompt's text and log-probabilities, once; the first token has none."""
-        ids, self._echo = self._echo, []
-        text = self._tokenizer.decode(ids, skip_special_tokens=False)
+        text, self._echo = self._echo or "", None
         self.echoed = len(text)
         if self._request.params.prompt_logprobs is None:
             return text, None
-        _, starts = decode(Stream(self._tokenizer, skip_special_tokens=False), ids)
-        table = self._table([TokenLogprobs(ids[0], 0.0, 1, ()), *self._prompt_logprobs], starts)
+        ids, sent = self._prompt, self._tokenizer.as_sent(self._prompt)
+        _, places = decode(Stream(self._tokenizer, skip_special_tokens=False), sent)
+        front = len(ids) - shared_length(ids[::-1], sent[::-1])
+        around = [Place(0, True)] * front, [Place(len(text), False)] * (len(ids) - len(sent) - front)
+        table = self._table(
+            [TokenLogprobs(ids[0], 0.0, 1, ()), *self._prompt_logprobs], [*around[0], *places, *around[1]]
+        )
         table["token_logprobs"][0] = table["top_logprobs"][0] = None
         return text, table
 
-    def _logprobs(self, echoed: Any, logprobs: Iterable[TokenLogprobs], starts: list[int]) -> Any:
+    def _logprobs(self, echoed: Any, logprobs: Iterable[TokenLogprobs], places: list[Place]) -> Any:
         if self._request.chat:
-            return {"content": [self._token(one) for one in logprobs]}
-        table = self._table(logprobs, [self.echoed + start for start in starts])
+            return {"content": [self._token(one, place) for one, place in zip(logprobs, places, strict=True)]}
+        table = self._table(logprobs, [place.moved(self.echoed) for place in places])
         return {key: echoed[key] + table[key] for key in table} if echoed else table
 
-    def _token(self, one: TokenLogprobs) -> dict[str, Any]:
-        top = [self._token_logprob(token, logprob) for token, logprob in one.top]
-        return {**self._token_logprob(one.token, one.logprob), "top_logprobs": top}
+    def _token(self, one: TokenLogprobs, place: Place) -> dict[str, Any]:
+        top = [self._token_logprob(token, logprob, place.first) for token, logprob in one.top]
+        return {**self._token_logprob(one.token, one.logprob, place.first), "top_logprobs": top}
 
-    def _token_logprob(self, token: int, logprob: float) -> dict[str, Any]:
-        text, data = self._tokenizer.token_text(token), self._tokenizer.token_bytes(token)
-        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": data}
+    def _token_logprob(self, token: int, logprob: float, first: bool) -> dict[str, Any]:
+        name, data = self._tokenizer.token_name(token, first), self._tokenizer.token_bytes(token, first)
+        return {"token": name, "logprob": max(logprob, MIN_LOGPROB), "bytes": data}
 
-    def _table(self, logprobs: Iterable[TokenLogprobs], starts: list[int]) -> dict[str, list[Any]]:
-        """The form of completions: parallel lists. Of tokens with the same text the likelier one stays."""
+    def _table(self, logprobs: Iterable[TokenLogprobs], places: list[Place]) -> dict[str, list[Any]]:
+        """The form of completions: parallel lists."""
         tokens: list[str] = []
         chosen: list[float] = []
         tops: list[dict[str, float]] = []
-        for one in logprobs:
-            text, logprob = self._tokenizer.token_text(one.token), max(one.logprob, MIN_LOGPROB)
-            top = {self._tokenizer.token_text(token): max(p, MIN_LOGPROB) for token, p in reversed(one.top)}
-            tokens.append(text)
-            chosen.append(logprob)
-            tops.append({text: logprob, **top})
+        for one, place in zip(logprobs, places, strict=True):
+            values = {one.token: one.logprob, **dict(one.top)}
+            names = self._names(values, place.first)
+            tokens.append(names[one.token])
+            chosen.append(max(one.logprob, MIN_LOGPROB))
+            tops.append({names[token]: max(value, MIN_LOGPROB) for token, value in values.items()})
+        starts = [place.start for place in places]
         return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": starts}
 
+    def _names(self, tokens: Iterable[int], first: bool) -> dict[int, str]:
+        """Of each token; one whose name an earlier one has gets its id."""
+        found: dict[str, int] = {}
+        for token in tokens:
+            name = self._tokenizer.token_name(token, first)
+            found[f"token_id:{token}" if name in found else name] = token
+        return {token: name for name, token in found.items()}
 
-def decode(stream: Stream, tokens: Iterable[int]) -> tuple[str, list[int]]:
-    """The text that tokens make certain, and where in the whole text each of them begins."""
-    text, starts = "", []
+
+class Place(NamedTuple):
+    """Where the text of a token begins."""
+
+    start: int  # characters before it
+    first: bool  # whether nothing shown stands before it
+
+    def moved(self, by: int) -> Place:
+        return Place(self.start + by, self.first)
+
+
+def decode(stream: Stream, tokens: Iterable[int]) -> tuple[str, list[Place]]:
+    """The text that tokens make certain, and where in the whole text each of them stands."""
+    text, places = "", []
     for token in tokens:
-        starts.append(stream.length)
+        places.append(Place(stream.length, stream.first))
         text += stream.push([token])
-    return text, starts
+    return text, places

@@ -30,6 +30,7 @@ from speculon.server.tool_calls import (
     parser_for,
     tagged_call,
 )
+from speculon.text import sure_text
 
 DEFAULT_TOKENS = 16  # max_tokens of a completion, as OpenAI
 # For checkpoints whose template has no known form of tool calls: for a reply that may call, and one that
@@ -51,7 +52,8 @@ def read_completion(body: CompletionRequest, model: ServedModel) -> GenerationRe
     infill = Infill.of(model, body.suffix) if body.suffix else None
     if infill and body.echo:
         raise InvalidParameter("echo", True, "not together with suffix")
-    prompts = read_prompts(body, model, infill)
+    sent = prompts_of(body)
+    prompts = read_prompts(sent, model, infill)
     max_tokens = model.max_tokens(body.max_tokens, prompts, DEFAULT_TOKENS)
     form = form_of(body)
     params = sampling_of(
@@ -69,22 +71,33 @@ def read_completion(body: CompletionRequest, model: ServedModel) -> GenerationRe
         params=params,
         form=form,
         prompt_name="prompt_token_ids" if body.prompt is None else "prompt",
-        echo=bool(body.echo),
+        echo=tuple(prompt_text(one, model) for one in sent) if body.echo else (),
         captured_prompts=completion_prompts(body, prompts, model),
         **common_fields(body, model),
     )
 
 
-def read_prompts(body: CompletionRequest, model: ServedModel, infill: Infill | None) -> list[list[int]]:
-    """Token ids of a text, of several texts, of a list of ids or of several lists."""
+def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
+    """A text, several texts, a list of ids or several lists, as a list of prompts."""
     if (body.prompt is None) == (body.prompt_token_ids is None):
         raise InvalidParameter("prompt", body.prompt, "give this or prompt_token_ids, and not both")
     prompt: Any = body.prompt_token_ids if body.prompt is None else body.prompt
-    many = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+    return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+
+
+def read_prompts(sent: list[str | list[int]], model: ServedModel, infill: Infill | None) -> list[list[int]]:
+    """Their token ids."""
     if infill is None:
-        return [model.encode(one) if isinstance(one, str) else one for one in many]
-    before = [model.encode(one, add_special_tokens=False) if isinstance(one, str) else one for one in many]
+        return [model.encode(one) if isinstance(one, str) else one for one in sent]
+    before = [model.encode(one, add_special_tokens=False) if isinstance(one, str) else one for one in sent]
     return [infill.prompt(ids) for ids in before]
+
+
+def prompt_text(sent: str | list[int], model: ServedModel) -> str:
+    """A prompt as it was sent; of token ids, without the special tokens that surround every text."""
+    if isinstance(sent, str):
+        return sent
+    return sure_text(model.tokenizer, (), model.tokenizer.as_sent(sent), skip=False)
 
 
 def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:

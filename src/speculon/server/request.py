@@ -29,7 +29,7 @@ class GenerationRequest:
     include_usage: bool = False  # in the stream's last chunk
     include_stats: bool = False
     explain: bool = False  # the source and the fate of each token
-    echo: bool = False
+    echo: tuple[str, ...] = ()  # the prompts as sent, where the texts begin with them
     captured_prompts: tuple[bytes, ...] = ()  # as JSON; empty: the request is not captured
     parser: Callable[[], ReplyParser] = field(default=TextParser)
     form: Form | None = None

@@ -114,7 +114,8 @@ class RequestLog:
         if not self.texts:
             return view
         tokenizer = kept.tokenizer
-        answers = [tokenizer.decode([row[0] for row in rows]) for rows in kept.rows.values()]
+        context = tokenizer.context(kept.prompt)
+        answers = [tokenizer.continuation(context, [row[0] for row in rows]) for rows in kept.rows.values()]
         return view.model_copy(update={"prompt": tokenizer.decode(kept.prompt), "answer": "\n".join(answers)})
 
     def tokens_of(self, kept: Kept) -> TokenView:
