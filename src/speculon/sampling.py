@@ -19,6 +19,7 @@ from torch import Tensor
 from speculon.bad_words import BadWords
 from speculon.config import SamplingParams
 from speculon.core import TokenLogprobs
+from speculon.penalties import add_biases, penalise
 from speculon.sequence import Rules, Sequence
 
 NEVER = float("-inf")
@@ -113,32 +114,19 @@ def adjust(logits: Tensor, rows: list[Row]) -> Tensor:
     """Penalties, bias, bad words, min_tokens and grammar on a copy of `logits` [R, V]; each row sees its
     drafted prefix.
     """
-    raw, logits = logits, logits.clone()
-    for i, (x, row) in enumerate(zip(logits, rows, strict=True)):  # x [V]
-        if row.rules.penalises:
-            penalise(x, row)
-        if bias := row.rules.params.logit_bias:
-            x[list(bias)] += torch.tensor(list(bias.values()), device=x.device)
+    raw, logits = logits.contiguous(), logits.clone(memory_format=torch.contiguous_format)
+    if any(row.rules.penalises for row in rows):
+        penalise(logits, raw, rows)
+    add_biases(logits, rows)
+    for i, row in enumerate(rows):
         if row.rules.bad_words is not None:
-            forbid_completions(x, row, row.rules.bad_words)
+            forbid_completions(logits[i], row, row.rules.bad_words)
         if row.position < row.rules.params.min_tokens:
-            x[list(row.rules.stop_ids)] = NEVER
+            logits[i, list(row.rules.stop_ids)] = NEVER
         if row.forbidden is not None:
-            constrain(x, raw[i], row.forbidden)
+            constrain(logits[i], raw[i], row.forbidden)
     # an overflow is the best token; inf - inf would be none
     return logits.clamp_(max=torch.finfo(logits.dtype).max)
-
-
-def penalise(x: Tensor, row: Row) -> None:
-    """Repetition looks at prompt and output, presence and frequency at the output. Changes `x` [V]."""
-    seq, p = row.seq, row.rules.params
-    if p.repetition_penalty != 1:
-        seen = torch.tensor(sorted({*seq.tokens, *row.prefix}), device=x.device)
-        x[seen] = torch.where(x[seen] > 0, x[seen] / p.repetition_penalty, x[seen] * p.repetition_penalty)
-    written = [*seq.tokens[seq.request.prompt_len :], *row.prefix]
-    if written and (p.presence_penalty or p.frequency_penalty):
-        counts = torch.tensor(written, device=x.device).bincount(minlength=len(x))  # [V]
-        x -= p.presence_penalty * (counts > 0) + p.frequency_penalty * counts
 
 
 def forbid_completions(x: Tensor, row: Row, bad_words: BadWords) -> None:

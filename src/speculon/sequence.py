@@ -25,10 +25,11 @@ from speculon.core import (
 from speculon.telemetry import RequestStats
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, device
 
     from speculon.bad_words import BadWords
     from speculon.grammar import Matcher
+    from speculon.penalties import Counts
 
 
 GONE = -1  # in a page table: a page that was given back
@@ -46,6 +47,8 @@ class Rules:
     filters: bool
     bad_words: BadWords | None
     stop_ids: tuple[int, ...]  # forbidden below min_tokens
+    # device -> token ids and values of the logit biases
+    bias: dict[device, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(
@@ -130,6 +133,7 @@ class Sequence:
     table: list[int] = field(default_factory=list)  # page numbers, in order; GONE for those of `released`
     released: int = 0  # first tokens whose pages were given back: no layer reads them again
     skipped: set[str] = field(default_factory=set)  # drafting methods that had not read all of these
+    counts: Counts | None = None  # of its tokens, where the request has penalties
     # (stream, output position) -> [V], drawn ahead
     noise: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 

@@ -57,3 +57,24 @@ def test_drafts_of_long_and_short_matches_are_learned_separately(monkeypatch: py
     separate = run(Matched(STEP, {"lookup": lookup}, lambda _: 8), 600).rate(200)
     monkeypatch.setattr(module, "MATCHES", ())
     assert separate > 1.05 * run(Matched(STEP, {"lookup": lookup}, lambda _: 8), 600).rate(200)
+
+
+class Bringing(SyntheticEnvironment):
+    """Its sequences have brought along what the lookup drafts."""
+
+    def _sequence(self, number: int) -> SimulatedSequence:
+        seq = super()._sequence(number)
+        seq.brought = ("lookup",)
+        return seq
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_what_a_request_brings_is_tried_whole_at_once(batch: int) -> None:
+    """In its first round with known costs; in a full batch what is always rejected is not tried so again."""
+    for accept in (1.0, 0.0):
+        lookup = SimulatedMethod(lambda *_, accept=accept: accept, LOOKUP, lookup=True)
+        brought = run(Bringing(STEP, {"lookup": lookup}, lambda _: batch, most=12), 60)
+        first = next(drafts.total() for drafts in brought.drafted if drafts)
+        assert first == 12 * batch
+        if not accept and batch > 1:
+            assert sum(drafts.total() for drafts in brought.drafted[30:]) < 30 * batch

@@ -145,6 +145,23 @@ def test_a_right_prediction_is_accepted_whole_in_ever_longer_drafts(text: list[i
     assert len(found) <= 4 + len(text) // 64
 
 
+@pytest.mark.parametrize(
+    ("k", "found"),
+    [
+        pytest.param(32, [23], id="a short answer in one round"),
+        pytest.param(16, [16, 6], id="as far as the limit goes"),
+        pytest.param(64, [23], id="up to the last token"),
+    ],
+)
+def test_a_right_prediction_is_drafted_whole_at_once(k: int, found: list[int]) -> None:
+    assert [len(r.draft) for r in rounds(distinct(25), distinct(25), k)] == found
+
+
+def test_after_a_deviation_drafts_are_short_again() -> None:
+    text = [*distinct(10), FOREIGN, *range(11, 80)]
+    assert [len(r.draft) for r in rounds(distinct(80), text, 32)][:4] == [32, 0, FIRST, 2 * FIRST]
+
+
 def test_repeated_lines_do_not_mislead_it() -> None:
     check_repeated_lines()
 

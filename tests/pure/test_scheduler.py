@@ -46,6 +46,87 @@ def test_a_long_prompt_comes_in_chunks_and_decoding_goes_first():
     ]
 
 
+LONG, STEP = 200, 16  # tokens of a long prompt, rows of a step
+
+
+def first_steps(scheduler: Scheduler, seqs: list[Sequence], late: list[Sequence] = []) -> list[int]:  # noqa: B006
+    """The step in which each sequence writes its only token; `late` ones come after the first step."""
+    first: dict[Sequence, int] = {}
+    for seq in seqs:
+        scheduler.add([seq])
+    for step in range(1000):
+        plan = scheduler.plan()
+        assert sum(span.length for span in plan.spans) <= STEP
+        done = {span.seq for span in plan.spans if span.samples}
+        run(scheduler, plan, finish=done)
+        scheduler.check_integrity()
+        first |= dict.fromkeys(done, step)
+        for seq in late if not step else ():
+            scheduler.add([seq])
+        if len(first) == len(seqs) + len(late):
+            return [first[seq] for seq in (*seqs, *late)]
+    raise AssertionError("a prompt never ran")
+
+
+def long_prompts(count: int = 6) -> list[Sequence]:
+    return [make_sequence([10 + i] * LONG) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps"),
+    [
+        pytest.param([1] * 4, 1, id="in the next step"),
+        pytest.param([1] * 24, 3, id="in half of the rows"),
+        pytest.param([2] * LONG + [3] * 4, 1, id="what is in pages is not counted"),
+    ],
+)
+def test_a_short_prompt_does_not_wait_for_long_ones(tokens: list[int], steps: int):
+    before = first_steps(Scheduler(BlockPool(999, 4), 8, STEP), long_prompts())
+    scheduler = Scheduler(BlockPool(999, 4), 8, STEP)
+    first_steps(scheduler, [make_sequence([2] * LONG)])
+    *after, short = first_steps(scheduler, long_prompts(), [make_sequence(tokens)])
+    assert short == steps
+    assert sum(after) <= 1.05 * sum(before) and after == sorted(after)
+
+
+def test_a_long_prompt_has_half_of_the_rows_whatever_comes():
+    scheduler = Scheduler(BlockPool(999, 4), 8, STEP)
+    scheduler.add([long := make_sequence([1] * LONG)])
+    for step in range(2, 2 + 2 * LONG // STEP):
+        scheduler.add([make_sequence([step] * (STEP // 2), request_id=f"{step}")])
+        run(scheduler, scheduler.plan())
+        scheduler.abort(f"{step}")
+    assert len(long.tokens) > LONG and len(scheduler.waiting) == 0
+
+
+@pytest.mark.parametrize("places", [2, 3])
+def test_a_short_prompt_leaves_a_place_to_the_first_in_the_queue(places: int):
+    scheduler = Scheduler(BlockPool(999, 4), places, STEP)
+    for seq in (*long_prompts(2), short := make_sequence([1] * 4)):
+        scheduler.add([seq])
+    run(scheduler, scheduler.plan())
+    assert (short in scheduler.running) == (places == 3)
+
+
+@pytest.mark.parametrize("pages", [60, 70])
+def test_a_short_prompt_leaves_pages_to_those_that_run_and_to_the_first_in_the_queue(pages: int):
+    scheduler = Scheduler(BlockPool(pages, 4), 8, STEP)
+    for seq in (*long_prompts(2), short := make_sequence([1] * 9)):
+        scheduler.add([seq])
+    for _ in range(5):
+        run(scheduler, scheduler.plan())
+    assert (short in scheduler.running) == (pages == 70)
+
+
+@pytest.mark.parametrize("tail", [4, 40])
+def test_a_prompt_waits_for_pages_that_another_is_filling(tail: int):
+    scheduler = Scheduler(BlockPool(999, 4), 8, STEP)
+    first, second = make_sequence([1] * LONG + [2] * 80), make_sequence([1] * LONG + [3] * tail)
+    early, late = first_steps(scheduler, [first, second])
+    assert second.stats.cached_tokens == LONG
+    assert late < early if tail == 4 else late <= early + 1
+
+
 def test_without_pages_the_youngest_gives_way_and_comes_back():
     pool = BlockPool(6, 4)
     scheduler = Scheduler(pool, 8, 100)

@@ -108,7 +108,7 @@ def live(world: World, chance: random.Random) -> None:
         world.step(chance)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4, 10))
 def test_every_state_that_is_read_has_seen_the_tokens_before_it(seed: int) -> None:
     """In chunks, with drafts, failures, aborts, preemption, and less room for snapshots than they need."""
     chance = random.Random(seed)

@@ -234,6 +234,23 @@ REFUSALS: list[Any] = [
         "40 of 96 tokens, but no d2t says which",
         id="no d2t",
     ),
+    *(
+        pytest.param(
+            {"draft_vocab": 40, "extra": {"d2t": d2t}}, None, CorruptWeights, words, id=f"d2t of {name}"
+        )
+        for name, d2t, words in (
+            ("zeros", torch.zeros(40, dtype=torch.long), r"draft id \d+ is \d+ by d2t, \d+ by t2d"),
+            ("draft ids", torch.arange(40), "by d2t, .* by t2d"),
+            ("32 bits", torch.full((40,), 50, dtype=torch.int32), "draft id 0 is 50 by d2t"),
+        )
+    ),
+    pytest.param(
+        {"draft_vocab": 40, "extra": {"t2d": torch.ones(96, dtype=torch.bool)}},
+        None,
+        CorruptWeights,
+        "d2t has 40 tokens, t2d 96",
+        id="t2d of all tokens",
+    ),
     pytest.param(
         {"draft_vocab": 40},
         without("lm_head.weight"),

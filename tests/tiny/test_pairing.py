@@ -184,7 +184,8 @@ def test_inspect_says_what_a_drafter_is(household: Path) -> None:
 def test_inspect_says_whether_a_drafter_fits(household: Path, tmp_path: Path) -> None:
     target = household / "target"
     facts = json.loads(inspect(household / "beside", "--target", target, "--json").stdout)
-    assert (facts["fits"], facts["taps"]) == (True, f"after layers {', '.join(map(str, usual_taps(8)))}")
+    taps = f"after layers {', '.join(map(str, usual_taps(8)))} (guessed: its config names no layers)"
+    assert (facts["fits"], facts["taps"]) == (True, taps)
     refused = inspect(household / "narrow", "--target", target)
     assert refused.exit_code == 2
     assert "no: " in refused.stdout and "width 16, the target's are 32" in refused.stdout.replace("\n", " ")

@@ -16,6 +16,7 @@ from speculon.checkpoints.dflash_shapes import (
     tap_sizes,
     vocabularies,
 )
+from speculon.checkpoints.eagle3_config import check_draft_ids
 from speculon.checkpoints.eagle3_formats import read_rope, suggested_tokens, verifier_architectures
 from speculon.checkpoints.eagle3_shapes import attention_sizes, count_layers, note_mismatch
 from speculon.checkpoints.source import FIRST_Q, Source
@@ -108,6 +109,7 @@ def read_dflash(source: Source) -> DFlashConfig:
         num_bytes=sum(file.stat().st_size for file in source.files),
     )
     check_shapes(source, config)
+    check_draft_ids(source)
     refuse_missing_matrices(config)
     return config
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -16,8 +16,11 @@ from speculon.errors import CorruptWeights, ModelError, WrongPair
 
 if TYPE_CHECKING:
     from speculon.checkpoints.dflash_config import DFlashConfig
+    from speculon.checkpoints.source import Source
 
 INTEGERS = {"I64": "q", "I32": "i"}
+MASKS = {"BOOL": "B", "U8": "B"}
+GUESSED = "guessed: its config names no layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +101,10 @@ class Eagle3Config:
     def describe_taps(self, num_layers: int | None = None) -> str:
         if num_layers is not None:
             layouts = (", ".join(map(str, taps)) for taps in self.tap_layouts(num_layers))
-            return " or ".join(f"after layers {layout}" for layout in layouts)
+            found = " or ".join(f"after layers {layout}" for layout in layouts)
+            return f"{found} ({GUESSED})" if self.tap_ids is None else found
         if self.tap_ids is None:
-            return "after layers 1, N/2 - 1, N - 4 of N"
+            return f"after layers 1, N/2 - 1, N - 4 of N ({GUESSED})"
         ids = ", ".join(map(str, self.tap_ids))
         if self.after is None and self.tap_ids[0] != 1:
             return f"at layers {ids} (before or after them)"
@@ -143,20 +147,41 @@ def check_pair(config: Eagle3Config | DFlashConfig, target: TargetShape) -> tupl
 
 def read_offsets(config: Eagle3Config | DFlashConfig) -> list[int]:
     """d2t [Vd] from its file; empty where it has none. Raises `CorruptWeights` for another dtype."""
-    name = config.names.get("d2t")
-    for file in config.files if name else ():
+    return read_numbers(config.files, config.names.get("d2t"), INTEGERS)
+
+
+def read_numbers(files: Sequence[Path], name: str | None, kinds: Mapping[str, str]) -> list[int]:
+    """A tensor of one of these dtypes; empty where there is none. Raises `CorruptWeights` for another."""
+    for file in files if name else ():
         header, data = read_header(file)
         if name in header:
             kind, (first, last) = header[name]["dtype"], header[name]["data_offsets"]
-            if kind not in INTEGERS:
-                raise CorruptWeights(f"{file}: {name} is of {kind}, not of integers")
+            if kind not in kinds:
+                raise CorruptWeights(f"{file}: {name} is of {kind}, not of {' or '.join(kinds)}")
             with file.open("rb") as weights:
                 weights.seek(data + first)
-                numbers = array(INTEGERS[kind], weights.read(last - first))
+                numbers = array(kinds[kind], weights.read(last - first))
             if sys.byteorder == "big":
                 numbers.byteswap()
             return numbers.tolist()
     return []
+
+
+def check_draft_ids(source: Source) -> None:
+    """Raises `CorruptWeights` where d2t and t2d name other tokens as those that are drafted."""
+    if source.pickled or not {"d2t", "t2d"} <= source.names.keys():
+        return
+    offsets = read_numbers(source.files, source.names["d2t"], INTEGERS)
+    mask = read_numbers(source.files, source.names["t2d"], MASKS | INTEGERS)
+    check_offsets(source.folder, offsets, len(mask))
+    mapped = [j + offset for j, offset in enumerate(offsets)]
+    drafted = [token for token, used in enumerate(mask) if used]
+    if len(mapped) != len(drafted):
+        counts = f"d2t has {len(mapped):,} tokens, t2d {len(drafted):,}"
+        raise CorruptWeights(f"{source.folder}: {counts}")
+    for j, (one, other) in enumerate(zip(mapped, drafted, strict=True)):
+        if one != other:
+            raise CorruptWeights(f"{source.folder}: draft id {j} is {one:,} by d2t, {other:,} by t2d")
 
 
 def check_offsets(path: Path, offsets: Sequence[int], vocab_size: int) -> None:

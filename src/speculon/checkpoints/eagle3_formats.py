@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speculon.checkpoints.eagle3_config import Eagle3Config
+from speculon.checkpoints.eagle3_config import Eagle3Config, check_draft_ids
 from speculon.checkpoints.eagle3_shapes import (
     attention_sizes,
     check_shapes,
@@ -85,6 +85,7 @@ def read_eagle3(source: Source) -> Eagle3Config:
         num_bytes=sum(file.stat().st_size for file in source.files),
     )
     check_shapes(source, config)
+    check_draft_ids(source)
     return config
 
 

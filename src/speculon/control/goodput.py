@@ -17,9 +17,10 @@ d_j of a step rise (`cost`), and  P = a + b k + e n k + f unread  it follows wha
              that is > 0; d is the mean of the j-th rows of all n
 
 Lookups, whose P is next to nothing, are asked first, for it is not known before whether they find anything:
-in every round while what they gained of late exceeds r P, else ever more rarely. `confirm` weighs the model
-again for the sequences that lookups left. S carries the bonus of UCB; a model out of use gets single
-proposals, for a fixed share of all time.
+in every round while what they gained of late exceeds r P, else ever more rarely. What a request brought is
+verified whole until a draft of it is rejected. `confirm` weighs the model again for the sequences that
+lookups left. S carries the bonus of UCB; a model out of use gets single proposals, for a fixed share of all
+time.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ class Running:
     rounds: int = 0
     looked: bool = False  # whether lookups were asked in this round
     rate: float = 0.0  # the highest r of its rounds, until r is less than half of it
+    rejected: set[str] = field(default_factory=set)  # methods that had a draft rejected
 
     def most(self, method: str) -> int:
         return min(self.seq.request.limits[method], self.seq.room - 1)
@@ -339,6 +341,8 @@ class Goodput(Policy):
                 best, most = k, net
         if now.probe == seq.id:
             best = len(curve)
+        if method in seq.request.brought and method not in one.rejected:
+            best = max(best, draft.unchained(seq.methods))
         if cold := lookup and one.missing > 0 and method not in seq.request.brought:
             best = 0
         if not best:
@@ -373,6 +377,8 @@ class Goodput(Policy):
         if method := self._now.unanswered.pop(one.seq.id, None):
             one.learn(method, 1, 0)  # an empty proposal costs as much as a rejected one
         judged = min(verdict.accepted + (verdict.outcome is not SpanOutcome.STOP), len(draft.tokens))
+        if verdict.accepted < judged:
+            one.rejected.add(draft.sources[verdict.accepted])
         for name, before, count in (
             parts(one.seq, draft, self._now.kept.get(one.seq.id, draft.sources[0])) if judged else ()
         ):

@@ -1,20 +1,51 @@
-"""Who runs in a step: decoding sequences first, then prompt chunks, then whoever waits. Integers only."""
+"""Who runs in a step: decoding sequences first, then prompts, in chunks. Integers only."""
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
+from dataclasses import dataclass, field
+from itertools import islice
+from operator import attrgetter
 
-from speculon.core import NO_DRAFT, Draft, Finish, Load, Verdict
+from speculon.core import NO_DRAFT, Draft, Finish, Load, Verdict, ceil_div
 from speculon.kv.blocks import BlockPool
 from speculon.sequence import Event, Plan, Sequence, Span
 
 Ended = list[tuple[Sequence, Finish]]
+AGE = attrgetter("id")  # ids are given in the order of arrival
+
+
+@dataclass(slots=True)
+class Step:
+    """What a step holds while it is planned."""
+
+    pool: BlockPool
+    rows: int  # that nobody has yet
+    spans: list[Span] = field(default_factory=list)
+    reserved: int = 0  # pages
+    left: list[Sequence] = field(default_factory=list)  # running ones without a span, the first to go last
+
+    @property
+    def free(self) -> int:
+        """Pages that may still be reserved."""
+        return self.pool.available - self.reserved
+
+    @property
+    def most_pages(self) -> int:
+        """The most pages that those without a span may take."""
+        return ceil_div(self.rows, self.pool.block_size) + len(self.left) if self.left else 0
+
+    def add(self, span: Span, pages: int) -> None:
+        self.spans.append(span)
+        self.rows -= span.length
+        self.reserved += pages
 
 
 class Scheduler:
     def __init__(self, pool: BlockPool, max_num_seqs: int, max_batch_tokens: int):
         self.pool, self.max_num_seqs, self.max_batch_tokens = pool, max_num_seqs, max_batch_tokens
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: deque[Sequence] = deque()  # oldest first
         self.running: list[Sequence] = []
         # first sample -> those that start from its prompt's pages
         self._siblings: dict[int, list[Sequence]] = {}
@@ -30,7 +61,7 @@ class Scheduler:
     def add(self, samples: list[Sequence]) -> None:
         """Queues the first of a request's samples; the others follow once its prompt is in pages."""
         first, *others = samples
-        self.waiting.append(first)
+        self._wait(first)
         if others:
             self._siblings[first.id] = others
 
@@ -40,37 +71,98 @@ class Scheduler:
         When pages run out the youngest running sequence gives all of its own back and waits to be computed
         again. The oldest always runs: admission has checked that it fits alone.
         """
-        spans: list[Span] = []
-        reserved, budget = 0, self.max_batch_tokens
-        order = deque(sorted(self.running, key=lambda seq: seq.pending > 1))
-        while order and budget:
-            seq = order.popleft()
-            span = Span(seq, seq.committed, self.pool.chunk(seq, budget))
-            missing = self.pool.missing(seq, span.end)
-            while missing > self.pool.available - reserved:
-                victim = order.pop() if order else seq
-                self._preempt(victim)
-                if victim is seq:
-                    break
-            else:
-                reserved += missing
-                budget -= span.length
-                spans.append(span)
-        while self.waiting and budget and len(self.running) < self.max_num_seqs:
-            seq = self.waiting[0]
-            found = self.pool.attach(seq)
-            missing = self.pool.most(len(seq.tokens), self.max_batch_tokens) - self.pool.held(seq)
-            if missing > self.pool.available - reserved:
-                self.pool.release(seq)
+        step = Step(self.pool, self.max_batch_tokens)
+        running = set(self.running)
+        decoding = [seq for seq in self.running if seq.pending == 1]
+        prompts = sorted((seq for seq in self.running if seq.pending > 1), key=AGE)
+        step.left = [*decoding, *prompts]
+        turns = [(seq, 0) for seq in decoding] + self._turns(prompts, step.rows - len(decoding))
+        starts = True  # until the first in the queue lacks pages
+        for seq, kept in turns:
+            rows = step.rows - kept
+            if rows <= 0:
                 break
-            if not seq.stats.preemptions:  # what it finds when it comes back was its own
-                seq.stats.cached_tokens = found
-            self.running.append(self.waiting.popleft())
-            span = Span(seq, seq.committed, self.pool.chunk(seq, budget))
-            reserved += missing
-            budget -= span.length
-            spans.append(span)
-        return Plan(spans)
+            if seq not in running:
+                starts = starts and self._start(seq, rows, step)
+            elif seq in step.left and not self._go_on(seq, rows, step):
+                starts = False
+        return Plan(step.spans)
+
+    def _turns(self, prompts: list[Sequence], rows: int) -> list[tuple[Sequence, int]]:
+        """Prompts in the order in which they get rows, with the rows that each leaves to those after it.
+
+        By age, but the oldest leaves half of the rows to those with fewer tokens left, shortest first. So a
+        long prompt delays no short ones, and none of them keeps it from running.
+        """
+        places = self.max_num_seqs - len(self.running)
+        waiting = islice(self.waiting, self.max_num_seqs if places else 0)
+        by_age = sorted((*prompts, *waiting), key=AGE)
+        if len(by_age) < 2:
+            return [(seq, 0) for seq in by_age]
+        oldest, *others = by_age
+        started = {*prompts, oldest}
+        cached = {seq: self.pool.cached(seq) for seq in by_age if seq not in prompts}
+        left = {seq: seq.pending - cached.get(seq, 0) for seq in by_age}
+        shorter = [
+            seq
+            for seq in sorted(others, key=lambda seq: (left[seq], seq.id))
+            if left[seq] < left[oldest]
+            and (seq in started or not any(self.pool.shares_page(seq, one, cached[seq]) for one in started))
+        ]
+        shorter = self._with_room(shorter, started, rows)
+        kept = min(rows // 2, sum(left[seq] for seq in shorter))
+        rest = [seq for seq in others if seq not in set(shorter)]
+        return [(oldest, kept), *((seq, 0) for seq in (*shorter, *rest))]
+
+    def _with_room(self, seqs: list[Sequence], started: set[Sequence], rows: int) -> list[Sequence]:
+        """Those of them that run, and that may start before others: these leave a place and pages to the
+        first in the queue, and pages to those that run.
+        """
+        first = next((seq for seq in self.waiting if seq not in started), None)
+        fixed = [seq for seq in (first, *started) if seq in self.waiting]
+        places = self.max_num_seqs - len(self.running) - len(fixed)
+        pages = self.pool.available - ceil_div(rows, self.pool.block_size) - len(self.running)
+        pages -= sum(self._most(seq) for seq in fixed)
+        found: list[Sequence] = []
+        for seq in seqs:
+            if seq not in started and seq is not first:
+                places, pages = places - 1, pages - self._most(seq)
+            if seq in started or (places >= 0 and pages >= 0):
+                found.append(seq)
+        return found
+
+    def _go_on(self, seq: Sequence, rows: int, step: Step) -> bool:
+        """Gives a running sequence its rows and pages; returns whether nobody had to give pages back."""
+        span = Span(seq, seq.committed, self.pool.chunk(seq, rows))
+        missing, enough = self.pool.missing(seq, span.end), True
+        while missing > step.free:
+            victim, enough = step.left.pop(), False
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        step.left.remove(seq)
+        step.add(span, missing)
+        return enough
+
+    def _start(self, seq: Sequence, rows: int, step: Step) -> bool:
+        """Gives a waiting sequence a place, rows and pages, if there are enough; returns whether it runs."""
+        if len(self.running) == self.max_num_seqs:
+            return False
+        found = self.pool.attach(seq)
+        missing = self._most(seq) - self.pool.held(seq)
+        if missing > step.free - step.most_pages:
+            self.pool.release(seq)
+            return False
+        if not seq.stats.preemptions:  # what it finds when it comes back was its own
+            seq.stats.cached_tokens = found
+        self.waiting.remove(seq)
+        self.running.append(seq)
+        step.add(Span(seq, seq.committed, self.pool.chunk(seq, rows)), missing)
+        return True
+
+    def _most(self, seq: Sequence) -> int:
+        """The most pages that it holds at once until its tokens are computed."""
+        return self.pool.most(len(seq.tokens), self.max_batch_tokens)
 
     def settle(self, spans: list[Span], verdicts: list[Verdict]) -> tuple[list[Event], Ended]:
         """Frees what has ended and lets siblings in; returns the events, and which sequences ended how."""
@@ -81,7 +173,8 @@ class Scheduler:
             if verdict.tokens or verdict.finish or verdict.prompt_logprobs:
                 events.append(output_of(seq, verdict, span.draft))
             if seq.committed >= seq.request.prompt_len:
-                self.waiting.extendleft(reversed(self._siblings.pop(seq.id, ())))
+                for sibling in self._siblings.pop(seq.id, ()):
+                    self._wait(sibling)
             if verdict.finish:
                 self._remove(seq)
                 ended.append((seq, verdict.finish))
@@ -109,7 +202,10 @@ class Scheduler:
         self.running.remove(seq)
         self.pool.release(seq)
         seq.stats.preemptions += 1
-        self.waiting.appendleft(seq)
+        self._wait(seq)
+
+    def _wait(self, seq: Sequence) -> None:
+        insort(self.waiting, seq, key=AGE)
 
     def _remove(self, seq: Sequence) -> None:
         if seq in self.running:

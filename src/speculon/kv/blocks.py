@@ -98,6 +98,23 @@ class BlockPool:
         self._claim(seq)
         return seq.committed
 
+    def cached(self, seq: Sequence) -> int:
+        """Tokens of its prefix that are in pages now, before it is attached. Does not modify the pool."""
+        return len(self._find(seq)) * self.block_size
+
+    def shares_page(self, seq: Sequence, other: Sequence, start: int) -> bool:
+        """Whether another sequence is about to index the page at `start` for one that is not attached."""
+        end = start + self.block_size
+        return (
+            self.prefix_cache
+            and seq.request.prefix_cache
+            and other.request.prefix_cache
+            and not seq.wants_prompt_logprobs
+            and other.committed < end < min(len(seq.tokens), len(other.tokens) + 1)
+            and self._key_of(seq, start, ROOT) == self._key_of(other, start, ROOT)
+            and seq.tokens[:start] == other.tokens[:start]
+        )
+
     def _find(self, seq: Sequence) -> list[int]:
         """The indexed pages of its first tokens, all but the last token at most."""
         pages: list[int] = []

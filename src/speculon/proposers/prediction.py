@@ -43,7 +43,7 @@ class Cursor:
         self.seen = 0  # tokens of the text followed so far
         self._prediction = prediction
         self._home = 0  # where the text last agreed; a place that was only found may be the wrong one
-        self.window = FIRST
+        self.window = MAX_DRAFTS  # it may be right from beginning to end
         self._tail = ""  # the text's end
         # tokens of that end, LONGEST at most, that stand before `at`: nowhere in the prediction do more of
         # them
