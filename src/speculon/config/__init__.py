@@ -14,6 +14,7 @@ from speculon.config.sampling import (
     MAX_STOPS,
     SamplingParams,
     Structured,
+    Thinking,
 )
 from speculon.config.serve import ServeConfig
 from speculon.config.speculation import (
@@ -51,5 +52,6 @@ __all__ = [
     "ServeConfig",
     "SpeculationConfig",
     "Structured",
+    "Thinking",
     "settings_file",
 ]
