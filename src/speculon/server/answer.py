@@ -14,10 +14,10 @@ from speculon.engine.messages import Add
 from speculon.engine.output_queue import OutputQueue
 from speculon.sequence import Event
 from speculon.server.choice import Choice, ChoiceDelta
+from speculon.server.deltas import Delta, merge_deltas
 from speculon.server.errors import body_of
 from speculon.server.model import ServedModel
 from speculon.server.request import GenerationRequest
-from speculon.server.tool_calls import Delta, merge_deltas
 from speculon.telemetry import RequestStats
 
 # guess: seconds that a request beyond its time limit waits for the engine's last events

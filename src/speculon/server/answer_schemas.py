@@ -132,6 +132,7 @@ class AnswerMessage(Body):
     role: Literal["assistant"]
     content: str | None
     refusal: None = None
+    reasoning_content: str | None = Field(None, description="the thinking before the answer")
     tool_calls: list[ToolCall] | None = None
 
 

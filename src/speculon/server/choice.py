@@ -9,8 +9,9 @@ from typing import Any
 
 from speculon.core import Finish, TokenLogprobs
 from speculon.sequence import Event
+from speculon.server.deltas import Delta
 from speculon.server.request import GenerationRequest
-from speculon.server.tool_calls import Delta
+from speculon.server.tags import ShownTags, special_tags, without_tags
 from speculon.telemetry import RequestStats
 from speculon.text import Stream, Tokenizer
 
@@ -41,7 +42,9 @@ class Choice:
         self.deltas: list[Delta] = []  # all so far, where they are captured
         self.finish_reason: str | None = None  # in the API's words
         self._request, self._tokenizer, self._parser = request, tokenizer, request.parser()
-        self._stream = Stream.of(tokenizer, params)
+        tags = special_tags(tokenizer, self._parser.tags) if params.skip_special_tokens else {}
+        self._hidden = tuple(tags)  # of the text that the parser sees
+        self._stream = Stream.of(ShownTags(tokenizer, tags.values()) if tags else tokenizer, params)
         self._echo = prompt if request.echo else []  # still to be echoed
         self._prompt_logprobs: list[TokenLogprobs] = []
 
@@ -60,9 +63,11 @@ class Choice:
             logprobs = self._logprobs(logprobs, event.logprobs or (), starts)
         deltas = self._parser.push(echo + text)
         if event.finish:
-            deltas += self._parser.end()
+            deltas += self._parser.end(cut=event.finish.reason != "stop")
             called = event.finish.reason == "stop" and self._parser.called
             self.finish_reason = "tool_calls" if called else event.finish.reason
+        if self._hidden:
+            deltas = without_tags(deltas, self._hidden)
         if self._request.captured_prompts:
             self.deltas += deltas
         matched = event.finish.matched if event.finish else None

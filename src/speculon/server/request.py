@@ -11,9 +11,10 @@ from speculon.config import RequestSpeculation, SamplingParams
 from speculon.engine.admission import read_prediction
 from speculon.errors import InvalidParameter
 from speculon.server.constraints import Form
+from speculon.server.deltas import ReplyParser, TextParser
 from speculon.server.model import ServedModel
 from speculon.server.schemas import Content, Sampling
-from speculon.server.tool_calls import TOOLS, ReplyParser, TextParser, own_pointer
+from speculon.server.tool_schemas import TOOLS, own_pointer
 
 
 @dataclass(frozen=True, slots=True)
