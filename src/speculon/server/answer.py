@@ -120,6 +120,7 @@ class Answer:
         # of the first sample alone: the others find its pages
         first = [choices[0].stats for choices in self._choices_of.values()]
         cached = sum(found.cached_tokens for found in first if found is not None)
+        reasoning = {"reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices)}
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self.tokens,
@@ -128,6 +129,7 @@ class Answer:
             "completion_tokens_details": {
                 "accepted_prediction_tokens": stats.accepted_prediction_tokens,
                 "rejected_prediction_tokens": stats.rejected_prediction_tokens,
+                **(reasoning if self.request.params.thinking else {}),
             },
         }
 

@@ -49,6 +49,7 @@ class PromptDetails(Body):
 class CompletionDetails(Body):
     accepted_prediction_tokens: int = Field(description="of the client's prediction alone")
     rejected_prediction_tokens: int
+    reasoning_tokens: int = Field(0, description="before the answer, with the tags; of a model that thinks")
 
 
 class Usage(Body):

@@ -14,6 +14,7 @@ from speculon.server.request import GenerationRequest
 from speculon.server.tags import ShownTags, special_tags, without_tags
 from speculon.telemetry import RequestStats
 from speculon.text import Stream, Tokenizer
+from speculon.thinking import AnswerStart
 
 MIN_LOGPROB = -9999.0  # the API's form of minus infinity
 
@@ -45,6 +46,8 @@ class Choice:
         tags = special_tags(tokenizer, self._parser.tags) if params.skip_special_tokens else {}
         self._hidden = tuple(tags)  # of the text that the parser sees
         self._stream = Stream.of(ShownTags(tokenizer, tags.values()) if tags else tokenizer, params)
+        self.reasoning_tokens = 0
+        self._answer = AnswerStart(params.thinking, tokenizer) if params.thinking else None
         self._echo = prompt if request.echo else []  # still to be echoed
         self._prompt_logprobs: list[TokenLogprobs] = []
 
@@ -54,6 +57,8 @@ class Choice:
 
     def push(self, event: Event) -> ChoiceDelta:
         self.tokens += len(event.tokens)
+        if self._answer is not None:
+            self.reasoning_tokens += [self._answer.push(token) for token in event.tokens].count(None)
         echo, logprobs = self._take_echo() if self._echo else ("", None)
         text, starts = decode(self._stream, event.tokens)
         if event.finish:

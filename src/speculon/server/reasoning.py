@@ -19,7 +19,8 @@ def thinking_of(tokenizer: Tokenizer, prompt: Seq[int]) -> Thinking | None:
     A template opens the thinking, leaves that to the model, or closes an empty one, where it is switched off.
     """
     tags = Thinking()
-    if tags.end not in tokenizer.chat_template and tokenizer.token_id(tags.end) is None:
+    known = any(tag in tokenizer.chat_template for tag in THINKING_TAGS)
+    if not known and tokenizer.token_id(tags.end) is None:
         return None
     end = tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False).rstrip()
     return None if end.endswith(tags.end) else Thinking(opened=end.endswith(tags.start))

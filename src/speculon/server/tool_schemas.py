@@ -216,12 +216,3 @@ def points_into(root: Any, reference: Any) -> bool:
             return False
         root = root[part]
     return True
-
-
-def own_pointer(message: str, names: Seq[str]) -> str:
-    """A complaint about a pointer into the definitions, as the function's own schema has it."""
-    for name in names:
-        for inner, own in ((f"'/$defs/{name}.", "'/$defs/"), (f"'/$defs/{name}/", "'/")):
-            if inner in message:
-                return f"parameters of {name}: {message.replace(inner, own)}"
-    return message
