@@ -145,6 +145,15 @@ def test_only_the_exact_tool_is_refused(inside: Inside, tools: list[Any], choice
     )
 
 
+def test_schemas_beyond_all_grammars_are_refused_before_they_are_tried(inside: Inside) -> None:
+    large = parameters({"enum": ["x" * 100 * i for i in range(40)]})
+    tools = [tool("a", large), tool("b", parameters({"not": {}})), *TWELVE]
+    refusal = inside.post("chat/completions", tools=tools, messages=[{"role": "user", "content": "say:hi"}])
+    error = refusal.json()["error"]
+    assert (refusal.status_code, error["param"]) == (400, "tools")
+    assert "at most 65536 characters of parameters as JSON" in error["message"]
+
+
 def test_the_twin_of_what_is_left_out() -> None:
     """Each of the odd schemas fails as it is."""
     assert not any(compiles({"properties": {"p": schema}}) for schema, _, _ in ODD.values())

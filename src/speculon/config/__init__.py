@@ -9,6 +9,7 @@ from speculon.config.file import MODELS, VARIABLE, settings_file
 from speculon.config.sampling import (
     MAX_BAD_WORDS,
     MAX_BIASES,
+    MAX_GRAMMAR,
     MAX_LOGPROBS,
     MAX_SAMPLES,
     MAX_STOPS,
@@ -35,6 +36,7 @@ __all__ = [
     "MAX_BAD_WORDS",
     "MAX_BIASES",
     "MAX_DRAFTS",
+    "MAX_GRAMMAR",
     "MAX_LOGPROBS",
     "MAX_PREDICTION",
     "MAX_SAMPLES",

@@ -29,7 +29,7 @@ from speculon.server.tool_calls import (
     parser_for,
     tagged_call,
 )
-from speculon.server.tool_schemas import TOOLS, calls_grammar, calls_schema, fitted
+from speculon.server.tool_schemas import TOOLS, calls_grammar, calls_schema, check_size, fitted
 
 DEFAULT_TOKENS = 16  # max_tokens of a completion, as OpenAI
 # For checkpoints whose template has no known form of tool calls: for a reply that may call, and one that
@@ -178,6 +178,7 @@ def functions_of(tools: Seq[Tool], named: str | None) -> list[dict[str, Any]]:
         functions = [function for function in functions if function["name"] == named][:1]
     if not functions:
         raise InvalidParameter("tool_choice.function.name", named, "is not among the tools")
+    check_size(functions)
     return [fitted(one, exact=named is not None or one.get("strict") is True) for one in functions]
 
 

@@ -104,7 +104,7 @@ def add_item(messages: list[Message], item: Item, name: str) -> None:
     """
     if item.type == "reasoning":
         if text := text_of(item.content or ""):
-            messages.append(Message(role="assistant", reasoning_content=text))  # type: ignore[call-arg]
+            messages.append(Message(role="assistant", reasoning_content=text))
     elif item.type == "function_call":
         if not messages or messages[-1].role != "assistant":
             messages.append(Message(role="assistant"))

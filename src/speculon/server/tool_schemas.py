@@ -14,6 +14,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+from speculon.config import MAX_GRAMMAR
 from speculon.errors import InvalidParameter
 from speculon.logs import name_for_log
 from speculon.server.tool_calls import CLOSE, OPEN
@@ -30,7 +31,8 @@ ANY_OBJECT = {"type": "object"}
 EXACT: Any = {"whitespace_flexible": False}
 STYLE: Any = {**EXACT, "coerce_one_of": True}  # a grammar cannot say that only one of several fits
 # keywords with schemas below them: in an object by name, in a list, or one alone
-BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+PATTERNS = "patternProperties"  # its names are expressions
+BY_NAME = ("properties", PATTERNS, "$defs", "definitions")
 LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
 ALONE = ("items", "additionalProperties", "additionalItems")
 
@@ -132,6 +134,14 @@ def moved_reference(reference: Any, name: str) -> Any:
 # what a grammar can say
 
 
+def check_size(functions: Seq[Mapping[str, Any]]) -> None:
+    """Raises for schemas that no grammar has room for, before they are tried."""
+    size = sum(len(json.dumps(function.get("parameters"))) for function in functions)
+    if size > MAX_GRAMMAR:
+        limit = f"at most {MAX_GRAMMAR} characters of parameters as JSON, these have {size}"
+        raise InvalidParameter(TOOLS, [function["name"] for function in functions], limit)
+
+
 def fitted(function: Mapping[str, Any], exact: bool) -> dict[str, Any]:
     """The function with parameters that a grammar can say.
 
@@ -179,6 +189,11 @@ def compiles(schema: Any, style: Any = EXACT) -> bool:
     return not faulty
 
 
+@lru_cache(4 * KEPT)
+def alone(keyword: str, value: str) -> bool:
+    return compiles({keyword: json.loads(value)})
+
+
 def relaxed(schema: Any, root: Any, left_out: dict[str, None]) -> Any:
     """`schema` without the keywords that do not compile alone; their names are added to `left_out`."""
     if isinstance(schema, bool):
@@ -189,9 +204,7 @@ def relaxed(schema: Any, root: Any, left_out: dict[str, None]) -> Any:
     found: dict[str, Any] = {}
     for keyword, value in schema.items():
         if keyword in BY_NAME and isinstance(value, Mapping):
-            kept = [
-                name for name in value if keyword != "patternProperties" or compiles({keyword: {name: {}}})
-            ]
+            kept = [name for name in value if keyword != PATTERNS or alone(keyword, json.dumps({name: {}}))]
             found[keyword] = {name: relaxed(value[name], root, left_out) for name in kept}
             if len(kept) < len(value):
                 left_out[keyword] = None
@@ -199,7 +212,7 @@ def relaxed(schema: Any, root: Any, left_out: dict[str, None]) -> Any:
             found[keyword] = [relaxed(one, root, left_out) for one in value]
         elif keyword in ALONE and isinstance(value, Mapping):
             found[keyword] = relaxed(value, root, left_out)
-        elif points_into(root, value) if keyword == "$ref" else compiles({keyword: value}):
+        elif points_into(root, value) if keyword == "$ref" else alone(keyword, json.dumps(value)):
             found[keyword] = value
         else:
             left_out[keyword] = None
