@@ -36,7 +36,7 @@ NO_LARK = " (grammars are in llguidance's form of Lark, not in EBNF)"
 # the end, where neither model nor tokenizer has a token for it
 END = "<|end of the structured text|>"
 # of bytes, since a token may be a part of a character; FF begins tokens that are no text in llguidance
-WITHOUT_SPECIAL = r"/(?s-u:[\x00-\xFE])*/"
+WITHOUT_SPECIAL = r"(?s-u:[\x00-\xFE])*"
 NOTHING_FITS = "no text but the empty one fits it, in this vocabulary; a reference to itself alone never ends"
 
 
@@ -266,7 +266,7 @@ def after_thinking(form: str, thinking: Thinking, tokenizer: Tokenizer | None, e
     lark = (
         '%llguidance {"allow_invalid_utf8": true}\n'
         f"start: {'thinking' if thinking.opened else f'({opened} thinking)?'} @form\n"
-        f"thinking: {text}{closed} BLANKS\nTEXT: {WITHOUT_SPECIAL}\nBLANKS: /\\n{{0,2}}/\n"
+        f"thinking: {text}{closed} BLANKS\nTEXT: /{WITHOUT_SPECIAL}/\nBLANKS: /\\n{{0,2}}/\n"
         f"head[lazy]: TEXT {json.dumps(thinking.end)}\nopening[lazy]: {json.dumps(thinking.start)}\n"
     )
     forms = json.loads(form)["grammars"] if form.startswith("{") else [{"lark_grammar": form}]

@@ -179,8 +179,8 @@ def test_a_response_has_its_thinking_as_an_item(text: str, types: list[str]) -> 
         assert reasoning["content"] == [{"type": "reasoning_text", "text": "plan"}]
         assert [item["type"] for item in rest] == types
         with client.responses.stream(model="scripted", **body) as stream:  # type: ignore[arg-type]
-            kinds = {event.type for event in stream}
-            assert "response.reasoning_text.done" in kinds and stream.get_final_response()
+            types_of_events = {event.type for event in stream}
+            assert "response.reasoning_text.done" in types_of_events and stream.get_final_response()
         again = [*whole["output"], {"role": "user", "content": "say:done"}]
         assert inside.post("responses", input=again, tools=tools).status_code == 200
 

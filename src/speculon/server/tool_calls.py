@@ -153,7 +153,7 @@ class CallsParser:
         return False
 
     def _no_call(self, deltas: list[Delta]) -> bool:
-        """Goes on with text: after calls, or because there was none."""
+        """Text follows: after calls, or because there was none."""
         if not self._some:
             deltas += text_delta(self._raw)
         self._state = self._gap if self._some else self._text

@@ -25,7 +25,7 @@ TOOLS = "tools"  # the field that the forms of calls come from
 MAX_CALLS = 8  # in one forced reply
 KEPT = 256  # schemas whose grammars were tried
 # of bytes, since a token may be a part of a character; FF begins tokens that are no text in llguidance
-ANY_TEXT, WITHOUT_SPECIAL = "/(?s:.)*/", r"/(?s-u:[\x00-\xFE])*/"
+ANY_TEXT, WITHOUT_SPECIAL = "(?s:.)*", r"(?s-u:[\x00-\xFE])*"
 NO_SCHEMA = "schema"  # in place of a keyword, for what is none
 ANY_OBJECT = {"type": "object"}
 EXACT: Any = {"whitespace_flexible": False}
@@ -75,7 +75,7 @@ def calls_grammar(
     text = WITHOUT_SPECIAL if tag_ids else ANY_TEXT
     return (
         '%llguidance {"allow_invalid_utf8": true}\n'
-        f'start: {start}\nTEXT: {text}\nhead[lazy]: TEXT "{OPEN}"\ncall: {begin} {call}'
+        f'start: {start}\nTEXT: /{text}/\nhead[lazy]: TEXT "{OPEN}"\ncall: {begin} {call}'
     )
 
 
