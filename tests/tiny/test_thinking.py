@@ -11,6 +11,7 @@ from tokenizers import AddedToken
 from speculon.config import SamplingParams, Thinking
 from speculon.grammar import Grammars
 from speculon.models.tokenizer import load_tokenizer
+from speculon.server.tool_schemas import calls_grammar
 from speculon.text import Tokenizer
 from tests.tiny.demo_texts import DEMO
 from tests.tiny.drafting import DRAFT, noisy_draft
@@ -19,6 +20,7 @@ from tests.tiny.scripted import Key, Request, Result, script
 from tests.tiny.test_structured import METHODS, spell, write
 
 TAGS = ("<think>", "</think>")
+ALL_TAGS = (*TAGS, "<tool_call>", "</tool_call>")
 AGE = an_object(age={"type": "integer"})
 TEXT = {"regex": "(?s:.)*"}
 
@@ -28,7 +30,7 @@ def grammars(special: bool) -> Grammars:
     """Of the demo's tokenizer; `special` are the tags special tokens of it, else text."""
     inner = load_tokenizer(DEMO)
     if special:
-        inner.add_tokens([AddedToken(tag, special=True) for tag in TAGS], special_tokens=True)
+        inner.add_tokens([AddedToken(tag, special=True) for tag in ALL_TAGS], special_tokens=True)
     tokenizer = Tokenizer(inner)
     return Grammars(tokenizer, tokenizer.vocab_size, [inner.eos_token_id])
 
@@ -74,6 +76,47 @@ def test_a_thinking_is_no_free_text(special: bool) -> None:
     """Free text may begin with a tag, too: then it is a thinking."""
     assert follows(TEXT, False, special, "<think>a</think>b") and follows(TEXT, False, special, "a")
     assert not follows(TEXT, False, special, "<think>a")
+
+
+FUNCTIONS = [{"name": "f", "parameters": AGE}]
+CALL = '{"name":"f","arguments":{"age":7}}'
+TAGGED = f"<tool_call>{CALL}</tool_call>"
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_call_is_guided_after_the_thinking_alone(opened: bool, special: bool) -> None:
+    tokenizer = grammars(special)._tokenizer
+    assert tokenizer is not None
+    tags = {tag: tokenizer.token_id(tag) or 0 for tag in ALL_TAGS} if special else {}
+    free = [token for token in (0, 1, 2) if token not in tags.values()]
+    form = {"grammar": calls_grammar(FUNCTIONS, True, free, tag_ids=tags)}
+    before = "" if opened else "<think>"
+    texts = {
+        f"{before}or <tool_call> x</think>\n\nno": True,
+        f"{before}or <tool_call> x</think>so {TAGGED}": True,
+        f"{before}</think>so {TAGGED} <|im_start|>and {TAGGED}": True,
+        f"{before}or {TAGGED}</think><tool_call> x": False,
+        f"{before}or {TAGGED}</think>a <tool_call> x": False,
+        f"{before}or {TAGGED}</think>a <|im_start|><tool_call> x": False,
+    }
+    assert {text: follows(form, opened, special, text) for text in texts} == texts
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("form", [None, AGE], ids=["text", "form"])
+def test_tags_of_calls_may_be_special_tokens(parallel: bool, form: Any) -> None:
+    home = grammars(True)
+    assert home._tokenizer is not None
+    tags = {tag: home._tokenizer.token_id(tag) or 0 for tag in ALL_TAGS}
+    found = home.matcher(
+        SamplingParams(structured={"grammar": calls_grammar(FUNCTIONS, parallel, [0, 1, 2], form, tags)})
+    )
+    assert found is not None
+    start = "" if form else "a <|im_start|>b"
+    for call, right in ((CALL, True), ("x", False), (CALL.replace("f", "g"), False)):
+        ids = home._tokenizer.encode(f"{start}<tool_call>{call}</tool_call>", add_special_tokens=False)
+        assert (found.allows(ids) == len(ids)) is right
 
 
 def test_a_form_that_nothing_fits_is_refused_with_a_thinking_before_it() -> None:

@@ -65,10 +65,10 @@ def calls_grammar(
     item, definitions = any_call(functions)
     # to llguidance a special token is no text, so it is named by its id
     opening, closing = (f" | <[{tag_ids[tag]}]>" if tag in tag_ids else "" for tag in (OPEN, CLOSE))
-    call = f'body ("{CLOSE}"{closing})\nbody: {json_rule({**item, **definitions})}\n'
+    call = f'body ("{CLOSE}"{closing})\nbody: {json_rule({**item, **definitions}, STYLE)}\n'
     if form is not None:
         calls = "call+" if parallel else "call"
-        return f'start: {calls} | form\nform: {json_rule(form)}\ncall: ("{OPEN}"{opening}) {call}'
+        return f'start: {calls} | form\nform: {json_rule(form, EXACT)}\ncall: ("{OPEN}"{opening}) {call}'
     free = f"TEXT <[{','.join(map(str, special_ids))}]>" if special_ids else "TEXT"
     start = f"(call | {free})* TEXT" if parallel else f"({free})* (call | TEXT)"
     begin = f"(head{opening.replace('<', 'TEXT <')})"
@@ -79,9 +79,9 @@ def calls_grammar(
     )
 
 
-def json_rule(schema: Any) -> str:
+def json_rule(schema: Any, style: Any) -> str:
     """Compact JSON of this schema, in a Lark grammar."""
-    return "%json " + json.dumps({"x-guidance": STYLE, **schema})
+    return "%json " + json.dumps({"x-guidance": style, **schema})
 
 
 def any_call(functions: Seq[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
