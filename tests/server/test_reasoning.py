@@ -89,6 +89,12 @@ def test_template_and_prompt_tell_how_a_reply_thinks(case: str) -> None:
     assert thinking_of(Tokenizer(Bytes(template)), [65, *prompt]) == thinking
 
 
+def test_ids_that_are_no_tokens_are_left_to_the_engine() -> None:
+    with served(template=OPENS) as inside:
+        error = inside.post("chat/completions", prompt_token_ids=[97, 999]).json()["error"]
+        assert error["param"] == "prompt_token_ids" and "token ids go from 0" in error["message"]
+
+
 OPENS, SPEAKS = "{{ messages }}<think>\n", "{{ messages }}</think>"
 PART = {"type": "reasoning_text", "text": "plan"}
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}

@@ -22,7 +22,8 @@ def thinking_of(tokenizer: Tokenizer, prompt: Seq[int]) -> Thinking | None:
     known = any(tag in tokenizer.chat_template for tag in THINKING_TAGS)
     if not known and tokenizer.token_id(tags.end) is None:
         return None
-    end = tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False).rstrip()
+    tail = [token for token in prompt[-TAIL:] if token < tokenizer.vocab_size]  # the engine refuses others
+    end = tokenizer.decode(tail, skip_special_tokens=False).rstrip()
     return None if end.endswith(tags.end) else Thinking(opened=end.endswith(tags.start))
 
 
