@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from speculon.config import SamplingParams, Structured
+from speculon.config import SamplingParams, Structured, Thinking
 from speculon.core import Finish, ceil_div
 from speculon.errors import InvalidParameter
 from speculon.text import BYTE_PIECE
@@ -37,6 +37,8 @@ NO_LARK = " (grammars are in llguidance's form of Lark, not in EBNF)"
 # the end, where neither model nor tokenizer has a token for it
 END = "<|end of the structured text|>"
 SPACE = "\u2581"  # how SentencePiece writes a space
+# of bytes, since a token may be a part of a character; FF begins tokens that are no text in llguidance
+WITHOUT_SPECIAL = r"(?s-u:[\x00-\xFE])*"
 NOTHING_FITS = "no text but the empty one fits it, in this vocabulary; a reference to itself alone never ends"
 
 
@@ -118,14 +120,17 @@ class Grammars:
         form = params.structured
         if form is None:
             return None
-        found = Matcher(self, self._compile(form).deep_copy(), params.ignore_eos)
+        compiled = self._compile(form)  # refused by itself: after a thinking anything may fit
+        if params.thinking is not None:
+            compiled = self._compile(form, params.thinking)
+        found = Matcher(self, compiled.deep_copy(), params.ignore_eos)
         if not found.consume(written):
             raise InvalidParameter("structured", written, "what is written does not follow it")
         return found
 
-    def _compile(self, form: Structured) -> LLMatcher:
+    def _compile(self, form: Structured, thinking: Thinking | None = None) -> LLMatcher:
         name, value = form.constraint
-        key = name + json.dumps(value)
+        key = f"{name}{json.dumps(value)}{thinking}"
         if key in self._compiled:
             self._compiled.move_to_end(key)
             return self._compiled[key]
@@ -134,7 +139,10 @@ class Grammars:
         tokenizer = self._read_tokenizer(f"structured.{name}", value)
         limits = LLParserLimits(max_items_in_row=MAX_ROW, verbose_errors=False)
         try:
-            found = LLMatcher(tokenizer, source(name, value), log_level=0, limits=limits)
+            text = source(name, value)
+            if thinking is not None:
+                text = after_thinking(text, thinking, self._tokenizer, self.ends)
+            found = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         except ValueError as error:
             raise InvalidParameter(f"structured.{name}", value, first_line(str(error))) from None
         if found.is_error():
@@ -269,6 +277,26 @@ class LookAheadMatchers:
         """Moves on over a draft; whether anything can follow it."""
         matcher = self._ahead.get(i)
         return matcher is None or (matcher.consume([token]) and not matcher.complete)
+
+
+def after_thinking(form: str, thinking: Thinking, tokenizer: Tokenizer | None, ends: frozenset[int]) -> str:
+    """llguidance's form of a grammar that begins after a thinking, which may be any text but an end."""
+    assert tokenizer is not None
+    special = [token for token in tokenizer.special_ids if token not in ends]
+    # to llguidance a special token is no text, so it is named by its id
+    start, end = (tokenizer.token_id(tag) for tag in (thinking.start, thinking.end))
+    closed = f"(head | TEXT <[{end}]>)" if end in special else "head"
+    opened = f"(opening | <[{start}]>)" if start in special else "opening"
+    others = ",".join(str(token) for token in special if token != end)
+    text = f"(TEXT <[{others}]>)* " if others else ""
+    lark = (
+        '%llguidance {"allow_invalid_utf8": true}\n'
+        f"start: {'thinking' if thinking.opened else f'({opened} thinking)?'} @form\n"
+        f"thinking: {text}{closed} BLANKS\nTEXT: /{WITHOUT_SPECIAL}/\nBLANKS: /\\n{{0,2}}/\n"
+        f"head[lazy]: TEXT {json.dumps(thinking.end)}\nopening[lazy]: {json.dumps(thinking.start)}\n"
+    )
+    forms = json.loads(form)["grammars"] if form.startswith("{") else [{"lark_grammar": form}]
+    return json.dumps({"grammars": [{"lark_grammar": lark}, {**forms[0], "name": "form"}, *forms[1:]]})
 
 
 def first_line(error: str) -> str:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from speculon.bad_words import BadWords
     from speculon.grammar import Matcher
     from speculon.penalties import Counts
+    from speculon.thinking import AnswerStart
 
 
 GONE = -1  # in a page table: a page that was given back
@@ -72,6 +73,7 @@ class Ending:
     min_tokens: int = 0
     # (output so far, new tokens) -> (index of the new token that completes a stop string, that string)
     find_stop: Callable[[list[int], tuple[int, ...]], tuple[int, str] | None] | None = None
+    answer_start: Callable[[], AnswerStart] | None = None  # where stop strings begin, in a text that thinks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,6 +128,7 @@ class Sequence:
         0  # continuations that must match before a lookup's drafts are verified, by its policy
     )
     grammar: Matcher | None = None  # has consumed the output so far, always
+    answer: AnswerStart | None = None  # by its request's ending, once it was needed
     committed: int = 0
     # drafting method -> tokens whose K and V it has in the same pages
     drafted: dict[str, int] = field(default_factory=dict)

@@ -370,10 +370,17 @@ def find_end(seq: Sequence, tokens: tuple[int, ...]) -> tuple[int, Finish | None
 
 
 def first_stop_string(seq: Sequence, tokens: tuple[int, ...]) -> tuple[int, str] | None:
-    """(index of the completing token, stop string), at or after min_tokens."""
+    """(index of the completing token, stop string), at or after min_tokens, in the answer alone."""
     ending: Ending = seq.request.ending
     if ending.find_stop is None:
         return None
-    skip = max(0, ending.min_tokens - 1 - seq.num_output)
-    found = ending.find_stop([*seq.tokens[seq.request.prompt_len :], *tokens[:skip]], tokens[skip:])
-    return found and (found[0] + skip, found[1])
+    num_output, output = seq.num_output, [*seq.tokens[seq.request.prompt_len :], *tokens]
+    runs = [(0, num_output, len(output))]
+    if ending.answer_start is not None:
+        seq.answer = seq.answer or ending.answer_start()
+        runs = seq.answer.runs(output, num_output)
+    for begin, first, end in runs:
+        first = min(max(first, ending.min_tokens - 1), end)
+        if found := ending.find_stop(output[begin:first], tuple(output[first:end])):
+            return first + found[0] - num_output, found[1]
+    return None

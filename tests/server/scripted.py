@@ -31,6 +31,8 @@ SAY = b"say:"
 REFUSE, FAULT, BREAK = b"refuse:", b"fault:", b"break:"
 UNREADABLE = "unreadable:"  # the tokenizer fails at such a text
 HANG = b"hang:"  # the step of such a prompt never ends
+# how templates that end so open a thinking, and switch it off
+OPENED, SWITCHED_OFF = b"<think>\n", b"<think>\n\n</think>\n\n"
 LETTERS = b"abcdefghijklmnopqrstuvwxyz"
 LP = -0.5
 
@@ -67,7 +69,10 @@ class Bytes:
         add_generation_prompt: bool = False,
         **variables: Any,
     ) -> str:
-        return "".join(f"[{message['role']}]{message['content']}" for message in messages)
+        text = "".join(f"[{message['role']}]{message['content']}" for message in messages)
+        if not self.chat_template.encode().endswith(OPENED):
+            return text
+        return text + (OPENED if variables.get("enable_thinking", True) else SWITCHED_OFF).decode()
 
 
 @dataclass(eq=False)
@@ -153,6 +158,7 @@ class ScriptedEngine:
         if speculation and speculation.method:
             check_method(speculation.method)
         _, says, answer = text.rpartition(SAY)
+        answer = answer.removesuffix(SWITCHED_OFF).removesuffix(OPENED)
         options = speculation or RequestSpeculation()
         pool = key_of(options.pool, prompt, options.tenant)
         for sample in range(params.n) if written is None else written:

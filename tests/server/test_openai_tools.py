@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from tests.server.test_openai import ASK, chat, spec
+from tests.server.test_tool_schemas import TWELVE
 
 SCHEMA = {
     "type": "object",
@@ -167,14 +168,15 @@ def test_a_prediction_is_accepted_or_rejected(client: openai.OpenAI) -> None:
     assert details.accepted_prediction_tokens == details.rejected_prediction_tokens == 0
 
 
-def test_a_tool_that_no_call_fits_is_refused_by_its_field(client: openai.OpenAI) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/nowhere"}}}
-    for choice in ("auto", "required", {"type": "function", "function": {"name": "f"}}):
-        with pytest.raises(openai.BadRequestError) as refusal:
-            client.chat.completions.create(
-                model="demo",
-                messages=[{"role": "user", "content": "x"}],
-                tools=[tool],  # type: ignore[list-item]
-                tool_choice=choice,  # type: ignore[arg-type]
-            )
-        assert refusal.value.param == "tools" and "llguidance" not in refusal.value.message, refusal.value
+def test_a_tool_that_no_call_fits_is_refused_where_it_is_forced(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/nowhere"}}}
+    with pytest.raises(openai.BadRequestError) as refusal:
+        chat(client, tools=[tool], tool_choice={"type": "function", "function": {"name": "f"}})
+    assert refusal.value.param == "tools" and "llguidance" not in refusal.value.message, refusal.value
+    assert chat(client, tools=[*TOOLS, tool], temperature=0).choices[0].message.content
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_odd_schemas_of_other_tools_refuse_no_chat(client: openai.OpenAI, choice: Any) -> None:
+    answer = chat(client, **FORMED, tools=[*TOOLS, *TWELVE], tool_choice=choice).choices[0]
+    assert choice == "auto" or answer.message.tool_calls

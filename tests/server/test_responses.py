@@ -199,7 +199,7 @@ def test_items_become_messages() -> None:
         ({"stream_options": {}}, "stream_options"),
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
-        ({"input": [{"type": "reasoning", "id": "x", "summary": []}]}, "input.0.type"),
+        ({"input": [{"type": "reasoning", "content": [{"type": "x"}]}]}, "input.0.content.0.type"),
         ({"input": [{"role": "user"}]}, "input.0.content"),
         ({"input": [{"content": "x"}]}, "input.0.role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,18 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import OpenAI
 
-from speculon.server.completions import generic_messages
+from speculon.server.completions import generic_messages, template_message
+from speculon.server.deltas import ReplyParser, TextParser, merge_deltas
+from speculon.server.schemas import Message
 from speculon.server.tool_calls import (
-    GuidedCallsParser,
-    JsonCallParser,
+    CLOSE,
+    ForcedCallsParser,
+    JsonCallsParser,
     NamedCallParser,
-    OneTaggedCallParser,
-    ReplyParser,
-    RequiredCallsParser,
     TaggedCallsParser,
-    TextParser,
-    calls_schema,
-    merge_deltas,
     parser_for,
 )
 from tests.server.inside import served
@@ -36,10 +34,10 @@ def call(name: str = "f", **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def read(make: Callable[[], ReplyParser], parts: list[str]) -> tuple[Any, bool]:
+def read(make: Callable[[], ReplyParser], parts: list[str], cut: bool = False) -> tuple[Any, bool]:
     """The message of a text in these parts, without the calls' random ids; and whether it is a call."""
     parser = make()
-    message = merge_deltas([delta for part in parts for delta in parser.push(part)] + parser.end())
+    message = merge_deltas([delta for part in parts for delta in parser.push(part)] + parser.end(cut))
     calls = [
         (c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message.get("tool_calls", ())
     ]
@@ -50,7 +48,7 @@ def read(make: Callable[[], ReplyParser], parts: list[str]) -> tuple[Any, bool]:
     ("template", "parser"),
     [
         (HERMES, TaggedCallsParser),
-        (LLAMA, JsonCallParser),
+        (LLAMA, JsonCallsParser),
         ("{{ messages }}", None),
         ("{{ messages }}<tool_call>", None),
         (HERMES + "<function=name>", None),
@@ -61,8 +59,7 @@ def test_templates_tell_how_calls_are_written(template: str, parser: type | None
     assert parser_for(template) is parser
 
 
-TAGGED, JSON_CALL, GUIDED = TaggedCallsParser, JsonCallParser, GuidedCallsParser
-REQUIRED, TEXT = RequiredCallsParser, TextParser
+TAGGED, JSON_CALL, FORCED, TEXT = TaggedCallsParser, JsonCallsParser, ForcedCallsParser, TextParser
 F = '{"name":"f","arguments":{"x":"}]\\\\\\"{<é>"}}'
 G = '{"name":"g","arguments":{"y":[{}]}}'
 BOTH = [("f", {"x": '}]\\"{<é>'}), ("g", {"y": [{}]})]
@@ -70,7 +67,10 @@ TWO = f"[{F},{G}]"
 DEEP = f"<tool_call>{'[' * 9999}</tool_call>"
 CALL = '<tool_call>{"name":"h","arguments":{}}</tool_call>'
 IN_TAGS = f"<tool_call>{F}</tool_call>\n<tool_call>{G}</tool_call>"
-TEXTS: dict[str, tuple[type, str, Any, bool]] = {
+EMPTY: list[Any] = [("f", {})]
+H: list[Any] = [("h", {})]
+LINES = [("f", {"x": "a\n\tb"})]
+TEXTS: dict[str, tuple[Callable[[], ReplyParser], str, Any, bool]] = {
     "text": (TAGGED, "Hello < there", ("Hello < there", []), False),
     "a call": (TAGGED, call(x=1), (None, [("f", {"x": 1})]), True),
     "text and a call": (TAGGED, "Well:\n" + call(x="<é>"), ("Well:\n", [("f", {"x": "<é>"})]), True),
@@ -83,17 +83,40 @@ TEXTS: dict[str, tuple[type, str, Any, bool]] = {
     "another object": (JSON_CALL, '{"x": 2}', ('{"x": 2}', []), False),
     "no object": (JSON_CALL, "  {no", ("  {no", []), False),
     "words": (JSON_CALL, "\n hello {", ("\n hello {", []), False),
-    "an array": (REQUIRED, TWO, (None, BOTH), True),
-    "a cut array": (REQUIRED, '[{"name":"f","argum', ("", []), False),
-    "guided": (GUIDED, IN_TAGS, (None, BOTH), True),
-    "guided, with text": (GUIDED, f"a {CALL}\n \n z {CALL}", ("a z ", [("h", {})] * 2), True),
+    "an array": (FORCED, TWO, (None, BOTH), True),
+    "a cut array": (FORCED, '[{"name":"f","argum', ("", []), False),
+    "guided": (TAGGED, IN_TAGS, (None, BOTH), True),
+    "guided, with text": (TAGGED, f"a {CALL}\n \n z {CALL}", ("a z ", [("h", {})] * 2), True),
     "text after a call": (TAGGED, f"a {CALL}\n \n z {CALL}", ("a z ", [("h", {})] * 2), True),
-    "guided, only text": (GUIDED, "a <tool_ca", ("a <tool_ca", []), False),
-    "guided, cut": (GUIDED, 'a <tool_call>{"name":"f","argum', ("a ", []), False),
-    "a tag that was not guided": (GUIDED, "a <tool_call> {", ("a <tool_call> {", []), False),
-    "one call": (OneTaggedCallParser, "a" + call(x=1) + call("g") + "b", ("a", [("f", {"x": 1})]), True),
+    "guided, only text": (TAGGED, "a <tool_ca", ("a <tool_ca", []), False),
+    "a tag that was not guided": (TAGGED, "a <tool_call> {", ("a <tool_call> {", []), False),
+    "one call": (partial(TAGGED, 1), "a" + call(x=1) + call("g") + "b", ("a", [("f", {"x": 1})]), True),
+    "a closing tag in a string": (TAGGED, call(x=CLOSE), (None, [("f", {"x": CLOSE})]), True),
+    "an array in tags": (TAGGED, f"<tool_call>{TWO}</tool_call>", (None, BOTH), True),
+    "no closing tag": (TAGGED, f"a<tool_call>\n{F}", ("a", BOTH[:1]), True),
+    "no closing tag, then text": (TAGGED, f"<tool_call>{F} so", ("so", BOTH[:1]), True),
+    "no closing tag, then a call": (TAGGED, f"<tool_call>{F}\n<tool_call>{G}", (None, BOTH), True),
+    "no closing bracket": (TAGGED, f"<tool_call>{G[:-1]}</tool_call>b", ("b", BOTH[1:]), True),
+    "null": (TAGGED, '<tool_call>{"name":"f","arguments":null}</tool_call>', (None, EMPTY), True),
+    "null, Llama": (JSON_CALL, '{"name": "f", "parameters": null}', (None, EMPTY), True),
+    "null, first": (TAGGED, '<tool_call>{"arguments":null,"name":"f"}</tool_call>', (None, EMPTY), True),
+    "no arguments": (TAGGED, '<tool_call>{"name":"f"}</tool_call>', (None, EMPTY), True),
+    "a string of arguments": (JSON_CALL, '{"name": "f", "arguments": "{}"}', (None, EMPTY), True),
+    "a line break": (TAGGED, call(x="a\n\tb").replace("\\n\\t", "\n\t"), (None, LINES), True),
+    "a line break, first": (
+        TAGGED, '<tool_call>{"arguments":{"x":"a\n\tb"},"name":"f"}</tool_call>', (None, LINES), True
+    ),
+    "more keys": (TAGGED, '<tool_call>{"name":"f","arguments":{},"id":"}"}</tool_call>', (None, EMPTY), True),
+    "a semicolon": (JSON_CALL, f"{F}; {G}", (None, BOTH), True),
+    "a line between": (JSON_CALL, f"{F}\n{G}\n", (None, BOTH), True),
+    "an array of Llama": (JSON_CALL, TWO, (None, BOTH), True),
+    "text behind": (JSON_CALL, f"{F}; {G} Done.", ("Done.", BOTH), True),
+    "one of two": (partial(JSON_CALL, 1), f"{F}; {G}", (None, BOTH[:1]), True),
+    "a name alone": (JSON_CALL, '{"name": "Bob", "age": 3}', ('{"name": "Bob", "age": 3}', []), False),
+    "a list": (JSON_CALL, "[1, 2]", ("[1, 2]", []), False),
+    "a mention": (TAGGED, "Write <tool_call> here. " + CALL, ("Write <tool_call> here. ", H), True),
     "too deep": (TAGGED, DEEP, (DEEP, []), False),
-    "nothing": (REQUIRED, "", ("", []), False),
+    "nothing": (FORCED, "", ("", []), False),
     "spoken": (TEXT, call(), (call(), []), False),
 }  # fmt: skip
 
@@ -112,19 +135,19 @@ def test_arguments_of_a_named_tool_stream_as_they_come(cuts: list[int]) -> None:
     edges = sorted({0, *(cut for cut in cuts if cut < len(text)), len(text)})
     deltas = [delta for a, b in zip(edges, edges[1:], strict=False) for delta in parser.push(text[a:b])]
     assert len(deltas) == len(edges) - 1 and parser.called
-    (made,) = merge_deltas(deltas + parser.end())["tool_calls"]
+    (made,) = merge_deltas(deltas + parser.end(False))["tool_calls"]
     assert made["function"] == {"name": "f", "arguments": text}
 
 
-@pytest.mark.parametrize("make", [RequiredCallsParser, GuidedCallsParser])
+@pytest.mark.parametrize("make", [ForcedCallsParser, TaggedCallsParser])
 def test_a_call_that_is_cut_is_a_partial_call(make: type[ReplyParser]) -> None:
     """At each of its characters; in one piece and streamed, which are the same."""
-    text = TWO if make is RequiredCallsParser else IN_TAGS
+    text = TWO if make is ForcedCallsParser else IN_TAGS
     starts = [text.index('arguments":') + len('arguments":'), text.rindex('arguments":') + len('arguments":')]
     for end in range(len(text)):
         parser, streamed = make(), make()
-        whole = merge_deltas(parser.push(text[:end]) + parser.end())
-        deltas = [delta for char in text[:end] for delta in streamed.push(char)] + streamed.end()
+        whole = merge_deltas(parser.push(text[:end]) + parser.end(True))
+        deltas = [delta for char in text[:end] for delta in streamed.push(char)] + streamed.end(True)
         merged = merge_deltas(deltas)
         calls = merged.get("tool_calls", [])
         assert [one["function"] for one in calls] == [one["function"] for one in whole.get("tool_calls", [])]
@@ -139,11 +162,52 @@ def test_a_call_that_is_cut_is_a_partial_call(make: type[ReplyParser]) -> None:
             assert calls[-1]["function"]["arguments"] in text[starts[len(calls) - 1] : end]
 
 
+CUT: dict[str, tuple[Callable[[], ReplyParser], str, str | None]] = {
+    "in the tag": (TAGGED, "a<tool_ca", "a<tool_ca"),
+    "behind the tag": (TAGGED, "a<tool_call>\n", "a"),
+    "in the name": (TAGGED, 'a<tool_call>{"name": "f', "a"),
+    "a mention": (TAGGED, "a<tool_call> is", "a<tool_call> is"),
+    "JSON": (JSON_CALL, '{"name": "Bob", "a', '{"name": "Bob", "a'),
+    "forced": (FORCED, '[{"name":"f","argum', ""),
+}
+
+
+@pytest.mark.parametrize("case", CUT)
+def test_a_reply_that_is_cut_shows_no_beginning_of_a_call(case: str) -> None:
+    make, text, content = CUT[case]
+    assert read(make, [text], cut=True) == ((content, []), False)
+
+
+STREAMED = {
+    "Hermes": (TAGGED, "<tool_call>\n{}\n</tool_call>"),
+    "after a mention": (TAGGED, "Use <tool_call>, so: <tool_call>\n{}\n</tool_call>"),
+    "Llama": (JSON_CALL, "{}"),
+    "an array": (FORCED, "[{}]"),
+}
+
+
+@pytest.mark.parametrize("case", STREAMED)
+def test_the_name_comes_first_and_the_arguments_as_they_are_written(case: str) -> None:
+    make, form = STREAMED[case]
+    text = form.replace("{}", json.dumps({"name": "f", "arguments": {"x": "y" * 1000}}))
+    half, parser = text.index("yyy") + 500, make()
+    deltas = [delta for char in text[:half] for delta in parser.push(char)]
+    events = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+    assert events[0]["function"] == {"name": "f", "arguments": ""} and len(events) > 500
+    assert "".join(event["function"]["arguments"] for event in events) == '{"x": "' + "y" * 500
+
+
+def test_text_behind_a_mention_of_a_tag_comes_as_it_is_written() -> None:
+    parser = TAGGED()
+    come = ["".join(d["content"] for d in parser.push(char)) for char in "The tag <tool_call> is x"]
+    assert "".join(come) == "The tag <tool_call> is x" and come[-1] == "x"
+
+
 def test_a_push_adds_once_to_a_call() -> None:
     """Clients merge the entries of a chunk by index."""
     for text in (TWO, IN_TAGS):
         for step in (1, 7, 30, 200):
-            parser: ReplyParser = RequiredCallsParser() if text is TWO else GuidedCallsParser()
+            parser: ReplyParser = ForcedCallsParser() if text is TWO else TaggedCallsParser()
             for at in range(0, len(text), step):
                 added = [
                     c["index"] for d in parser.push(text[at : at + step]) for c in d.get("tool_calls", ())
@@ -155,47 +219,10 @@ def test_a_recogniser_that_loses_text_is_seen() -> None:
     """The twin: one that forgets what it held back."""
 
     class Forgetful(TaggedCallsParser):
-        def end(self) -> list[Any]:
+        def end(self, cut: bool) -> list[Any]:
             return []
 
     assert read(Forgetful, ["a<tool_ca"]) != (("a<tool_ca", []), False)
-
-
-def test_the_schema_of_calls_keeps_every_tools_own_definitions() -> None:
-    point = {
-        "type": "object",
-        "properties": {"at": {"$ref": "#/$defs/p"}},
-        "$defs": {"p": {"type": "integer"}},
-    }
-    named = {
-        "type": "object",
-        "properties": {"at": {"$ref": "#/definitions/p"}},
-        "definitions": {"p": {"type": "string"}},
-    }
-    functions = [{"name": "a", "parameters": point}, {"name": "b", "parameters": named}, {"name": "c"}]
-    schema = calls_schema(functions, parallel=True)
-    assert (
-        schema["$defs"] == {"a.p": {"type": "integer"}, "b.p": {"type": "string"}} and schema["maxItems"] > 1
-    )
-    forms = [form["properties"]["arguments"] for form in schema["items"]["anyOf"]]
-    assert [form.get("properties") for form in forms] == [
-        {"at": {"$ref": "#/$defs/a.p"}},
-        {"at": {"$ref": "#/$defs/b.p"}},
-        None,
-    ]
-    assert calls_schema(functions[:1], parallel=False)["maxItems"] == 1
-    assert "$defs" not in calls_schema(
-        [{"name": "odd", "parameters": {"$defs": [1], "definitions": None}}], parallel=True
-    )
-
-
-def test_the_schema_of_calls_keeps_a_tools_reference_to_itself() -> None:
-    tree = {"type": "object", "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#/properties/left"}}}
-    schema = calls_schema([{"name": "a", "parameters": tree}], parallel=True)
-    arguments = schema["items"]["properties"]["arguments"]
-    assert schema["$defs"] == {"a": arguments}
-    parts = {"left": {"$ref": "#/$defs/a"}, "right": {"$ref": "#/$defs/a/properties/left"}}
-    assert arguments["properties"] == parts
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -288,6 +315,16 @@ def test_a_chat_with_tools_for_a_template_without() -> None:
     results = "<tool_response>1</tool_response>\n<tool_response>2</tool_response>"
     assert answered == {"role": "user", "content": results}
     assert generic_messages(messages[:2], [], "Call:") == messages[:2]
+
+
+def test_an_empty_list_of_calls_is_no_list() -> None:
+    """Templates ask whether there is a list; Llama's refuses one without exactly one call."""
+    for calls in ([], None):
+        message = Message(role="assistant", content="a", tool_calls=calls)
+        assert template_message(message) == {"role": "assistant", "content": "a"}
+    made = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    message = Message.model_validate({"role": "assistant", "tool_calls": [made]})
+    assert len(template_message(message)["tool_calls"]) == 1
 
 
 def test_one_call_at_most() -> None:

@@ -90,6 +90,7 @@ SAMPLED: dict[str, Any] = {
     "logit_bias": {9: 3.0},
     "bad_words": ["an"],
     "structured": {"choice": ["an apple", "a pear"]},
+    "thinking": {"opened": True},
     "skip_special_tokens": False,
     "include_stop_str_in_output": True,
 }

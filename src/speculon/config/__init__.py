@@ -9,11 +9,13 @@ from speculon.config.file import MODELS, VARIABLE, settings_file
 from speculon.config.sampling import (
     MAX_BAD_WORDS,
     MAX_BIASES,
+    MAX_GRAMMAR,
     MAX_LOGPROBS,
     MAX_SAMPLES,
     MAX_STOPS,
     SamplingParams,
     Structured,
+    Thinking,
 )
 from speculon.config.serve import ServeConfig
 from speculon.config.speculation import (
@@ -34,6 +36,7 @@ __all__ = [
     "MAX_BAD_WORDS",
     "MAX_BIASES",
     "MAX_DRAFTS",
+    "MAX_GRAMMAR",
     "MAX_LOGPROBS",
     "MAX_PREDICTION",
     "MAX_SAMPLES",
@@ -51,5 +54,6 @@ __all__ = [
     "ServeConfig",
     "SpeculationConfig",
     "Structured",
+    "Thinking",
     "settings_file",
 ]

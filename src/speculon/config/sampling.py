@@ -73,6 +73,17 @@ class Structured(Checked):
         return next((name, value) for name, value in fields if value not in (None, False))
 
 
+class Thinking(Checked):
+    """What stands around a thinking before the answer, and whether the prompt has opened it.
+
+    Otherwise a text that begins with `start` opens it.
+    """
+
+    start: str = Field("<think>", min_length=1, max_length=MAX_STOP_CHARS)
+    end: str = Field("</think>", min_length=1, max_length=MAX_STOP_CHARS)
+    opened: bool = False
+
+
 class SamplingParams(Checked):
     """How one request is sampled. Names and meanings are those of vLLM's sampling parameters.
 
@@ -131,6 +142,9 @@ class SamplingParams(Checked):
     )
     structured: Structured | None = Field(
         None, description="form of the text: a JSON schema, a regex, a choice or a grammar"
+    )
+    thinking: Thinking | None = Field(
+        None, description="tags of a thinking: stop strings and the form begin after it"
     )
     skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
     include_stop_str_in_output: bool = Field(

@@ -27,6 +27,7 @@ from speculon.sequence import Ending, Request, Rules, Sequence
 from speculon.stop_strings import StopStrings
 from speculon.telemetry import RequestStats
 from speculon.text import NO_TOKENIZER, Tokenizer, context_of
+from speculon.thinking import AnswerStart
 
 if TYPE_CHECKING:
     from speculon.grammar import Grammars
@@ -175,12 +176,13 @@ class Admission:
             bad_words = text.bad_words(params.bad_words, params.skip_special_tokens)
         stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)}
         stop_ids = frozenset(token for token in stops if token in known)
-        find_stop = None
+        find_stop = answer_start = None
         if text is not None and params.stop:
             strings = StopStrings(params.stop, text, context_of(text, params, prompt))
             find_stop = partial(strings.find, skip_special_tokens=params.skip_special_tokens)
+            answer_start = partial(AnswerStart, params.thinking, text) if params.thinking else None
         rules = Rules.of(params, bad_words, tuple(sorted(stop_ids)))
-        return rules, Ending(stop_ids, params.min_tokens, find_stop)
+        return rules, Ending(stop_ids, params.min_tokens, find_stop, answer_start)
 
     def _shape(self, prompt: list[int], params: SamplingParams, off: Reason | None) -> PromptShape:
         text = "" if self._tokenizer is None or off else self._tokenizer.decode(prompt[-SHAPE_TOKENS:])
@@ -221,7 +223,7 @@ def check_room(seq: Sequence, k: int) -> None:
 
 def refuse_text(params: SamplingParams) -> None:
     """Raises by name what only a tokenizer can read."""
-    for name in ("stop", "bad_words", "structured"):
+    for name in ("stop", "bad_words", "structured", "thinking"):
         if asked := getattr(params, name):
             raise InvalidParameter(name, asked, NO_TOKENIZER).about(f"parameters.{name}")
 

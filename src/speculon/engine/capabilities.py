@@ -74,6 +74,7 @@ EXAMPLES: Mapping[str, Any] = {
     "logit_bias": {0: 1.0},
     "bad_words": ("a",),
     "structured": {"regex": "(?s:.+)"},
+    "thinking": {"opened": True},
     "skip_special_tokens": False,
     "include_stop_str_in_output": True,
 }

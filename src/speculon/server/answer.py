@@ -14,10 +14,10 @@ from speculon.engine.messages import Add
 from speculon.engine.output_queue import OutputQueue
 from speculon.sequence import Event
 from speculon.server.choice import Choice, ChoiceDelta
+from speculon.server.deltas import Delta, merge_deltas
 from speculon.server.errors import body_of
 from speculon.server.model import ServedModel
 from speculon.server.request import GenerationRequest
-from speculon.server.tool_calls import Delta, merge_deltas
 from speculon.telemetry import RequestStats
 
 # guess: seconds that a request beyond its time limit waits for the engine's last events
@@ -122,6 +122,7 @@ class Answer:
         # of the first sample alone: the others find its pages
         first = [choices[0].stats for choices in self._choices_of.values()]
         cached = sum(found.cached_tokens for found in first if found is not None)
+        reasoning = {"reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices)}
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self.tokens,
@@ -130,6 +131,7 @@ class Answer:
             "completion_tokens_details": {
                 "accepted_prediction_tokens": stats.accepted_prediction_tokens,
                 "rejected_prediction_tokens": stats.rejected_prediction_tokens,
+                **(reasoning if self.request.params.thinking else {}),
             },
         }
 

@@ -49,6 +49,7 @@ class PromptDetails(Body):
 class CompletionDetails(Body):
     accepted_prediction_tokens: int = Field(description="of the client's prediction alone")
     rejected_prediction_tokens: int
+    reasoning_tokens: int = Field(0, description="before the answer, with the tags; of a model that thinks")
 
 
 class Usage(Body):
@@ -132,6 +133,7 @@ class AnswerMessage(Body):
     role: Literal["assistant"]
     content: str | None
     refusal: None = None
+    reasoning_content: str | None = Field(None, description="the thinking before the answer")
     tool_calls: list[ToolCall] | None = None
 
 

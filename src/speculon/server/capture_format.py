@@ -12,10 +12,10 @@ from typing import Any
 
 from speculon.server.answer import Answer
 from speculon.server.choice import Choice
+from speculon.server.deltas import merge_deltas
 from speculon.server.model import ServedModel
 from speculon.server.request import text_of
 from speculon.server.schemas import ChatRequest, CompletionRequest, Message, Sampling, Tool
-from speculon.server.tool_calls import merge_deltas
 
 COMPLETE = ("stop", "length", "tool_calls")  # finish reasons; not `abort`, not `error`
 

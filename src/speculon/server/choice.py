@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 
 from speculon.core import Finish, TokenLogprobs
 from speculon.sequence import Event
+from speculon.server.deltas import Delta
 from speculon.server.request import GenerationRequest
-from speculon.server.tool_calls import Delta
+from speculon.server.tags import ShownTags, special_tags, without_tags
 from speculon.telemetry import RequestStats
 from speculon.text import Stream, Tokenizer, shared_length
+from speculon.thinking import AnswerStart
 
 MIN_LOGPROB = -9999.0  # the API's form of minus infinity
 
@@ -48,7 +50,11 @@ class Choice:
         self.deltas: list[Delta] = []  # all so far, where they are captured
         self.finish_reason: str | None = None  # in the API's words
         self._request, self._tokenizer, self._parser = request, tokenizer, request.parser()
-        self._stream = Stream.of(tokenizer, params, prompt)
+        tags = special_tags(tokenizer, self._parser.tags) if params.skip_special_tokens else {}
+        self._hidden = tuple(tags)  # of the text that the parser sees
+        self._stream = Stream.of(ShownTags(tokenizer, tags.values()) if tags else tokenizer, params, prompt)
+        self.reasoning_tokens = 0
+        self._answer = AnswerStart(params.thinking, tokenizer) if params.thinking else None
         self._prompt, self._echo = prompt, echo  # None once it is echoed
         self._prompt_logprobs: list[TokenLogprobs] = []
 
@@ -58,6 +64,8 @@ class Choice:
 
     def push(self, event: Event) -> ChoiceDelta:
         self.tokens += len(event.tokens)
+        if self._answer is not None:
+            self.reasoning_tokens += [self._answer.push(token) for token in event.tokens].count(None)
         echo, logprobs = self._take_echo() if self._echo is not None else ("", None)
         text, places = decode(self._stream, event.tokens)
         if event.finish:
@@ -67,9 +75,11 @@ class Choice:
             logprobs = self._logprobs(logprobs, event.logprobs or (), places)
         deltas = self._parser.push(echo + text)
         if event.finish:
-            deltas += self._parser.end()
+            deltas += self._parser.end(cut=event.finish.reason != "stop")
             called = event.finish.reason == "stop" and self._parser.called
             self.finish_reason = "tool_calls" if called else event.finish.reason
+        if self._hidden:
+            deltas = without_tags(deltas, self._hidden)
         if self._request.captured_prompts:
             self.deltas += deltas
         matched = event.finish.matched if event.finish else None

@@ -5,31 +5,31 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import Any
 
 from speculon.config import Structured
 from speculon.errors import InvalidParameter
 from speculon.server.capture_format import chat_prompt, completion_prompts
 from speculon.server.constraints import Form, form_of
+from speculon.server.deltas import ReplyParser, TextParser
 from speculon.server.infill import Infill
 from speculon.server.model import ServedModel
+from speculon.server.reasoning import THINKING_TAGS, ThinkingParser, thinking_of
 from speculon.server.request import GenerationRequest, common_fields, sampling_of, text_of
 from speculon.server.schemas import ChatRequest, CompletionRequest, Message, NamedTool, Tool
+from speculon.server.tags import special_tags
 from speculon.server.tool_calls import (
     CLOSE,
     OPEN,
-    TOOLS,
-    GuidedCallsParser,
+    ForcedCallsParser,
     NamedCallParser,
-    ReplyParser,
-    RequiredCallsParser,
-    TextParser,
+    TaggedCallsParser,
     as_json,
-    calls_grammar,
-    calls_schema,
     parser_for,
     tagged_call,
 )
+from speculon.server.tool_schemas import TOOLS, calls_grammar, calls_schema, check_size, fitted
 from speculon.text import sure_text
 
 DEFAULT_TOKENS = 16  # max_tokens of a completion, as OpenAI
@@ -107,12 +107,14 @@ def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:
     parser, form = read_tools(body, model)
     tools = tools_in_use(body)
     prompts = [conversation(body, tools, model)]
+    thinking = thinking_of(model.tokenizer, prompts[0])
     params = sampling_of(
         body,
         model,
         form,
         max_tokens=model.max_tokens(requested, prompts),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        thinking=thinking,
     )
     return GenerationRequest(
         chat=True,
@@ -120,7 +122,7 @@ def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:
         params=params,
         form=form,
         prompt_name="messages" if body.prompt_token_ids is None else "prompt_token_ids",
-        parser=parser,
+        parser=partial(ThinkingParser, thinking, parser) if thinking else parser,
         captured_prompts=chat_prompt(body, tools, model),
         **common_fields(body, model),
     )
@@ -162,23 +164,35 @@ def read_tools(body: ChatRequest, model: ServedModel) -> Reading:
         return TextParser, form
     if form is not None and choice != "auto":
         raise InvalidParameter(form.name, form.value, "not together with a forced tool call")
-    functions = [tool.function.model_dump(exclude_none=True) for tool in tools]
-    if isinstance(choice, NamedTool):
-        name = choice.function.name
-        function = next((function for function in functions if function["name"] == name), None)
-        if function is None:
-            raise InvalidParameter("tool_choice.function.name", name, "is not among the tools")
-        schema = function.get("parameters") or {"type": "object"}
-        return lambda: NamedCallParser(name), form_of_calls([function], json_schema=schema)
     parallel = body.parallel_tool_calls is not False
+    written = parser_for(model.tokenizer.chat_template)
+    if choice == "auto" and written is not None:  # in the model's own form
+        return partial(written, None if parallel else 1), form
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    functions = functions_of(tools, named)
+    if named is not None:
+        (function,) = functions
+        return partial(NamedCallParser, named), form_of_calls(functions, json_schema=function["parameters"])
     if choice == "required":
-        return RequiredCallsParser, form_of_calls(functions, json_schema=calls_schema(functions, parallel))
-    # the model decides: in its own form, or in the generic one under a grammar
-    parser = parser_for(model.tokenizer.chat_template, parallel)
-    if parser is not None:
-        return parser, form
-    grammar = calls_grammar(functions, parallel, model.tokenizer.special_ids, schema_of(form))
-    return GuidedCallsParser, form_of_calls(functions, grammar=grammar)
+        return ForcedCallsParser, form_of_calls(functions, json_schema=calls_schema(functions, parallel))
+    tags = special_tags(model.tokenizer, (OPEN, CLOSE, *THINKING_TAGS))
+    free = [token for token in model.tokenizer.special_ids if token not in tags.values()]
+    grammar = calls_grammar(functions, parallel, free, schema_of(form), tags)
+    return partial(TaggedCallsParser, None if parallel else 1), form_of_calls(functions, grammar=grammar)
+
+
+def functions_of(tools: Seq[Tool], named: str | None) -> list[dict[str, Any]]:
+    """The functions that may be called, with parameters that a grammar can say.
+
+    Raises `InvalidParameter` where these are not the client's, though it relies on them.
+    """
+    functions = [tool.function.model_dump(exclude_none=True) for tool in tools]
+    if named is not None:
+        functions = [function for function in functions if function["name"] == named][:1]
+    if not functions:
+        raise InvalidParameter("tool_choice.function.name", named, "is not among the tools")
+    check_size(functions)
+    return [fitted(one, exact=named is not None or one.get("strict") is True) for one in functions]
 
 
 def form_of_calls(functions: list[dict[str, Any]], **fields: Any) -> Form:
@@ -222,6 +236,8 @@ def template_message(message: Message) -> dict[str, Any]:
     """One message as templates expect it: content as text, arguments of tool calls as objects."""
     fields = message.model_dump(exclude_none=True)
     fields["content"] = text_of(message.content)
+    if not message.tool_calls:
+        fields.pop("tool_calls", None)  # to templates a list is a list of calls
     if message.role == "developer":
         fields["role"] = "system"
     for call in fields.get("tool_calls", ()):

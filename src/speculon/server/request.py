@@ -11,9 +11,9 @@ from speculon.config import RequestSpeculation, SamplingParams
 from speculon.engine.admission import read_prediction
 from speculon.errors import InvalidParameter
 from speculon.server.constraints import Form
+from speculon.server.deltas import ReplyParser, TextParser
 from speculon.server.model import ServedModel
 from speculon.server.schemas import Content, Sampling
-from speculon.server.tool_calls import TOOLS, ReplyParser, TextParser, own_pointer
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,7 @@ class GenerationRequest:
             return error.renamed(self.prompt_name)
         if self.form is None or not error.name.startswith("structured"):
             return error
-        limit = own_pointer(error.limit, self.form.value) if self.form.name == TOOLS else error.limit
-        found = InvalidParameter(self.form.name, self.form.value, limit)
+        found = InvalidParameter(self.form.name, self.form.value, error.limit)
         found.feature = error.feature
         return found
 

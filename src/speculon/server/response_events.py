@@ -6,6 +6,7 @@ A whole response is what the last event of its stream has.
 from __future__ import annotations
 
 import secrets
+from copy import deepcopy
 from typing import Any
 
 from speculon.server.answer import Answer
@@ -53,6 +54,8 @@ class ResponseAnswer(Answer):
             self._logprobs += new.logprobs["content"]
         events: list[Event] = []
         for delta in new.deltas:
+            if text := delta.get("reasoning_content"):
+                events += self._add_reasoning(text)
             if text := delta.get("content"):
                 events += self._add_text(text)
             for call in delta.get("tool_calls", ()):
@@ -80,6 +83,15 @@ class ResponseAnswer(Answer):
     def _finish(self) -> str:
         return self.choices[0].finish_reason or "abort"
 
+    def _add_reasoning(self, text: str) -> list[Event]:
+        events: list[Event] = []
+        if self._open is None or self._open["type"] != "reasoning":
+            events += [*self._close("completed"), *self._begin_reasoning()]
+        self._growing["content"][0]["text"] += text
+        self._logprobs = []  # the message has those of its own tokens
+        more = {"delta": text, **self._explained()}
+        return [*events, self._event("response.reasoning_text.delta", **self._place(0), **more)]
+
     def _add_text(self, text: str) -> list[Event]:
         events: list[Event] = []
         if self._open is None or self._open["type"] != "message":
@@ -104,9 +116,17 @@ class ResponseAnswer(Answer):
 
     def _begin_message(self) -> list[Event]:
         item = {"id": new_id("msg"), "type": "message", "role": "assistant", "status": "in_progress"}
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        return self._begin_parts(item, part)
+
+    def _begin_reasoning(self) -> list[Event]:
+        item = {"id": new_id("rs"), "type": "reasoning", "summary": [], "status": "in_progress"}
+        return self._begin_parts(item, {"type": "reasoning_text", "text": ""})
+
+    def _begin_parts(self, item: Item, part: Item) -> list[Event]:
         added = self._begin({**item, "content": []})
-        self._growing["content"] = [empty_part()]
-        return [added, self._event("response.content_part.added", **self._place(0), part=empty_part())]
+        self._growing["content"] = [deepcopy(part)]
+        return [added, self._event("response.content_part.added", **self._place(0), part=part)]
 
     def _begin_call(self, call_id: str, name: str) -> list[Event]:
         item = {"id": new_id("fc"), "type": "function_call", "call_id": call_id, "name": name}
@@ -122,12 +142,13 @@ class ResponseAnswer(Answer):
         item, place = self._open, self._place
         if item is None:
             return []
-        if item["type"] == "message":
+        if "content" in item:
             (part,) = item["content"]
-            part["logprobs"] += self._logprobs
-            fields = {"text": part["text"], "logprobs": part["logprobs"]}
+            if "logprobs" in part:
+                part["logprobs"] += self._logprobs
+            fields = {name: part[name] for name in ("text", "logprobs") if name in part}
             events = [
-                self._event("response.output_text.done", **place(0), **fields),
+                self._event(f"response.{part['type']}.done", **place(0), **fields),
                 self._event("response.content_part.done", **place(0), part=part),
             ]
         else:
@@ -222,10 +243,6 @@ class ResponseAnswer(Answer):
         stats = self.speculation() if self.request.include_stats else {}
         tokens = {"tokens": self._tokens} if self.request.explain else {}
         return {"speculation": {**stats, **tokens}} if stats or tokens else {}
-
-
-def empty_part() -> Item:
-    return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 
 
 def new_id(kind: str) -> str:

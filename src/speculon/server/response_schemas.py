@@ -25,7 +25,7 @@ from speculon.server.schemas import (
 
 
 class Part(Extensible):
-    type: Literal["input_text", "output_text", "text", "refusal"]
+    type: Literal["input_text", "output_text", "reasoning_text", "text", "refusal"]
     text: str | None = None
     refusal: str | None = None
 
@@ -34,9 +34,9 @@ Parts = str | Annotated[list[Part], FIRST, Field(max_length=MAX_PARTS)]
 
 
 class Item(Extensible):
-    """A message, a call of a function, or what the function returned."""
+    """A message, the thinking before it, a call of a function, or what the function returned."""
 
-    type: Literal["message", "function_call", "function_call_output"] = "message"
+    type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Parts | None = None
     call_id: str | None = None

@@ -99,8 +99,13 @@ def messages_of(body: ResponseRequest) -> list[Message]:
 
 
 def add_item(messages: list[Message], item: Item, name: str) -> None:
-    """Adds an item to a conversation. A call belongs to an assistant's message right before it."""
-    if item.type == "function_call":
+    """Adds an item to a conversation. A call belongs to an assistant's message right before it, and a
+    thinking to what comes right after it.
+    """
+    if item.type == "reasoning":
+        if text := text_of(item.content or ""):
+            messages.append(Message(role="assistant", reasoning_content=text))
+    elif item.type == "function_call":
         if not messages or messages[-1].role != "assistant":
             messages.append(Message(role="assistant"))
         last = messages[-1]
@@ -110,7 +115,15 @@ def add_item(messages: list[Message], item: Item, name: str) -> None:
         messages.append(Message(role="tool", tool_call_id=needed(item, "call_id", name), content=content))
     else:
         role, content = needed(item, "role", name), text_of(needed(item, "content", name))
-        messages.append(Message(role=role, content=content))
+        if role == "assistant" and messages and is_thinking(messages[-1]):
+            messages[-1] = messages[-1].model_copy(update={"content": content})
+        else:
+            messages.append(Message(role=role, content=content))
+
+
+def is_thinking(message: Message) -> bool:
+    """Whether a message has a thinking alone so far."""
+    return message.content is None and not message.tool_calls and bool(message.model_extra)
 
 
 def call_of(item: Item, name: str) -> MessageToolCall:
