@@ -59,7 +59,10 @@ class ServeConfig(Checked):
         10.0, gt=0, allow_inf_nan=False, description="seconds for a request's header to arrive"
     )
     keep_alive: float = Field(
-        5.0, gt=0, allow_inf_nan=False, description="seconds that a connection stays open between requests"
+        75.0,  # longer than the pools of clients and proxies, of mostly 5 to 60 s, keep one
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds that a connection stays open between requests",
     )
     max_connections_per_address: int | None = Field(
         None, ge=1, description="most connections of a client's address; None: half of all that fit"
