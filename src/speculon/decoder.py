@@ -32,7 +32,7 @@ from speculon.text import Tokenizer, final_text
 from speculon.verify import read_logits, verify_given
 
 # settings that a model object has settled
-OF_CHECKPOINTS = ("model", "dtype", "device", "allow_pickle", "trust_remote_code")
+OF_CHECKPOINTS = ("model", "dtype", "device", "allow_pickle", "trust_remote_code", "generation_config")
 PLAIN_CALLS = 8  # guess: plain calls whose median is the plain cost
 GIVEN = "given"  # source of drafts that came from the caller
 ROUND = "round"  # id of the requests that are made for one round

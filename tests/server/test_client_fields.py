@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 
+from speculon.config import SamplingParams
 from speculon.config.serve import ServeConfig
+from speculon.server.catalogue import Catalogue, OfModel
 from speculon.server.completions import read_chat, read_completion
 from speculon.server.model import ServedModel
+from speculon.server.pooled import PooledModel
 from speculon.server.response_schemas import ResponseRequest
 from speculon.server.responses import read_response
 from speculon.server.schemas import ChatRequest, CompletionRequest
 from speculon.text import Tokenizer
-from tests.server.inside import Inside, served
+from tests.server.inside import Inside, ScriptedLoader, served, serving
 from tests.server.scripted import Bytes
 
 USER = [{"role": "user", "content": "say:yes"}]
@@ -46,3 +49,37 @@ def test_seeds_beyond_the_range_are_refused_with_it(inside: Inside, seed: int) -
     error = response.json()["error"]
     assert response.status_code == 400 and error["param"] == "seed"
     assert f"{seed}: " in error["message"] and f"from {-(2**63)} to {2**63 - 1}" in error["message"]
+
+
+# defaults of the checkpoint
+
+
+def sampled(generation: dict[str, Any], own: dict[str, Any] | None = None, **fields: Any) -> SamplingParams:
+    model = PooledModel("m", OfModel({"model": "m"}, own or {}), ScriptedLoader(), read_at_once)
+    model._found = generation
+    served = model._with_defaults(MODEL)
+    return read_chat(ChatRequest.model_validate({"messages": USER, **fields}), served).params
+
+
+async def read_at_once(work: Any) -> Any:
+    return work()
+
+
+def test_requests_have_the_checkpoints_defaults() -> None:
+    found = {"top_k": 1, "temperature": 0.6, "max_tokens": 7}
+    assert sampled(found) == SamplingParams(top_k=1, temperature=0.6, max_tokens=7)
+    own = {"temperature": 0.2, "max_tokens": 9}
+    assert sampled(found, own) == SamplingParams(top_k=1, temperature=0.2, max_tokens=9)
+    fields = {"temperature": 1.0, "top_k": 0, "max_tokens": 99}
+    assert sampled(found, own, **fields) == SamplingParams(**fields)
+
+
+def test_the_checkpoints_length_is_a_default_and_no_limit() -> None:
+    with serving(
+        Catalogue.of_one({"model": "scripted"}), ScriptedLoader(generation={"max_tokens": 20})
+    ) as it:
+        chat = it.post("chat/completions", messages=[{"role": "user", "content": "x"}]).json()
+        assert chat["usage"]["completion_tokens"] == 20
+        assert it.post("completions", prompt="x").json()["usage"]["completion_tokens"] == 16, "as OpenAI"
+        longer = it.post("completions", prompt="x", max_tokens=40).json()
+        assert longer["usage"]["completion_tokens"] == 40

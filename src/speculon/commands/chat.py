@@ -17,7 +17,15 @@ from rich.text import Text
 from speculon.checkpoints.locate import refuse_missing
 from speculon.commands.drafts import DraftStream, Run, colour_of, drawn, legend, painted
 from speculon.commands.options import Given, as_json_error, engine_settings, pick
-from speculon.commands.screen import EXIT_REFUSED, account, errors, loading, print_json, streaming
+from speculon.commands.screen import (
+    EXIT_REFUSED,
+    account,
+    errors,
+    loading,
+    over_defaults,
+    print_json,
+    streaming,
+)
 from speculon.commands.wrapping import WordWrap
 from speculon.config import EngineConfig, SamplingParams
 from speculon.errors import InvalidParameter, InvalidRequest, NeverFits, SpeculonError, TooLong
@@ -77,6 +85,7 @@ def run(task: Task, given: Given, speculative_config: str | None) -> None:
         from speculon.llm import LLM
 
         llm = LLM(progress=tell, **settings)
+    params = over_defaults(params, llm.default_params, task.as_json)
     if not task.raw and not llm.tokenizer.has_chat_template:
         raise InvalidRequest(
             f"{llm.config.model} has no chat template: --raw continues what you type as plain text"

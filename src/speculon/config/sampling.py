@@ -160,6 +160,11 @@ class SamplingParams(Checked):
             raise InvalidParameter("min_tokens", self.min_tokens, f"is beyond max_tokens {self.max_tokens}")
         return self
 
+    def over(self, defaults: SamplingParams) -> SamplingParams:
+        """What is set here, and else what is set in `defaults`."""
+        set_here = self.model_dump(exclude_unset=True)
+        return SamplingParams(**{**defaults.model_dump(exclude_unset=True), **set_here})
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
