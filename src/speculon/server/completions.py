@@ -13,8 +13,8 @@ from speculon.server.capture_format import chat_prompt, completion_prompts
 from speculon.server.constraints import Form, form_of
 from speculon.server.infill import Infill
 from speculon.server.model import ServedModel
-from speculon.server.request import GenerationRequest, common_fields, sampling_of, text_of
-from speculon.server.schemas import ChatRequest, CompletionRequest, Message, NamedTool, Tool
+from speculon.server.request import GenerationRequest, common_fields, sampling_of, text_of, under_either
+from speculon.server.schemas import ChatRequest, CompletionRequest, Message, NamedTool, Sampling, Tool
 from speculon.server.tool_calls import (
     CLOSE,
     OPEN,
@@ -45,14 +45,12 @@ CALLS_PROMPT = (
 
 
 def read_completion(body: CompletionRequest, model: ServedModel) -> GenerationRequest:
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise InvalidParameter("best_of", body.best_of, "must equal n: all choices are returned")
     prompt_logprobs = body.logprobs if body.echo else None
     infill = Infill.of(model, body.suffix) if body.suffix else None
     if infill and body.echo:
         raise InvalidParameter("echo", True, "not together with suffix")
     prompts = read_prompts(body, model, infill)
-    max_tokens = model.max_tokens(body.max_tokens, prompts, DEFAULT_TOKENS)
+    max_tokens = model.max_tokens(max_tokens_of(body), prompts, DEFAULT_TOKENS)
     form = form_of(body)
     params = sampling_of(
         body, model, form, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs
@@ -82,14 +80,17 @@ def read_prompts(body: CompletionRequest, model: ServedModel, infill: Infill | N
     prompt: Any = body.prompt_token_ids if body.prompt is None else body.prompt
     many = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
     if infill is None:
-        return [model.encode(one) if isinstance(one, str) else one for one in many]
+        special = body.add_special_tokens is not False
+        return [
+            model.encode(one, add_special_tokens=special) if isinstance(one, str) else one for one in many
+        ]
     before = [model.encode(one, add_special_tokens=False) if isinstance(one, str) else one for one in many]
     return [infill.prompt(ids) for ids in before]
 
 
 def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:
-    requested = max_tokens_of(body)
-    if body.top_logprobs is not None and not body.logprobs:
+    body, requested = with_thinking(body), max_tokens_of(body)
+    if body.top_logprobs and not body.logprobs:
         raise InvalidParameter("top_logprobs", body.top_logprobs, "only with logprobs = true")
     parser, form = read_tools(body, model)
     tools = tools_in_use(body)
@@ -122,15 +123,21 @@ def conversation(body: ChatRequest, tools: list[Tool], model: ServedModel) -> li
     opens = body.add_generation_prompt is not False
     prompt = TOOLS_PROMPT if body.tool_choice in (None, "auto") else CALLS_PROMPT
     text = render(body.messages or [], tools, model, body.chat_template_kwargs, prompt, answer_follows=opens)
-    return model.encode(text, add_special_tokens=False)
+    return model.encode(text, add_special_tokens=body.add_special_tokens is True)
 
 
-def max_tokens_of(body: ChatRequest) -> int | None:
-    """The limit under either of its names, which must not differ."""
-    old, new = body.max_tokens, body.max_completion_tokens
-    if old is not None and new is not None and old != new:
-        raise InvalidParameter("max_tokens", old, f"max_completion_tokens is {new}")
-    return new if old is None else old
+def with_thinking(body: ChatRequest) -> ChatRequest:
+    """`enable_thinking` or `think` as the template's variable, unless that is given, too."""
+    thinks = under_either(body, "enable_thinking", "think")
+    if thinks is None:
+        return body
+    variables = {"enable_thinking": thinks, **(body.chat_template_kwargs or {})}
+    return body.model_copy(update={"chat_template_kwargs": variables})
+
+
+def max_tokens_of(body: Sampling) -> int | None:
+    limit: int | None = under_either(body, "max_tokens", "max_completion_tokens")
+    return limit
 
 
 def tools_in_use(body: ChatRequest) -> list[Tool]:
