@@ -24,7 +24,7 @@ class ServeConfig(Checked):
         (), description="bearer token of clients; safer as SPECULON_SERVE__API_KEY, one per line"
     )
     served_model_name: str | None = Field(
-        None, description="model name in the API, of several that of the first; None: the value of model"
+        None, description="model name in the API, of several that of the first; None: that of folder or file"
     )
     models_dir: Path | None = Field(
         None, description="folder whose subfolders are served, too, each under its name; drafters are not"
