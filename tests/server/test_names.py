@@ -291,3 +291,16 @@ def test_a_served_name_and_the_path_name_a_model(tmp_path: Path) -> None:
     assert Catalogue.of_one(settings).names() == {"mine": "mine", str(tmp_path): "mine"}
     several = Catalogue({}, {"a": "/models/a", "b": "a"})
     assert several.names() == {"a": "a", "b": "b", "/models/a": "a"}, "a name comes before a path"
+
+
+@pytest.mark.parametrize("template", ["", "{{ messages }}"])
+def test_a_model_without_a_template_has_a_warning(caplog: pytest.LogCaptureFixture, template: str) -> None:
+    with served(template) as inside:
+        assert inside.post("completions", prompt="say:yes").status_code == 200
+        assert inside.post("chat/completions", messages=USER).status_code == (200 if template else 400)
+    warned = [line for line in caplog.messages if "chat template" in line and "served" in line]
+    assert (
+        warned == []
+        if template
+        else ["scripted has no chat template: chats are refused, completions are served"]
+    )

@@ -187,6 +187,8 @@ class PooledModel:
             log.exception("the model could not be loaded")
             await self.fail(EngineError(f"{type(error).__name__}: {error}"))
             raise self.error or error from None
+        if not tokenizer.has_chat_template:
+            log.warning("%s has no chat template: chats are refused, completions are served", self.name)
         config = self.config.serve
         served = ServedModel(self.name, tokenizer, facts.max_context, facts.vocab_size, facts.method, config)
         self.served = self._with_defaults(served)
