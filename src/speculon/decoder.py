@@ -306,8 +306,8 @@ class SpeculativeDecoder:
 
     @property
     def tokens_per_target_call(self) -> float:
-        """Emitted tokens / target calls that sampled; 0.0 before any call."""
-        return self._stats.emitted / self._stats.target_calls if self._stats.target_calls else 0.0
+        """Generated tokens, stop tokens among them / target calls that sampled; 0.0 before any call."""
+        return self._stats.tokens_per_target_call
 
     @property
     def naive_speedup(self) -> float:

@@ -180,8 +180,9 @@ def account(done: SpeculationStats | None, reasons: Mapping[str, int]) -> str:
     if done is None or not done.rounds:
         none = f"no speculation: {why or 'the text ended before the first round'}"
         return "; ".join([none, *(in_shadow(*shadow) for shadow in (done.shadow.items() if done else ()))])
+    stop = f" and {done.stop_tokens} stop token{'s' * (done.stop_tokens > 1)}" if done.stop_tokens else ""
     line = (
-        f"{'+'.join(done.by_source)}: {done.emitted} tokens in {done.target_calls} target calls, "
+        f"{'+'.join(done.by_source)}: {done.emitted} tokens{stop} in {done.target_calls} target calls, "
         f"{done.tokens_per_target_call:.2f} per call; "
         f"{done.acceptance_rate:.0%} of {done.drafted} drafts accepted"
     )
