@@ -177,6 +177,11 @@ class Finish:
     reason: FinishReason
     matched: str | int | None = None
 
+    @property
+    def by_token(self) -> bool:
+        """Whether a stop token ended it, which is no part of the text."""
+        return isinstance(self.matched, int)
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -188,6 +193,11 @@ class Verdict:
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token
     finish: Finish | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the prompt tokens after this span's rows
+
+    @property
+    def generated(self) -> int:
+        """Its tokens, and the stop token, which is not among them."""
+        return len(self.tokens) + (self.finish is not None and self.finish.by_token)
 
 
 class Proposal(NamedTuple):

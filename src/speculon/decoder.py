@@ -32,7 +32,7 @@ from speculon.telemetry import RequestStats, SpeculationStats, Stopwatch
 from speculon.text import Tokenizer, final_text
 from speculon.verify import read_logits, verify_given
 
-OF_CHECKPOINTS = ("model", "dtype", "device", "allow_pickle", "trust_remote_code")  # settled by the object
+OF_CHECKPOINTS = ("model", "dtype", "device", "allow_pickle", "trust_remote_code", "generation_config")
 PLAIN_CALLS = 8  # guess: plain calls whose median is the plain cost
 GIVEN = "given"  # source of drafts that came from the caller
 ROUND = "round"  # id of the requests that are made for one round
@@ -306,8 +306,8 @@ class SpeculativeDecoder:
 
     @property
     def tokens_per_target_call(self) -> float:
-        """Emitted tokens / target calls that sampled; 0.0 before any call."""
-        return self._stats.emitted / self._stats.target_calls if self._stats.target_calls else 0.0
+        """Generated tokens, stop tokens among them / target calls that sampled; 0.0 before any call."""
+        return self._stats.tokens_per_target_call
 
     @property
     def naive_speedup(self) -> float:

@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard, cast, overload
 
+from speculon.checkpoints.generation import sampling_defaults
 from speculon.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
 from speculon.engine.build import build_engine
 from speculon.engine.shared import AsyncRequestGroup, Call, RequestGroup, SharedEngine, Threads
@@ -38,6 +39,9 @@ class LLM:
     Keywords are the fields of `EngineConfig`. Raises `ModelError` for a checkpoint that cannot be used,
     `ConfigError` for a setting that is wrong.
 
+    Calls without `params` have `default_params`, with the values of the checkpoint's
+    `generation_config.json`. Given ones are complete: what they do not set has our default.
+
     With `tokenizer=None` no tokenizer is loaded. Prompts are then token ids, results have no text, and what
     needs one raises `InvalidParameter`: strings as prompts, stop strings, grammars, chats, streams of text.
 
@@ -61,6 +65,8 @@ class LLM:
             raise ConfigError(f"tokenizer = {tokenizer!r}: 'auto' is that of the checkpoint, None is none")
         self.engine = build_engine(EngineConfig(**settings), progress, texts=tokenizer is not None)
         self.config = self.engine.config
+        # of calls without `params`
+        self.default_params = SamplingParams(**sampling_defaults(self.config))
         self._shared, self._threads = SharedEngine(self.engine), Threads()
 
     def __enter__(self) -> Self:
@@ -166,7 +172,7 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: Speculation = None
     ) -> Iterator[str]:
         """Yields the text of one prompt as it is written. Closing the iterator aborts the request."""
-        params = params or SamplingParams()
+        params = params or self.default_params
         prompt_ids = self._encode(prompt)
         text = Stream.of(self.tokenizer, params, prompt_ids)
         with closing(self.events(prompt_ids, params, speculation=speculation)) as events:
@@ -178,7 +184,7 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: Speculation = None
     ) -> AsyncIterator[str]:
         """`stream` for an event loop. Closing the iterator, or cancelling the task, aborts the request."""
-        params = one_sample(params or SamplingParams())
+        params = one_sample(params or self.default_params)
         prompt_ids = await asyncio.to_thread(self._encode, prompt)
         text = Stream.of(self.tokenizer, params, prompt_ids)
         async with AsyncRequestGroup(self._shared, self._threads) as group:
@@ -192,7 +198,7 @@ class LLM:
     ) -> Generator[Event, None, None]:
         """Yields what each step brings to one prompt. Closing the generator aborts the request."""
         output = RequestOutput(self._encode(prompt), [Completion()])
-        yield from self._stream_to(output, params or SamplingParams(), speculation)
+        yield from self._stream_to(output, params or self.default_params, speculation)
 
     def session(
         self, params: SamplingParams | None = None, *, system: str | None = None, raw: bool = False
@@ -201,7 +207,7 @@ class LLM:
         as they are.
         """
         _ = self.tokenizer  # refused here where there is none
-        return Session(self, params or SamplingParams(), system, raw)
+        return Session(self, params or self.default_params, system, raw)
 
     def forget_pools(self, pool: str | None = None) -> int:
         """Deletes the earlier answers that are remembered under a name, or all; returns how many pools there
@@ -251,7 +257,7 @@ class LLM:
         """What is asked for each prompt, and its result, still empty."""
         many = as_list(prompts)
         each = one_per_prompt(
-            "params", SamplingParams() if params is None else params, len(many), SamplingParams
+            "params", self.default_params if params is None else params, len(many), SamplingParams
         )
         requested = one_per_prompt(
             "speculation", speculation, len(many), (RequestSpeculation, Mapping, type(None))

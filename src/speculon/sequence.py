@@ -290,10 +290,10 @@ class Round:
         """By sequence id."""
         return {attempt.span.seq.id: attempt for attempt in self.attempts}
 
-    def tokens(self) -> dict[int, int]:
-        """Committed by sequence id."""
+    def generated(self) -> dict[int, int]:
+        """Tokens by sequence id, stop tokens among them."""
         pairs = zip(self.spans, self.verdicts, strict=True)
-        return {span.seq.id: len(verdict.tokens) for span, verdict in pairs}
+        return {span.seq.id: verdict.generated for span, verdict in pairs}
 
 
 # of an output token: an accepted draft; the target's, after a rejected draft, after an accepted one, without

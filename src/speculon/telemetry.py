@@ -55,8 +55,9 @@ class SpeculationStats:
     draft_calls: int  # proposals made
     verified_positions: int  # rows scored: the drafts, and one more per call
     emitted: int  # tokens the caller sees
+    stop_tokens: int  # generated too: they end texts, and are no part of them
     acceptance_rate: float  # accepted / drafted
-    tokens_per_target_call: float  # emitted / target_calls
+    tokens_per_target_call: float  # generated (emitted and stop tokens) / target_calls; plain decoding has 1
     mean_accepted_per_round: float
     per_position: list[float]  # share of the drafts at position i that were accepted
     by_source: dict[str, dict[str, int]]
@@ -85,6 +86,7 @@ class RequestStats:
     target_calls: int = 0
     draft_calls: int = 0
     emitted: int = 0
+    stop_tokens: int = 0
     verified_positions: int = 0
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     preemptions: int = 0
@@ -93,7 +95,7 @@ class RequestStats:
     drafted_from: Counter[str] = field(default_factory=Counter)  # source -> drafts
     accepted_from: Counter[str] = field(default_factory=Counter)
     rounds_from: Counter[str] = field(default_factory=Counter)  # source of the first draft -> rounds
-    emitted_from: Counter[str] = field(default_factory=Counter)  # the same -> tokens of these rounds
+    generated_from: Counter[str] = field(default_factory=Counter)  # the same -> tokens of these rounds
     # method -> drafts that were watched instead of verified
     watched: Counter[str] = field(default_factory=Counter)
     # method, position -> drafted tokens of them
@@ -114,6 +116,14 @@ class RequestStats:
     prompts: Counter[tuple[str, str, int]] = field(default_factory=Counter)
     # how the last round went, and why so: of one text
     last: tuple[str, str] | None = field(default=None, compare=False)
+
+    @property
+    def generated(self) -> int:
+        return self.emitted + self.stop_tokens
+
+    @property
+    def tokens_per_target_call(self) -> float:
+        return self.generated / max(1, self.target_calls)
 
     @property
     def accepted_prediction_tokens(self) -> int:
@@ -166,6 +176,7 @@ class RequestStats:
         k = len(draft.tokens)
         self.target_calls += 1
         self.emitted += len(verdict.tokens)
+        self.stop_tokens += verdict.generated - len(verdict.tokens)
         self.verified_positions += k + 1
         if asked is None:
             return
@@ -176,7 +187,7 @@ class RequestStats:
             return
         self.rounds += 1
         self.rounds_from[draft.sources[0]] += 1
-        self.emitted_from[draft.sources[0]] += len(verdict.tokens)
+        self.generated_from[draft.sources[0]] += verdict.generated
         self.accepted += verdict.accepted
         for position, source in enumerate(draft.sources):
             self.drafted_at[position] += 1
@@ -263,8 +274,9 @@ class RequestStats:
             draft_calls=self.draft_calls,
             verified_positions=self.verified_positions,
             emitted=self.emitted,
+            stop_tokens=self.stop_tokens,
             acceptance_rate=self.accepted / max(1, drafted),
-            tokens_per_target_call=self.emitted / max(1, self.target_calls),
+            tokens_per_target_call=self.tokens_per_target_call,
             mean_accepted_per_round=self.accepted / max(1, self.rounds),
             per_position=[self.accepted_at[i] / n for i, n in sorted(self.drafted_at.items())],
             by_source={

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from speculon.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
+from speculon.core import acceptance_rule
 from speculon.errors import ConfigError, InvalidParameter, InvalidRequest, SpeculonError
 
 INF, NAN = float("inf"), float("nan")
@@ -42,8 +43,9 @@ INF, NAN = float("inf"), float("nan")
         ("stop", 5, "tuple"),
         ("stop_token_ids", (1,) * 65, "at most 64 items"),
         ("stop_token_ids", ("x",), "integer"),
-        ("seed", -(2**63) - 1, "greater than or equal to"),
-        ("seed", 2**64, "less than"),
+        ("seed", -(2**63) - 1, f"from {-(2**63)} to {2**63 - 1}"),
+        ("seed", 2**63, f"from {-(2**63)} to {2**63 - 1}"),
+        ("seed", 2**64 - 1, f"from {-(2**63)} to {2**63 - 1}"),
         ("seed", 1.5, "integer"),
         ("n", 0, "greater than or equal to 1"),
         ("n", 65, "less than or equal to 64"),
@@ -103,7 +105,7 @@ def test_a_bad_sampling_parameter_is_named_with_its_value_and_limit(name: str, b
         {"max_tokens": 0},
         {"max_tokens": None},
         {"seed": -(2**63)},
-        {"seed": 2**64 - 1},
+        {"seed": 2**63 - 1},
         {"n": 64},
         {"stop": ("x" * 256,) * 64},
         {"stop": None},
@@ -120,6 +122,13 @@ def test_a_bad_sampling_parameter_is_named_with_its_value_and_limit(name: str, b
 )
 def test_the_limits_themselves_are_allowed(good: dict[str, Any]) -> None:
     SamplingParams(**good)
+
+
+@pytest.mark.parametrize("seed", [-1, -1.0, "-1", None])
+def test_a_seed_of_minus_one_is_none(seed: Any) -> None:
+    params = SamplingParams(seed=seed)
+    assert params.seed is None and acceptance_rule("auto", params) == "block"
+    assert SamplingParams(seed=-2).seed == -2
 
 
 def test_one_string_is_a_list_of_one() -> None:

@@ -30,7 +30,7 @@ class Server:
         totals.drafted_from["suffix"] += 10
         totals.accepted_from["suffix"] += 4
         totals.rounds_from["suffix"] += 5
-        totals.emitted_from["suffix"] += 15
+        totals.generated_from["suffix"] += 15
 
 
 def test_points_are_differences_and_a_pause_begins_anew() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from speculon.commands.screen import account
 from speculon.control import shadow as shadow_module
 from speculon.control.shadow import WATCHED, Judged, Shadow, ShadowPolicy
-from speculon.core import NO_DRAFT, Draft, Load, Reason, SpanOutcome, Timing, Verdict
+from speculon.core import NO_DRAFT, Draft, Finish, Load, Reason, SpanOutcome, Timing, Verdict
 from speculon.sequence import Sequence, Span
 from speculon.telemetry import EngineCounters, RequestStats, log_line
 from tests.builders import make_sequence
@@ -273,5 +273,8 @@ def test_the_account_in_words() -> None:
     stats.record(draft_of(1, 2), Verdict((1, 2, 3), 2, SpanOutcome.FULL), ("suffix",))
     line = account(stats.speculation(), stats.reasons)
     assert line.startswith("any: 4 tokens in 2 target calls") and "suffix in shadow" in line
+    stats.record(draft_of(1, 2), Verdict((1,), 1, finish=Finish("stop", 2)), ("suffix",))
+    line = account(stats.speculation(), stats.reasons)
+    assert line.startswith("any: 5 tokens and 1 stop token in 3 target calls, 2.00 per call")
     none = account(RequestStats().speculation(), {})
     assert none == "no speculation: the text ended before the first round"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.core import Draft, Reason, SpanOutcome, Stop, Verdict, no_draft
+from speculon.core import Draft, Finish, Reason, SpanOutcome, Stop, Verdict, no_draft
 from speculon.telemetry import EngineCounters, RequestStats, SpeculationStats, log_line
 
 OUTCOMES = {
@@ -59,6 +59,26 @@ def test_without_a_round_there_is_no_speculation_but_reasons_are_there() -> None
     assert (stats.target_calls, stats.emitted, stats.draft_calls) == (3, 3, 1)
 
 
+@pytest.mark.parametrize(
+    ("finish", "stop_tokens"),
+    [
+        (Finish("stop", 2), 1),
+        (Finish("stop", 0), 1),
+        (Finish("stop", "\n"), 0),
+        (Finish("length"), 0),
+        (Finish("abort"), 0),
+    ],
+)
+def test_a_stop_token_is_generated_and_not_emitted(finish: Finish, stop_tokens: int) -> None:
+    """So plain decoding has one token per target call, however its text ends."""
+    last = Verdict(() if stop_tokens else (8,), finish=finish)
+    stats = recorded(PROMPT, plain(), (Draft(), last, ("ngram",), Reason.NO_MATCH))
+    assert (stats.emitted, stats.stop_tokens) == (3 - stop_tokens, stop_tokens)
+    assert stats.tokens_per_target_call == 1.0
+    drafted = recorded((Draft((5, 2), ("ngram",) * 2), Verdict((5,), 1, finish=finish), ("ngram",), None))
+    assert drafted.generated_from == {"ngram": 1 + stop_tokens}
+
+
 def test_the_figures_of_known_rounds() -> None:
     stats = recorded(
         PROMPT, speculative(4), speculative(0), speculative(2), plain(), speculative(1, k=1, source="other")
@@ -75,7 +95,7 @@ def test_the_figures_of_known_rounds() -> None:
     assert done.per_position == [3 / 4, 2 / 3, 1 / 3, 1 / 3]
     assert done.by_source == {"ngram": {"drafted": 12, "accepted": 6}, "other": {"drafted": 1, "accepted": 1}}
     assert done.span_outcomes == {"full": 1, "early": 3}
-    assert (stats.rounds_from, stats.emitted_from) == ({"ngram": 3, "other": 1}, {"ngram": 9, "other": 2})
+    assert (stats.rounds_from, stats.generated_from) == ({"ngram": 3, "other": 1}, {"ngram": 9, "other": 2})
     assert set(done.to_dict()) == {field.name for field in fields(SpeculationStats)}
 
 

@@ -113,17 +113,20 @@ class Inside:
 
 
 class ScriptedLoader(Loader):
-    """Makes scripted engines in threads, and tokenizers of bytes; `gigabytes` are the shares, by path."""
+    """Makes scripted engines in threads, and tokenizers of bytes; `gigabytes` are the shares, by path,
+    and `generation` are the checkpoint's defaults of sampling.
+    """
 
     def __init__(
         self,
         template: str = "{{ messages }}",
         over: Any = None,
         gigabytes: dict[str, float] | None = None,
+        generation: dict[str, Any] | None = None,
         **script: Any,
     ):
         self._template, self._over, self._script = template, over, script
-        self._gigabytes = gigabytes or {}
+        self._gigabytes, self._generation = gigabytes or {}, generation or {}
         self.engines: dict[str, ThreadEngine] = {}  # the latest of each model, by path
         self.faults: dict[str, list[Exception]] = {}  # of the next loads, by path
         self.gates: dict[str, threading.Event] = {}  # a model loads once its gate is open
@@ -137,6 +140,9 @@ class ScriptedLoader(Loader):
 
     def tokenizer(self, config: EngineConfig) -> Tokenizer:
         return self._over.tokenizer if self._over else Tokenizer(Bytes(self._template))
+
+    def sampling(self, config: EngineConfig) -> dict[str, Any]:
+        return self._generation
 
     def device(self, config: EngineConfig) -> str:
         return "cpu" if config.device == "auto" else config.device

@@ -49,6 +49,7 @@ def main() -> None:
     Loader.free_memory = lambda loader, config: 100 * GB  # type: ignore[method-assign]
     Loader.share = lambda loader, settings, total: Share(GB, settings)  # type: ignore[method-assign]
     Loader.tokenizer = lambda loader, config: Tokenizer(Bytes())  # type: ignore[method-assign]
+    Loader.sampling = lambda loader, config: {}  # type: ignore[method-assign]
     cli.main()
 
 

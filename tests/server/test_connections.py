@@ -16,6 +16,7 @@ import httpx2 as httpx
 import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from speculon.commands.serve_replicas import http_options
 from speculon.config.serve import ServeConfig
 from speculon.server import connections
 from speculon.server.connections import ConnectionLimits, HttpProtocol, LimitedProtocol
@@ -119,6 +120,12 @@ def test_without_the_timer_they_stay_open(monkeypatch: pytest.MonkeyPatch) -> No
     with served(header_timeout=LIMIT, keep_alive=LIMIT) as inside:
         with pytest.raises(AssertionError, match="stayed false"):
             check_closed([Client(inside.url)], LIMIT * 3)
+
+
+def test_an_idle_connection_outlives_the_pools_of_clients() -> None:
+    assert ConnectionLimits(ServeConfig()).keep_alive >= 75
+    assert http_options("::1", 1, ServeConfig())["keep_alive_timeout_s"] >= 75
+    assert http_options("::1", 1, ServeConfig(keep_alive=0.2))["keep_alive_timeout_s"] == 1, "whole seconds"
 
 
 def test_slow_requests_are_not_cut(inside: Inside) -> None:

@@ -145,6 +145,16 @@ def test_an_empty_file_serves_the_model_of_the_settings(tmp_path: Path) -> None:
     assert catalogue_of({"model": config.model}, config, []).paths == {config.model: config.model}
 
 
+def test_a_table_is_about_the_model_of_the_settings_with_its_name(tmp_path: Path) -> None:
+    """As the administration writes it for a server of one model."""
+    (tmp_path / "models.toml").write_text("[models.mine]\nmax_tokens = 2\n")
+    shutil.copytree(locate("demo-draft"), tmp_path / "mine")
+    config = EngineConfig(model=str(tmp_path / "mine"), serve={"models_file": tmp_path / "models.toml"})
+    for models in ([], [config.model]):
+        found = catalogue_of({"model": config.model}, config, models)
+        assert found.paths == {"mine": config.model} and found.of_model("mine").sampling == {"max_tokens": 2}
+
+
 def test_a_name_for_a_model_with_a_table_is_refused(tmp_path: Path) -> None:
     (tmp_path / "models.toml").write_text("[models.one]\n")
     serve = {"models_file": tmp_path / "models.toml", "served_model_name": "other"}

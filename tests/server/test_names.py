@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from speculon.config.serve import ServeConfig
+from speculon.server.catalogue import Catalogue
 from speculon.server.completions import read_chat, read_completion
 from speculon.server.model import ServedModel
 from speculon.server.schemas import ChatRequest, CompletionRequest
 from speculon.text import Tokenizer
-from tests.server.inside import Inside, served
+from tests.server.inside import Inside, ScriptedLoader, served, serving
 from tests.server.scripted import Bytes
 from tests.server.test_answers import check_alike, events_of
 from tests.server.test_capture import read, settle
@@ -257,3 +258,49 @@ def test_tokens_are_explained(inside: Inside, route: str) -> None:
 def test_tokens_are_not_explained_unasked(inside: Inside) -> None:
     for body in ({}, {"speculation": {"stats": True}}):
         assert "speculation" not in inside.post("completions", prompt="x", **body).json()["choices"][0]
+
+
+# names of models
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("{folder}/smol-1.7b", "smol-1.7b"),
+        ("{folder}/smol-1.7b/", "smol-1.7b"),
+        ("{folder}/Smol.Q4_1.gguf", "Smol.Q4_1"),
+        ("owner/smol", "owner/smol"),
+    ],
+)
+def test_a_model_has_the_name_of_its_folder_or_file(tmp_path: Path, given: str, name: str) -> None:
+    (tmp_path / "smol-1.7b").mkdir()
+    (tmp_path / "Smol.Q4_1.gguf").touch()
+    path = given.format(folder=tmp_path)
+    with serving(Catalogue.of_one({"model": path}), ScriptedLoader()) as inside:
+        assert [card["id"] for card in inside.client.get("/v1/models").json()["data"]] == [name]
+        for known in (name, path):
+            answer = inside.post("completions", model=known, prompt="say:yes")
+            assert answer.status_code == 200 and answer.json()["model"] == name, answer.text
+        assert inside.client.get(f"/v1/models/{name}").status_code == 200
+        refused = inside.post("completions", model="smol", prompt="x")
+        assert refused.status_code == 404 and repr(name) in refused.text
+
+
+def test_a_served_name_and_the_path_name_a_model(tmp_path: Path) -> None:
+    settings = {"model": str(tmp_path), "serve": {"served_model_name": "mine"}}
+    assert Catalogue.of_one(settings).names() == {"mine": "mine", str(tmp_path): "mine"}
+    several = Catalogue({}, {"a": "/models/a", "b": "a"})
+    assert several.names() == {"a": "a", "b": "b", "/models/a": "a"}, "a name comes before a path"
+
+
+@pytest.mark.parametrize("template", ["", "{{ messages }}"])
+def test_a_model_without_a_template_has_a_warning(caplog: pytest.LogCaptureFixture, template: str) -> None:
+    with served(template) as inside:
+        assert inside.post("completions", prompt="say:yes").status_code == 200
+        assert inside.post("chat/completions", messages=USER).status_code == (200 if template else 400)
+    warned = [line for line in caplog.messages if "chat template" in line and "served" in line]
+    assert (
+        warned == []
+        if template
+        else ["scripted has no chat template: chats are refused, completions are served"]
+    )

@@ -73,6 +73,18 @@ def test_the_result_says_what_speculation_did(llm: LLM):
     }
 
 
+@pytest.mark.parametrize("method", ["off", "ngram"])
+def test_a_stop_token_is_a_token_of_its_target_call(llm: LLM, method: str) -> None:
+    whole = llm.generate(PROMPT, GREEDY)[0].token_ids
+    params = GREEDY.model_copy(update={"stop_token_ids": (whole[-1],)})
+    out = llm.generate(PROMPT, params, speculation={"method": method})[0]
+    stats = out.outputs[0].stats
+    assert out.outputs[0].stop == whole[-1] and whole[-1] not in out.token_ids
+    assert (stats.emitted, stats.stop_tokens) == (len(out.token_ids), 1)
+    if method == "off":
+        assert stats.tokens_per_target_call == 1.0
+
+
 def test_n_samples_differ_from_each_other_and_repeat_with_their_seed(llm: LLM):
     params = SamplingParams(n=3, seed=5, max_tokens=12, ignore_eos=True)
     first, again = (llm.generate(PROMPT, params)[0] for _ in range(2))

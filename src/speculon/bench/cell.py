@@ -90,7 +90,7 @@ def summarise(workload: str, concurrency: int, mode: Mode, runs: Runs, cases: li
         policy=mode.policy(llm.config.speculation.policy),
         ratio=median(ratios),
         ratio_quartiles=quartiles(ratios),
-        tokens_per_target_call=stats.emitted / stats.target_calls if stats.target_calls else None,
+        tokens_per_target_call=stats.tokens_per_target_call if stats.target_calls else None,
         rejection=mode.speculates
         and rule in ("rejection", "block")
         and not all(case.params.greedy for case in cases),

@@ -28,6 +28,11 @@ class Step:
     tokens: int  # committed
     decoding: bool  # no prompt tokens in it
     profile: Mapping[str, float]  # part of the step -> ms
+    stop_tokens: int = 0  # generated, and not committed
+
+    @property
+    def generated(self) -> int:
+        return self.tokens + self.stop_tokens
 
     @property
     def draft_ms(self) -> float:
@@ -105,7 +110,8 @@ def recording(engine: Engine) -> Iterator[list[Step]]:
         if counters.steps > calls:
             tokens = sum(len(event.tokens) for event in events)
             profile = {part: ms - before[part] for part, ms in counters.profile.items()}
-            steps.append(Step(counters.rows - rows, len(events), tokens, decoding, profile))
+            stops = sum(event.finish is not None and event.finish.by_token for event in events)
+            steps.append(Step(counters.rows - rows, len(events), tokens, decoding, profile, stops))
         return events
 
     vars(engine)["step"] = step

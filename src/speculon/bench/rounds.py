@@ -51,7 +51,7 @@ def rounds_of(measurements: list[Measurement]) -> RoundCosts | None:
         target=target / whole,
         rest=(whole - draft - target) / whole,
         draft_ms_per_position=draft / sum(step.drafted for step in steps),
-        tokens_per_target_call=sum(step.tokens for step in steps) / sum(step.spans for step in steps),
+        tokens_per_target_call=sum(step.generated for step in steps) / sum(step.spans for step in steps),
     )
 
 

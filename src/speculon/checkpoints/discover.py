@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from types import MappingProxyType
 
 from speculon.checkpoints.families import DRAFT_MODEL, family_of
 from speculon.checkpoints.gguf import is_gguf
+from speculon.checkpoints.locate import name_of
 from speculon.errors import ConfigError, ModelError
 
 log = logging.getLogger("speculon")
@@ -66,15 +66,6 @@ def inside(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise ConfigError(f"models_dir = {str(folder)!r}: no such folder")
     return sorted(path for path in folder.iterdir() if (path / "config.json").is_file() or is_gguf(path))
-
-
-def name_of(path: str) -> str:
-    """A folder's own name, a GGUF file's without its suffix; other names and a hub id as they are."""
-    folder = Path(path).expanduser()
-    if not folder.exists():
-        return path
-    whole = Path(os.path.abspath(folder))
-    return whole.stem if is_gguf(whole) else whole.name
 
 
 def add(found: dict[str, str], name: str, path: str) -> None:

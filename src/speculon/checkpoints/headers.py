@@ -19,6 +19,7 @@ from speculon.errors import (
     UnsupportedModel,
 )
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DTYPES = {
@@ -85,6 +86,17 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         remote_code="auto_map" in config,
         quantization=(config.get("quantization_config") or {}).get("quant_method"),
     )
+
+
+def lacks_chat_template(path: Path) -> bool:
+    """Whether the files of a model say that it has no chat template; code of its tokenizer may have one."""
+    if is_gguf(path):
+        return not read_gguf(path).metadata.get("tokenizer.chat_template")
+    files = (path / TOKENIZER_CONFIG, *path.glob("chat_template*"), *path.glob("additional_chat_templates/*"))
+    if not files[0].is_file() or len(files) > 1:
+        return False
+    config = read_json(files[0], ModelError)
+    return isinstance(config, dict) and not config.get("chat_template") and "auto_map" not in config
 
 
 def config_dtype(config: dict[str, Any]) -> str | None:

@@ -104,6 +104,15 @@ def in_folders(name: str) -> Path | None:
     return next((path for path in paths if path.is_file() or (path / "config.json").is_file()), None)
 
 
+def name_of(path: str) -> str:
+    """A folder's own name, a GGUF file's without its suffix; other names and a hub id as they are."""
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        return path
+    whole = Path(os.path.abspath(folder))
+    return whole.stem if is_gguf(whole) else whole.name
+
+
 def usual_drafters(model: str) -> dict[str, str]:
     """The drafters of a model by name, by method: those that are shipped for it, or, for one in a folder of
     `SPECULON_MODELS`, the draft model `MODEL-draft` there.

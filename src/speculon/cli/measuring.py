@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from speculon.cli.app import AsChat, Json, SpeculativeConfig, command
-from speculon.commands.options import MONITOR, Given, settings_from
+from speculon.commands.options import NO_REQUESTS, Given, settings_from
 from speculon.commands.sections import MEASURE
 from speculon.config import EngineConfig, SamplingParams, SpeculationConfig
 
@@ -70,7 +70,7 @@ Control = Annotated[
 
 
 @command(MEASURE)
-@settings_from(SpeculationConfig, EngineConfig, without=("method", "state", *MONITOR))
+@settings_from(SpeculationConfig, EngineConfig, without=("method", "state", *NO_REQUESTS))
 def bench(
     workloads: Annotated[
         str | None,
@@ -141,7 +141,7 @@ def replay(
 
 
 @command(MEASURE)
-@settings_from(SamplingParams, SpeculationConfig, EngineConfig, without=("n", "state", *MONITOR))
+@settings_from(SamplingParams, SpeculationConfig, EngineConfig, without=("n", "state", *NO_REQUESTS))
 def advise(
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="a sample prompt; may be repeated")
@@ -198,7 +198,7 @@ def advise(
 
 
 @command(MEASURE)
-@settings_from(SpeculationConfig, EngineConfig, without=MONITOR)
+@settings_from(SpeculationConfig, EngineConfig, without=NO_REQUESTS)
 def check(
     prompt: CheckPrompts = None,
     prompt_file: Annotated[

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from speculon.cli.app import AsChat, Json, PromptFiles, Prompts, SpeculativeConfig, command
-from speculon.commands.options import MONITOR, Given, pick, settings_from
+from speculon.commands.options import MONITOR, NO_REQUESTS, Given, pick, settings_from
 from speculon.commands.sections import MODELS, SERVER, TEXT
 from speculon.config import MAX_DRAFTS, EngineConfig, SamplingParams, ServeConfig, SpeculationConfig
 
@@ -17,7 +17,7 @@ FIT = ("draft", "method", "memory_policy", "memory_limit_gb", "additional_memory
 
 
 @command(TEXT)
-@settings_from(EngineConfig, without=("state", *MONITOR))
+@settings_from(EngineConfig, without=("state", *NO_REQUESTS))
 def demo(
     num_speculative_tokens: Annotated[
         int | None,

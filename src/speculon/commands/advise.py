@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from speculon.advise.prompts import Samples, Split, as_cases, workload_cases
 from speculon.advise.run import advise, count_measurements
 from speculon.bench import workloads
 from speculon.bench.data import Prompt, read_prompts
-from speculon.commands.bench import show_files
+from speculon.commands.bench import refuse_chats, show_files
 from speculon.commands.generate import read_text
 from speculon.commands.options import Given, engine_settings, pick
 from speculon.commands.screen import counting, loading, print_json
@@ -95,6 +96,7 @@ def run(
     builtin = prompts.builtin(config.model, samples, sampling)
     if path:
         settings_file.check_writable(path)
+    refuse_chats(config, chain(*samples.values()))
     with loading(as_json) as stage:
         stage("importing torch")
         from speculon.llm import LLM

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from speculon.bench import report, tables
-from speculon.bench.data import DATA, PromptFile, read_prompts
+from speculon.bench.data import DATA, NO_TEMPLATE, Prompt, PromptFile, read_prompts
 from speculon.bench.plan import FIXED, BenchPlan, parse_mode
 from speculon.bench.run import run as compare
 from speculon.commands.options import Given, engine_settings
 from speculon.commands.screen import counting, errors, loading, print_json
+from speculon.commands.templates import lacks_template
 from speculon.config import EngineConfig
 from speculon.errors import InvalidParameter
 
@@ -49,8 +52,19 @@ def make_plan(options: dict[str, Any], quick: bool, config: EngineConfig) -> Ben
     named = {name: value for name, value in options.items() if value is not None}
     fields = {**(QUICK if quick else {}), **named, "fuse": config.fuse}
     if DATA in named:
-        fields |= fields_of(read_prompts(named[DATA]), named, fields)
+        data = read_prompts(named[DATA])
+        refuse_chats(config, chain(*data.prompts.values()))
+        fields |= fields_of(data, named, fields)
     return BenchPlan(**fields)
+
+
+def refuse_chats(config: EngineConfig, prompts: Iterable[Any]) -> None:
+    """Raises `InvalidParameter` for the first chat of a file, where the checkpoint has no template."""
+    chat = next(
+        (one for one in prompts if isinstance(one, Prompt) and not isinstance(one.content, str)), None
+    )
+    if chat is not None and lacks_template(config):
+        raise InvalidParameter(DATA, chat.place, NO_TEMPLATE)
 
 
 def fields_of(data: PromptFile, named: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:

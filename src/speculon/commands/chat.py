@@ -17,7 +17,16 @@ from rich.text import Text
 from speculon.checkpoints.locate import refuse_missing
 from speculon.commands.drafts import DraftStream, Run, colour_of, drawn, legend, painted
 from speculon.commands.options import Given, as_json_error, engine_settings, pick
-from speculon.commands.screen import EXIT_REFUSED, account, errors, loading, print_json, streaming
+from speculon.commands.screen import (
+    EXIT_REFUSED,
+    account,
+    errors,
+    loading,
+    over_defaults,
+    print_json,
+    streaming,
+)
+from speculon.commands.templates import refuse_chat
 from speculon.commands.wrapping import WordWrap
 from speculon.config import EngineConfig, SamplingParams
 from speculon.errors import InvalidParameter, InvalidRequest, NeverFits, SpeculonError, TooLong
@@ -39,6 +48,7 @@ HELP: Mapping[str, str] = {
     "/show-drafts": "colour accepted drafts, or stop it",
     "/quit": "leave; so does Ctrl-D",
 }
+RAW = "--raw continues what you type as plain text"
 KEYS = f"Ctrl-C ends an answer and keeps its text. {QUOTES} begins and ends a message of several lines."
 
 
@@ -73,14 +83,15 @@ def run(task: Task, given: Given, speculative_config: str | None) -> None:
     if config.warmup is None:  # a single user waits for the first token: costs are measured meanwhile
         settings["warmup"] = False
     with loading(task.as_json) as tell:
+        if not task.raw:
+            refuse_chat(config, RAW)
         tell("importing torch")
         from speculon.llm import LLM
 
         llm = LLM(progress=tell, **settings)
+    params = over_defaults(params, llm.default_params, task.as_json)
     if not task.raw and not llm.tokenizer.has_chat_template:
-        raise InvalidRequest(
-            f"{llm.config.model} has no chat template: --raw continues what you type as plain text"
-        )
+        raise InvalidRequest(f"{llm.config.model} has no chat template: {RAW}")
     chat = Chat(llm, params, task, interactive=sys.stdin.isatty())
     chat.session.prompt("hello")  # a template that refuses the system message fails here
     chat.run()

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from speculon.bench.data import read_prompts
 from speculon.check.plan import QUICK, CheckPlan
-from speculon.commands.bench import show_files
+from speculon.commands.bench import refuse_chats, show_files
 from speculon.commands.generate import read_text
 from speculon.commands.options import Given, engine_settings, read_object
 from speculon.commands.screen import counting, loading, print_json
@@ -55,7 +55,9 @@ def run(options: CheckOptions, given: Given, speculative_config: str | None, as_
     """Ends the process with code 1 unless the check has passed."""
     plan = options.plan()  # bad input is refused before torch is imported
     settings = with_drafts(engine_settings(given, speculative_config))
-    check_method(EngineConfig(**settings).speculation.method)
+    config = EngineConfig(**settings)
+    check_method(config.speculation.method)
+    refuse_chats(config, plan.prompts)
     with loading(as_json) as stage:
         stage("importing torch")
         from speculon.check import report

@@ -234,7 +234,7 @@ def side(measurements: list[Measurement]) -> Side:
         tokens_per_second=median(one.tokens_per_second for one in measurements),
         ms=median(one.seconds for one in measurements) * 1e3,
         target_calls=stats.target_calls,
-        tokens_per_call=stats.emitted / stats.target_calls,
+        tokens_per_call=stats.tokens_per_target_call,
         acceptance=done.acceptance_rate if done else None,
     )
 

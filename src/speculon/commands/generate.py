@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from speculon.checkpoints.locate import refuse_missing
 from speculon.commands.options import Given, engine_settings, pick
-from speculon.commands.screen import account, counting, errors, loading, print_json, streaming
+from speculon.commands.screen import account, counting, errors, loading, over_defaults, print_json, streaming
+from speculon.commands.templates import refuse_chat
 from speculon.config import EngineConfig, RequestSpeculation, SamplingParams
 from speculon.errors import InvalidParameter
 from speculon.proposers.registry import check_method
@@ -54,10 +55,13 @@ def run(task: Task, given: Given, speculative_config: str | None, as_json: bool)
     if config.warmup is None:  # a single user waits for the first token: costs are measured meanwhile
         settings["warmup"] = False
     with loading(as_json) as tell:
+        if task.chat:
+            refuse_chat(config, "without --chat the prompt is continued as plain text")
         tell("importing torch")
         from speculon.llm import LLM
 
         llm = LLM(progress=tell, **settings)
+    params = over_defaults(params, llm.default_params, as_json)
     prompts = [encode(llm, task, text) for text in texts]
     if len(prompts) == 1 and params.n == 1 and not as_json:
         return stream(llm, prompts[0], params, speculation)

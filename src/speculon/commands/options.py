@@ -22,6 +22,7 @@ from speculon.errors import ConfigError, InvalidParameter, SpeculonError
 
 NO_FLAG = {"speculation", "serve"}  # tables: their fields have flags
 MONITOR = ("monitor_share", "monitor_max_tokens")  # of no effect in a command that ends with its texts
+NO_REQUESTS = (*MONITOR, "generation_config")  # of no effect in a command that sets how it samples
 NAMES = {float: "FLOAT", int: "INTEGER", str: "TEXT", SecretStr: "TEXT", Path: "FILE"}
 VLLM_NAMES = {
     "model": "draft",

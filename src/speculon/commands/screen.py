@@ -26,6 +26,7 @@ from speculon.commands.options import as_json_error
 from speculon.errors import SpeculonError
 
 if TYPE_CHECKING:
+    from speculon.config import SamplingParams
     from speculon.telemetry import SpeculationStats
 
 EXIT_REFUSED = 2
@@ -85,6 +86,16 @@ def print_json(value: Any) -> None:
     """One object, one line. A NaN would be no JSON, so it fails here."""
     sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
     sys.stdout.flush()
+
+
+def over_defaults(params: SamplingParams, defaults: SamplingParams, as_json: bool) -> SamplingParams:
+    """What the command line sets, and else the model's own defaults, which are shown."""
+    found = params.over(defaults)
+    values = found.model_dump(include=defaults.model_fields_set - params.model_fields_set)
+    if values and not as_json:
+        shown = ", ".join(f"{name} {value}" for name, value in values.items())
+        errors().print(f"from the model's generation_config.json: {shown}", style="dim", markup=False)
+    return found
 
 
 class LogLines(logging.Handler):
@@ -169,8 +180,9 @@ def account(done: SpeculationStats | None, reasons: Mapping[str, int]) -> str:
     if done is None or not done.rounds:
         none = f"no speculation: {why or 'the text ended before the first round'}"
         return "; ".join([none, *(in_shadow(*shadow) for shadow in (done.shadow.items() if done else ()))])
+    stop = f" and {done.stop_tokens} stop token{'s' * (done.stop_tokens > 1)}" if done.stop_tokens else ""
     line = (
-        f"{'+'.join(done.by_source)}: {done.emitted} tokens in {done.target_calls} target calls, "
+        f"{'+'.join(done.by_source)}: {done.emitted} tokens{stop} in {done.target_calls} target calls, "
         f"{done.tokens_per_target_call:.2f} per call; "
         f"{done.acceptance_rate:.0%} of {done.drafted} drafts accepted"
     )

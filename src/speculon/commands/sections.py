@@ -41,6 +41,7 @@ BY_MODEL: Mapping[type[BaseModel], str] = {
 }
 BY_NAME: Mapping[str, str] = {
     "model": COMMON,
+    "generation_config": "Sampling",
     **dict.fromkeys(
         ("draft", "method", "policy", "num_speculative_tokens", "acceptance", "chained_drafts"), "Speculation"
     ),

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rich.panel import Panel
 
 from speculon import __version__
+from speculon.checkpoints.locate import name_of
 from speculon.commands.options import Given, engine_settings
 from speculon.commands.screen import errors
 from speculon.config import EngineConfig
@@ -110,17 +111,22 @@ def catalogue_of(settings: dict[str, Any], config: EngineConfig, models: list[st
         given = [config.model]
     if name is not None and given and given[0] in tables:
         raise ConfigError(f"served_model_name = {name!r}: {given[0]!r} has its names in {file and file.path}")
-    paths = {model: path_of(model, tables[model], folder) for model in given if model in tables}
+    paths = {model: path_of(model, tables[model], folder, config) for model in given if model in tables}
     found = find_models(given, folder, name, paths)
     if len(found.models) > 1:
         say(f"models: {', '.join(found.models)}; the first is the default")
     return Catalogue(settings, found.models, found.drafters, file, writable)
 
 
-def path_of(name: str, table: Mapping[str, Any], folder: Path | None) -> str:
-    """Of a model with a table: what the table says, else the subfolder of its name, else the name itself."""
-    inner = None if folder is None else folder / name
-    return str(table.get("model") or (inner if inner and (inner / "config.json").is_file() else name))
+def path_of(name: str, table: Mapping[str, Any], folder: Path | None, config: EngineConfig) -> str:
+    """Of a model with a table: what the table says, else the subfolder of its name, else the model of the
+    settings that has this name, else the name itself.
+    """
+    if "model" in table:
+        return str(table["model"])
+    if folder is not None and (folder / name / "config.json").is_file():
+        return str(folder / name)
+    return config.model if name_of(config.model) == name else name
 
 
 def file_of_models(config: EngineConfig) -> ModelSettingsFile | None:

@@ -6,12 +6,14 @@ import os
 import secrets
 import signal
 from importlib.util import find_spec
+from math import ceil
 from threading import Event
 from time import perf_counter
+from typing import Any
 
 from speculon.commands import serve as single
 from speculon.commands.options import Given, engine_settings
-from speculon.config import EngineConfig
+from speculon.config import EngineConfig, ServeConfig
 from speculon.errors import ConfigError
 
 NAME = "speculon"  # of the application
@@ -28,6 +30,11 @@ def own_ray() -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else Ray keeps one in the home folder
     }
+
+
+def http_options(host: str, port: int, config: ServeConfig) -> dict[str, Any]:
+    """Of Ray's proxy, which is what clients connect to."""
+    return {"host": host, "port": port, "keep_alive_timeout_s": ceil(config.keep_alive)}
 
 
 def run(given: Given, models: list[str], speculative_config: str | None, replicas: int) -> None:
@@ -59,7 +66,7 @@ def run(given: Given, models: list[str], speculative_config: str | None, replica
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
     try:
-        serve.start(http_options={"host": host, "port": port})
+        serve.start(http_options=http_options(host, port, config.serve))
         gpus = 1.0 if config.device != "cpu" and ray.cluster_resources().get("GPU", 0) >= replicas else 0.0
         single.say(f"loading {config.model}: {replicas} replicas")
         serve.run(app({**settings, "replicas": replicas, "gpus": gpus}), name=NAME)

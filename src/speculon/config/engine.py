@@ -108,6 +108,9 @@ class EngineConfig(BaseSettings):
     )
     allow_pickle: bool = Field(False, description="accept pickle checkpoints (weights_only)")
     trust_remote_code: bool = Field(False, description="run Python code that comes with a checkpoint")
+    generation_config: bool = Field(
+        True, description="take the defaults of sampling from the checkpoint's generation_config.json"
+    )
     speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
     serve: ServeConfig = Field(default_factory=ServeConfig)
 

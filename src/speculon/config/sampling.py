@@ -19,6 +19,7 @@ MAX_SAMPLES = 64
 # characters of a schema, expression or grammar: 1.4 s to compile at the worst seen, mostly a third of one
 MAX_GRAMMAR = 2**16
 MAX_CHOICES = 1024
+SEEDS = range(-(2**63), 2**63)  # as OpenAI
 
 
 class Structured(Checked):
@@ -113,7 +114,7 @@ class SamplingParams(Checked):
         (), max_length=MAX_STOPS, description="token id that ends the text"
     )
     ignore_eos: bool = Field(False, description="do not stop at the end-of-text token")
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="the same seed gives the same text")
+    seed: int | None = Field(None, description="the same seed gives the same text; -1: none")
     n: int = Field(1, ge=1, le=MAX_SAMPLES, description="completions per prompt")
     logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="log-probabilities of this many likeliest tokens"
@@ -151,6 +152,13 @@ class SamplingParams(Checked):
         False, description="keep the stop string at the end of the text; stop tokens are never shown"
     )
 
+    @field_validator("seed")
+    @classmethod
+    def _minus_one_is_none(cls, value: int | None) -> int | None:
+        if value is not None and value not in SEEDS:
+            raise ValueError(f"from {SEEDS[0]} to {SEEDS[-1]}; -1 is no seed")
+        return None if value == -1 else value
+
     @field_validator("stop", "bad_words", mode="before")
     @classmethod
     def _one_string_is_a_list(cls, value: Any) -> Any:
@@ -169,6 +177,11 @@ class SamplingParams(Checked):
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter("min_tokens", self.min_tokens, f"is beyond max_tokens {self.max_tokens}")
         return self
+
+    def over(self, defaults: SamplingParams) -> SamplingParams:
+        """What is set here, and else what is set in `defaults`."""
+        set_here = self.model_dump(exclude_unset=True)
+        return SamplingParams(**{**defaults.model_dump(exclude_unset=True), **set_here})
 
     @property
     def greedy(self) -> bool:

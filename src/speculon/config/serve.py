@@ -24,7 +24,7 @@ class ServeConfig(Checked):
         (), description="bearer token of clients; safer as SPECULON_SERVE__API_KEY, one per line"
     )
     served_model_name: str | None = Field(
-        None, description="model name in the API, of several that of the first; None: the value of model"
+        None, description="model name in the API, of several that of the first; None: that of folder or file"
     )
     models_dir: Path | None = Field(
         None, description="folder whose subfolders are served, too, each under its name; drafters are not"
@@ -59,7 +59,10 @@ class ServeConfig(Checked):
         10.0, gt=0, allow_inf_nan=False, description="seconds for a request's header to arrive"
     )
     keep_alive: float = Field(
-        5.0, gt=0, allow_inf_nan=False, description="seconds that a connection stays open between requests"
+        75.0,  # longer than the pools of clients and proxies, of mostly 5 to 60 s, keep one
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds that a connection stays open between requests",
     )
     max_connections_per_address: int | None = Field(
         None, ge=1, description="most connections of a client's address; None: half of all that fit"

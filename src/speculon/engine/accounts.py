@@ -46,7 +46,7 @@ def book(costs: Costs, done: Round) -> None:
     measured = done.timing.target_ms
     step_ms = costs.step(batch, sum(map(bool, lengths)), sum(lengths)) if measured is None else measured
     row_ms = step_ms / sum(attempt.span.rows for attempt in done.attempts)
-    plain_ms, tokens = costs.plain(batch), done.tokens()
+    plain_ms, tokens = costs.plain(batch), done.generated()
     for attempt in done.attempts:
         seq = attempt.span.seq
         plain = None if plain_ms is None else tokens[seq.id] * plain_ms / batch

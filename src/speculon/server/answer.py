@@ -195,7 +195,13 @@ class Answer:
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         name = "chat.completion.chunk" if self.request.chat else "text_completion"
-        return {**self._head(name), "choices": choices}
+        return {**self._head(name), "choices": choices, **self._running_usage()}
+
+    def _running_usage(self) -> dict[str, Any]:
+        """Of a chunk before the last: what is counted so far, or null."""
+        if not self.request.include_usage:
+            return {}
+        return {"usage": self.usage() if self.request.continuous_usage else None}
 
     def _head(self, name: str) -> dict[str, Any]:
         return {"id": self.id, "object": name, "created": self.created, "model": self.model}

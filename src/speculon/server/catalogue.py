@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from speculon.checkpoints.locate import name_of
 from speculon.config import EngineConfig, SpeculationConfig
 from speculon.config.models import ModelSettingsFile, PoolSettings
 from speculon.config.models.merge import absences
@@ -36,9 +37,9 @@ class Catalogue:
 
     @classmethod
     def of_one(cls, settings: Mapping[str, Any]) -> Self:
-        """The model of these settings, under its own name."""
+        """The model of these settings, under the name that they give it, else its own."""
         config = EngineConfig(**settings)
-        return cls(settings, {config.serve.served_model_name or config.model: config.model})
+        return cls(settings, {config.serve.served_model_name or name_of(config.model): config.model})
 
     def of_model(self, name: str) -> OfModel:
         """The settings of one model. They are made nowhere else. Raises `ConfigError`."""
@@ -60,12 +61,15 @@ class Catalogue:
         return OfModel(self.with_path(name, found.keywords), found.sampling, found.pool)
 
     def names(self) -> dict[str, str]:
-        """Every name of each model, and the one that it is listed by. Raises `ConfigError`."""
+        """Every name of each model, its path among them, and the one that it is listed by.
+
+        Raises `ConfigError`.
+        """
         found = {name: name for name in self.paths}
         for other, name in (self.file.names() if self.file is not None else {}).items():
             if name in self.paths and found.setdefault(other, name) != name:
                 raise ConfigError(f"{other!r} is a name of two models: {found[other]} and {name}")
-        return found
+        return {path: name for name, path in self.paths.items()} | found
 
     def with_path(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of a model with what differs between models of one server."""

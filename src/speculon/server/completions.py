@@ -16,8 +16,8 @@ from speculon.server.deltas import ReplyParser, TextParser
 from speculon.server.infill import Infill
 from speculon.server.model import ServedModel
 from speculon.server.reasoning import THINKING_TAGS, ThinkingParser, thinking_of
-from speculon.server.request import GenerationRequest, common_fields, sampling_of, text_of
-from speculon.server.schemas import ChatRequest, CompletionRequest, Message, NamedTool, Tool
+from speculon.server.request import GenerationRequest, common_fields, sampling_of, text_of, under_either
+from speculon.server.schemas import ChatRequest, CompletionRequest, Message, NamedTool, Sampling, Tool
 from speculon.server.tags import special_tags
 from speculon.server.tool_calls import (
     CLOSE,
@@ -46,15 +46,13 @@ CALLS_PROMPT = (
 
 
 def read_completion(body: CompletionRequest, model: ServedModel) -> GenerationRequest:
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise InvalidParameter("best_of", body.best_of, "must equal n: all choices are returned")
     prompt_logprobs = body.logprobs if body.echo else None
     infill = Infill.of(model, body.suffix) if body.suffix else None
     if infill and body.echo:
         raise InvalidParameter("echo", True, "not together with suffix")
     sent = prompts_of(body)
-    prompts = read_prompts(sent, model, infill)
-    max_tokens = model.max_tokens(body.max_tokens, prompts, DEFAULT_TOKENS)
+    prompts = read_prompts(sent, model, infill, special=body.add_special_tokens is not False)
+    max_tokens = model.max_tokens(max_tokens_of(body), prompts, DEFAULT_TOKENS)
     form = form_of(body)
     params = sampling_of(
         body, model, form, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs
@@ -85,12 +83,13 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
     return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
 
 
-def read_prompts(sent: list[str | list[int]], model: ServedModel, infill: Infill | None) -> list[list[int]]:
-    """Their token ids."""
-    if infill is None:
-        return [model.encode(one) if isinstance(one, str) else one for one in sent]
-    before = [model.encode(one, add_special_tokens=False) if isinstance(one, str) else one for one in sent]
-    return [infill.prompt(ids) for ids in before]
+def read_prompts(
+    sent: list[str | list[int]], model: ServedModel, infill: Infill | None, special: bool
+) -> list[list[int]]:
+    """Their token ids; `special`: with the tokens that the tokenizer adds, which infilling has none of."""
+    add = special and infill is None
+    ids = [model.encode(one, add_special_tokens=add) if isinstance(one, str) else one for one in sent]
+    return ids if infill is None else [infill.prompt(one) for one in ids]
 
 
 def prompt_text(sent: str | list[int], model: ServedModel) -> str:
@@ -101,8 +100,8 @@ def prompt_text(sent: str | list[int], model: ServedModel) -> str:
 
 
 def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:
-    requested = max_tokens_of(body)
-    if body.top_logprobs is not None and not body.logprobs:
+    body, requested = with_thinking(body), max_tokens_of(body)
+    if body.top_logprobs and not body.logprobs:
         raise InvalidParameter("top_logprobs", body.top_logprobs, "only with logprobs = true")
     parser, form = read_tools(body, model)
     tools = tools_in_use(body)
@@ -137,15 +136,21 @@ def conversation(body: ChatRequest, tools: list[Tool], model: ServedModel) -> li
     opens = body.add_generation_prompt is not False
     prompt = TOOLS_PROMPT if body.tool_choice in (None, "auto") else CALLS_PROMPT
     text = render(body.messages or [], tools, model, body.chat_template_kwargs, prompt, answer_follows=opens)
-    return model.encode(text, add_special_tokens=False)
+    return model.encode(text, add_special_tokens=body.add_special_tokens is True)
 
 
-def max_tokens_of(body: ChatRequest) -> int | None:
-    """The limit under either of its names, which must not differ."""
-    old, new = body.max_tokens, body.max_completion_tokens
-    if old is not None and new is not None and old != new:
-        raise InvalidParameter("max_tokens", old, f"max_completion_tokens is {new}")
-    return new if old is None else old
+def with_thinking(body: ChatRequest) -> ChatRequest:
+    """`enable_thinking` or `think` as the template's variable, unless that is given, too."""
+    thinks = under_either(body, "enable_thinking", "think")
+    if thinks is None:
+        return body
+    variables = {"enable_thinking": thinks, **(body.chat_template_kwargs or {})}
+    return body.model_copy(update={"chat_template_kwargs": variables})
+
+
+def max_tokens_of(body: Sampling) -> int | None:
+    limit: int | None = under_either(body, "max_tokens", "max_completion_tokens")
+    return limit
 
 
 def tools_in_use(body: ChatRequest) -> list[Tool]:

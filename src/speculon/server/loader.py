@@ -37,6 +37,12 @@ class Loader:
 
         return Tokenizer(load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
 
+    def sampling(self, config: EngineConfig) -> dict[str, Any]:
+        """Defaults of requests that the checkpoint brings."""
+        from speculon.checkpoints.generation import sampling_defaults
+
+        return sampling_defaults(config)
+
     def drafters(self, config: EngineConfig, drafts: Iterable[str]) -> list[Fit]:
         """What fits around a model, then each of `drafts`; none of a model that is not there."""
         from speculon.checkpoints.choose import fits

@@ -195,6 +195,7 @@ class EngineCollector(Collector):
             ("prompt_tokens", "tokens of prompts", counters.prompt_tokens),
             ("prompt_tokens_cached", "found in the prefix cache, by every sample", totals.cached_tokens),
             ("generated_tokens", "output tokens", totals.emitted),
+            ("stop_tokens", "stop tokens, which end texts and are no part of them", totals.stop_tokens),
             ("target_calls", "target calls, counted once per sequence", totals.target_calls),
             ("speculative_rounds", "of these, with drafts to verify", totals.rounds),
             ("preemptions", "sequences that had to wait for pages", totals.preemptions),

@@ -24,6 +24,7 @@ class ServedModel:
     own_method: str  # of its process
     config: ServeConfig
     sampling: Mapping[str, Any] = field(default_factory=dict)  # for requests that set none
+    max_new_tokens: int | None = None  # of the checkpoint, where neither request nor settings say more
     speculation: SpeculationConfig | None = None  # the same, where its process was started with other values
 
     @property
@@ -46,16 +47,17 @@ class ServedModel:
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def max_tokens(self, requested: int | None, prompts: list[list[int]], default: int | None = None) -> int:
-        """`max_tokens` of a request; by default as many as the model's settings or `default`, server and
-        context allow.
+        """`max_tokens` of a request; by default as many as the model's settings, or its checkpoint and
+        `default`, server and context allow.
 
         Checked before the prompts go to the engine, by the engine's own rule (`max_length`).
         """
         limit, longest = self.config.max_request_tokens, max(map(len, prompts))
         max_length(longest, None, self.max_context)
         if requested is None:
-            default = self.sampling.get("max_tokens", default)
-            return min(most for most in (default, limit, self.max_context - longest) if most is not None)
+            own = self.sampling.get("max_tokens")
+            defaults = (default, self.max_new_tokens) if own is None else (own,)
+            return min(most for most in (*defaults, limit, self.max_context - longest) if most is not None)
         if limit is not None and requested > limit:
             refusal = InvalidParameter("max_tokens", requested, f"at most {limit} on this server")
             raise refusal.about("limits.max_request_tokens")

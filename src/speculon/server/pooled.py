@@ -45,6 +45,7 @@ class PooledModel:
         alone: bool = False,
     ):
         self.served: ServedModel | None = None
+        self._found: dict[str, Any] = {}  # defaults of requests that the checkpoint brings
         self.name, self._pin = name, pinned  # pinned whatever its own settings are
         self.adopt(own)
         self._loader, self._read, self._on_stage = loader, read, on_stage
@@ -93,7 +94,13 @@ class PooledModel:
     def _with_defaults(self, served: ServedModel) -> ServedModel:
         now = self.config.speculation
         changed = now if defaults_differ(self._started_with, now) else None
-        return replace(served, sampling=self._sampling, speculation=changed)
+        found = {name: value for name, value in self._found.items() if name != "max_tokens"}
+        return replace(
+            served,
+            sampling={**found, **self._sampling},
+            max_new_tokens=self._found.get("max_tokens"),
+            speculation=changed,
+        )
 
     def forgive(self) -> None:
         """It may be loaded at once, although a load has failed."""
@@ -172,6 +179,7 @@ class PooledModel:
             self._begun, self._started_with = True, EngineConfig(**settings).speculation
             facts = await self.engine.start()
             tokenizer = await self._read(partial(self._loader.tokenizer, self.config))
+            self._found = await self._read(partial(self._loader.sampling, self.config))
         except SpeculonError as error:
             await self.fail(error)
             raise
@@ -179,6 +187,8 @@ class PooledModel:
             log.exception("the model could not be loaded")
             await self.fail(EngineError(f"{type(error).__name__}: {error}"))
             raise self.error or error from None
+        if not tokenizer.has_chat_template:
+            log.warning("%s has no chat template: chats are refused, completions are served", self.name)
         config = self.config.serve
         served = ServedModel(self.name, tokenizer, facts.max_context, facts.vocab_size, facts.method, config)
         self.served = self._with_defaults(served)

@@ -27,6 +27,7 @@ class GenerationRequest:
     method: str  # that drafts; shown in the answer
     stream: bool = False
     include_usage: bool = False  # in the stream's last chunk
+    continuous_usage: bool = False  # in the chunks before it, too
     include_stats: bool = False
     explain: bool = False  # the source and the fate of each token
     echo: tuple[str, ...] = ()  # the prompts as sent, where the texts begin with them
@@ -56,8 +57,11 @@ def sampling_of(body: Sampling, model: ServedModel, form: Form | None = None, **
 
     Raises `InvalidParameter`.
     """
+    check_best_of(body)
     names = set(SamplingParams.model_fields) & (set(Sampling.model_fields) - {"logit_bias"})
     fields = {name: value for name in names if (value := getattr(body, name)) is not None}
+    if (penalty := under_either(body, "repetition_penalty", "repeat_penalty")) is not None:
+        fields["repetition_penalty"] = penalty
     if body.logit_bias:
         fields["logit_bias"] = read_biases(body.logit_bias)
     if "stop" in fields:
@@ -66,6 +70,19 @@ def sampling_of(body: Sampling, model: ServedModel, form: Form | None = None, **
         fields["structured"] = form.structured
     given = {name: value for name, value in more.items() if value is not None}
     return SamplingParams(**{**defaults_of(body, model, given.get("max_tokens")), **fields, **given})
+
+
+def under_either(body: Sampling, name: str, other: str) -> Any:
+    """The value of a field that has two names, which must not differ."""
+    first, second = getattr(body, name), getattr(body, other)
+    if first is not None and second is not None and first != second:
+        raise InvalidParameter(name, first, f"{other} is {second}")
+    return second if first is None else first
+
+
+def check_best_of(body: Sampling) -> None:
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise InvalidParameter("best_of", body.best_of, "must equal n: all choices are returned")
 
 
 def defaults_of(body: Sampling, model: ServedModel, max_tokens: int | None) -> dict[str, Any]:
@@ -136,6 +153,7 @@ def common_fields(body: Sampling, model: ServedModel) -> dict[str, Any]:
         "method": speculation.method or model.method,
         "stream": bool(body.stream),
         "include_usage": options is not None and options.include_usage,
+        "continuous_usage": options is not None and options.continuous_usage_stats,
         "include_stats": body.speculation is not None and body.speculation.stats,
         "explain": body.speculation is not None and body.speculation.explain,
     }

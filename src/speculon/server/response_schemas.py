@@ -14,6 +14,7 @@ from speculon.server.schemas import (
     MAX_TOOLS,
     MAX_TOP_LOGPROBS,
     Body,
+    CacheControl,
     Count,
     Extensible,
     Finite,
@@ -51,6 +52,7 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: CacheControl = None
 
 
 class NamedFunctionTool(Body):

@@ -1,11 +1,13 @@
 """Bodies of requests: OpenAI's fields, sampling fields of other servers, and our `speculation`.
 
-Unknown fields are refused by name; OpenAI's fields without an effect on the text are accepted (`Ignored`).
+Unknown fields are refused by name, unless they are null. Fields without an effect on the text are accepted
+(`Ignored`), those of other servers where they mean the same or have a neutral value.
 Here are types and the lengths of lists; the ranges of values are checked once, by `SamplingParams`.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
@@ -19,11 +21,14 @@ MAX_PARTS = 1024  # of one message
 MAX_TOOLS = 128  # as OpenAI
 MAX_TOP_LOGPROBS = 20  # as OpenAI, in a chat
 
+LEVELS = ("low", "medium", "high")  # of thinking, as Ollama has them
+
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 # 5.0 is 5
 AS_WHOLE = BeforeValidator(
     lambda value: int(value) if isinstance(value, float) and value.is_integer() else value
 )
+AS_SWITCH = BeforeValidator(lambda value: value in LEVELS or value)
 Whole = Annotated[int, AS_WHOLE]
 Count = Annotated[int, Field(ge=0, le=2**31), AS_WHOLE]
 TokenId = Count
@@ -51,18 +56,30 @@ def use_tools(value: Any) -> Any:
 Legacy = Annotated[None, BeforeValidator(use_tools)]
 
 
+# a hint of Anthropic's clients; no part of what a template is given
+CacheControl = Annotated[dict[str, Any] | None, Field(exclude=True)]
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def first_unknown(cls, value: Any) -> Any:
-        """Keeps one of many unknown fields, which is enough to refuse a body."""
-        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+        """Leaves out unknown fields: those that are null, and of the others all but one, which is enough to
+        refuse a body.
+        """
+        known = names_of(cls)
+        if not isinstance(value, dict) or value.keys() <= known:
             return value
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        kept = {*known, next(name for name in value if name not in known)}
-        return {name: part for name, part in value.items() if name in kept}
+        unknown = next((name for name, part in value.items() if name not in known and part is not None), None)
+        return {name: part for name, part in value.items() if name in known or name == unknown}
+
+
+@cache
+def names_of(body: type[BaseModel]) -> frozenset[str]:
+    """Of its fields, as clients send them."""
+    return frozenset(field.alias or name for name, field in body.model_fields.items())
 
 
 class Extensible(BaseModel):
@@ -72,8 +89,9 @@ class Extensible(BaseModel):
 
 
 class TextPart(Body):
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
+    cache_control: CacheControl = None
 
 
 TokenIds = Annotated[list[TokenId], FIRST, Field(min_length=1)]
@@ -119,6 +137,9 @@ class Speculation(Body):
 
 class StreamOptions(Body):
     include_usage: bool = False
+    continuous_usage_stats: bool = Field(
+        False, description="with `include_usage`: usage so far in each chunk"
+    )
     include_obfuscation: bool = False  # ignored
 
 
@@ -162,6 +183,9 @@ class Ignored(Body):
     prompt_cache_retention: str | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
+    cache_control: CacheControl = None
+    cache_prompt: bool | None = None
+    num_ctx: Count | None = None
 
 
 class Sampling(Ignored):
@@ -171,7 +195,9 @@ class Sampling(Ignored):
     top_k: Whole | None = None
     min_p: Finite | None = None
     n: Samples | None = None
+    best_of: Samples | None = Field(None, description="must equal n")
     max_tokens: Count | None = None
+    max_completion_tokens: Count | None = Field(None, description="is `max_tokens`")
     min_tokens: Count | None = None
     stop: str | Annotated[list[str], FIRST] | None = None
     stop_token_ids: Annotated[list[TokenId], FIRST] | None = None
@@ -180,6 +206,7 @@ class Sampling(Ignored):
     presence_penalty: Finite | None = None
     frequency_penalty: Finite | None = None
     repetition_penalty: Finite | None = None
+    repeat_penalty: Finite | None = Field(None, description="is `repetition_penalty`")
     logit_bias: Annotated[dict[str, Finite], BeforeValidator(few)] | None = Field(None, max_length=MAX_BIASES)
     bad_words: Annotated[list[str], FIRST] | None = None
     skip_special_tokens: bool | None = None
@@ -189,6 +216,14 @@ class Sampling(Ignored):
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], FIRST] | None = None
     guided_grammar: str | None = Field(None, description="a grammar in Lark's form")
+    enable_thinking: bool | None = Field(None, description="variable of the chat template")
+    think: Annotated[bool, AS_SWITCH] | None = Field(
+        None, description="is `enable_thinking`; a level is true"
+    )
+    add_special_tokens: bool | None = Field(
+        None, description="whether the tokenizer adds its own to a prompt; not to a chat, by default"
+    )
+    truncate_prompt_tokens: None = Field(None, description="not supported: a prompt is never cut")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -217,7 +252,6 @@ class CompletionRequest(Sampling):
     prompt_token_ids: TokenIds | ManyTokenIds | None = Field(None, description="in place of `prompt`")
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), AS_WHOLE] | None = None
-    best_of: Samples | None = Field(None, description="must equal n")
     suffix: str | None = Field(
         None, description="the text after the cursor, for models with fill-in-the-middle tokens"
     )
@@ -248,11 +282,13 @@ class Function(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: CacheControl = None
 
 
 class Tool(Body):
     type: Literal["function"]
     function: Function
+    cache_control: CacheControl = None
 
 
 class NamedFunction(Body):
@@ -270,7 +306,8 @@ class ChatRequest(Sampling):
     messages: Annotated[list[Message], FIRST] | None = Field(None, max_length=MAX_MESSAGES)
     prompt_token_ids: TokenIds | None = Field(None, description="in place of `messages`")
     add_generation_prompt: bool | None = Field(None, description="whether the template opens an answer")
-    max_completion_tokens: Count | None = None
+    echo: Literal[False] | None = None
+    documents: Annotated[list[Any], Field(max_length=0)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), AS_WHOLE] | None = None
     tools: Annotated[list[Tool], FIRST] | None = Field(None, max_length=MAX_TOOLS)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from speculon.server.admin.overview import of_method, ratio
-from speculon.server.admin.schemas import Overview
+from speculon.server.admin.schemas import Counts, Overview
 from speculon.telemetry import RequestStats
 
 INTERVAL = 1.0  # seconds between two snapshots
@@ -59,11 +59,15 @@ def point(before: Overview, after: Overview, seconds: float) -> Point:
     return Point(
         after.time,
         max(0.0, (sent(after) - sent(before)) / seconds),
-        ratio(new.emitted - old.emitted, new.target_calls - old.target_calls),
+        ratio(generated(new) - generated(old), new.target_calls - old.target_calls),
         ratio(new.drafted - old.drafted, new.rounds - old.rounds),
         {name: ratio(b.accepted - a.accepted, b.drafted - a.drafted) for name, (a, b) in methods.items()},
         {name: ratio(b.tokens - a.tokens, b.rounds - a.rounds) for name, (a, b) in methods.items()},
     )
+
+
+def generated(counts: Counts) -> int:
+    return counts.emitted + counts.stop_tokens
 
 
 def sent(now: Overview) -> int:

@@ -46,12 +46,13 @@ def counts_of(engines: Iterable[EngineCounters]) -> Counts:
     drafted, positions = totals.drafted_at.total(), sorted(totals.drafted_at)
     return Counts(
         emitted=totals.emitted,
+        stop_tokens=totals.stop_tokens,
         target_calls=totals.target_calls,
         rounds=totals.rounds,
         drafted=drafted,
         accepted=totals.accepted,
         acceptance_rate=ratio(totals.accepted, drafted),
-        tokens_per_target_call=ratio(totals.emitted, totals.target_calls),
+        tokens_per_target_call=ratio(totals.generated, totals.target_calls),
         saved_seconds=None if totals.saved_ms is None else totals.saved_ms / 1e3,
         methods=[
             of_method(method, totals, proposals[method])
@@ -65,7 +66,7 @@ def counts_of(engines: Iterable[EngineCounters]) -> Counts:
 
 def of_method(method: str, totals: RequestStats, proposals: int) -> MethodCounts:
     drafted, rounds = totals.drafted_from[method], totals.rounds_from[method]
-    accepted, tokens = totals.accepted_from[method], totals.emitted_from[method]
+    accepted, tokens = totals.accepted_from[method], totals.generated_from[method]
     return MethodCounts(
         method=method,
         proposals=proposals,

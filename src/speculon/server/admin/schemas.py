@@ -16,7 +16,7 @@ class MethodCounts(BaseModel):
     accepted: int
     acceptance_rate: float | None  # None: nothing was drafted
     rounds: int  # that verified a draft which it began
-    tokens: int  # of these rounds, with corrections and bonus tokens
+    tokens: int  # of these rounds, with corrections, bonus and stop tokens
     tokens_per_target_call: float | None  # in these rounds
 
 
@@ -24,6 +24,7 @@ class Counts(BaseModel):
     """What rounds gave, of sequences that have ended."""
 
     emitted: int  # tokens
+    stop_tokens: int  # generated too: they end texts, and are no part of them
     target_calls: int
     rounds: int  # that verified drafts
     drafted: int  # tokens

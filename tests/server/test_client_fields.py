@@ -1,0 +1,247 @@
+"""Fields that clients always send: each has its meaning, or none, or is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from speculon.config import SamplingParams
+from speculon.config.serve import ServeConfig
+from speculon.server.catalogue import Catalogue, OfModel
+from speculon.server.completions import read_chat, read_completion
+from speculon.server.model import ServedModel
+from speculon.server.pooled import PooledModel
+from speculon.server.response_schemas import ResponseRequest
+from speculon.server.responses import read_response
+from speculon.server.schemas import ChatRequest, CompletionRequest
+from speculon.text import Tokenizer
+from tests.server.inside import Inside, ScriptedLoader, served, serving
+from tests.server.scripted import Bytes
+from tests.server.test_answers import events_of
+
+USER = [{"role": "user", "content": "say:yes"}]
+MODEL = ServedModel("m", Tokenizer(Bytes()), 4096, 257, "off", ServeConfig())
+
+
+@pytest.fixture(scope="module")
+def inside() -> Iterator[Inside]:
+    with served() as inside:
+        yield inside
+
+
+# seeds
+
+
+@pytest.mark.parametrize("seed", [-1, -1.0, None])
+def test_a_seed_of_minus_one_is_no_seed(seed: Any) -> None:
+    bodies = (
+        read_completion(CompletionRequest.model_validate({"prompt": "x", "seed": seed}), MODEL),
+        read_chat(ChatRequest.model_validate({"messages": USER, "seed": seed}), MODEL),
+        read_response(ResponseRequest.model_validate({"input": "x", "seed": seed}), MODEL),
+    )
+    assert [request.params.seed for request in bodies] == [None] * 3
+
+
+@pytest.mark.parametrize("seed", [2**64 - 1, 2**63, -(2**63) - 1])
+def test_seeds_beyond_the_range_are_refused_with_it(inside: Inside, seed: int) -> None:
+    response = inside.post("completions", prompt="x", seed=seed)
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == "seed"
+    assert f"{seed}: " in error["message"] and f"from {-(2**63)} to {2**63 - 1}" in error["message"]
+
+
+# defaults of the checkpoint
+
+
+def sampled(generation: dict[str, Any], own: dict[str, Any] | None = None, **fields: Any) -> SamplingParams:
+    model = PooledModel("m", OfModel({"model": "m"}, own or {}), ScriptedLoader(), read_at_once)
+    model._found = generation
+    served = model._with_defaults(MODEL)
+    return read_chat(ChatRequest.model_validate({"messages": USER, **fields}), served).params
+
+
+async def read_at_once(work: Any) -> Any:
+    return work()
+
+
+def test_requests_have_the_checkpoints_defaults() -> None:
+    found = {"top_k": 1, "temperature": 0.6, "max_tokens": 7}
+    assert sampled(found) == SamplingParams(top_k=1, temperature=0.6, max_tokens=7)
+    own = {"temperature": 0.2, "max_tokens": 9}
+    assert sampled(found, own) == SamplingParams(top_k=1, temperature=0.2, max_tokens=9)
+    fields = {"temperature": 1.0, "top_k": 0, "max_tokens": 99}
+    assert sampled(found, own, **fields) == SamplingParams(**fields)
+
+
+def test_the_checkpoints_length_is_a_default_and_no_limit() -> None:
+    with serving(
+        Catalogue.of_one({"model": "scripted"}), ScriptedLoader(generation={"max_tokens": 20})
+    ) as it:
+        chat = it.post("chat/completions", messages=[{"role": "user", "content": "x"}]).json()
+        assert chat["usage"]["completion_tokens"] == 20
+        assert it.post("completions", prompt="x").json()["usage"]["completion_tokens"] == 16, "as OpenAI"
+        longer = it.post("completions", prompt="x", max_tokens=40).json()
+        assert longer["usage"]["completion_tokens"] == 40
+
+
+# fields of clients and other servers
+
+CACHED = {"cache_control": {"type": "ephemeral"}}
+PARTS = [{"type": "input_text", "text": "say:", **CACHED}, {"type": "text", "text": "yes"}]
+TOOL = {"type": "function", "function": {"name": "now", **CACHED}, **CACHED}
+NEUTRAL: list[dict[str, Any]] = [
+    {"best_of": 1},
+    {"best_of": 2, "n": 2},
+    {"cache_prompt": True},
+    {"cache_prompt": False},
+    {"num_ctx": 4096},
+    {"truncate_prompt_tokens": None},
+    {"documents": None},
+    {"mm_processor_kwargs": None},
+    {"repeat_penalty": 1.0},
+    {"repeat_penalty": 1.1, "repetition_penalty": 1.1},
+    {"max_completion_tokens": 9},
+    {"max_completion_tokens": 9, "max_tokens": 9},
+    {"think": False},
+    {"enable_thinking": True, "think": "high"},
+    {"echo": False},
+    {"add_special_tokens": False},
+    CACHED,
+]
+OF_CHATS: list[dict[str, Any]] = [
+    {"documents": []},
+    {"logprobs": False, "top_logprobs": 0},
+    {"top_logprobs": 0},
+    {"messages": [{"role": "user", "content": PARTS, **CACHED}]},
+    {"messages": [*USER, {"role": "assistant", "content": [{"type": "output_text", "text": "x"}]}, *USER]},
+    {"tools": [TOOL], "tool_choice": "none"},
+]
+
+
+@pytest.mark.parametrize("fields", NEUTRAL, ids=str)
+def test_neutral_fields_and_hints_are_accepted(inside: Inside, fields: dict[str, Any]) -> None:
+    whole = inside.post("completions", prompt="say:yes", **fields)
+    assert whole.status_code == 200 and whole.json()["choices"][0]["text"] == "yes", whole.text
+    check_chat(inside, {"messages": USER, **fields})
+
+
+@pytest.mark.parametrize("fields", OF_CHATS, ids=str)
+def test_neutral_fields_of_chats_are_accepted(inside: Inside, fields: dict[str, Any]) -> None:
+    check_chat(inside, {"messages": USER, **fields})
+
+
+def check_chat(inside: Inside, body: dict[str, Any]) -> None:
+    answer = inside.post("chat/completions", **body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["content"] == "yes"
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        ("completions", {"best_of": 3}),
+        ("completions", {"best_of": 1, "n": 2}),
+        ("completions", {"truncate_prompt_tokens": 100}),
+        ("completions", {"documents": [{"text": "x"}]}),
+        ("completions", {"repeat_penalty": 1.1, "repetition_penalty": 1.2}),
+        ("completions", {"max_completion_tokens": 3, "max_tokens": 4}),
+        ("completions", {"num_ctx": "many"}),
+        ("chat/completions", {"best_of": 3}),
+        ("chat/completions", {"truncate_prompt_tokens": -1}),
+        ("chat/completions", {"documents": [{"text": "x"}]}),
+        ("chat/completions", {"echo": True}),
+        ("chat/completions", {"top_logprobs": 2, "logprobs": False}),
+        ("chat/completions", {"enable_thinking": True, "think": False}),
+        ("chat/completions", {"think": "hard"}),
+    ],
+    ids=str,
+)
+def test_what_would_change_the_answer_is_refused(inside: Inside, route: str, fields: dict[str, Any]) -> None:
+    prompt: dict[str, Any] = {"prompt": "x"} if route == "completions" else {"messages": USER}
+    response = inside.post(route, **prompt, **fields)
+    named = {response.json()["error"]["param"]} & {*fields, "repetition_penalty", "max_tokens"}
+    assert response.status_code == 400 and named, response.text
+
+
+def test_other_names_have_the_same_meaning() -> None:
+    fields = {"repeat_penalty": 1.3, "max_completion_tokens": 5}
+    params = read_completion(CompletionRequest.model_validate({"prompt": "x", **fields}), MODEL).params
+    assert (params.repetition_penalty, params.max_tokens) == (1.3, 5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "variables"),
+    [
+        ({}, {}),
+        ({"enable_thinking": False}, {"enable_thinking": False}),
+        ({"think": True}, {"enable_thinking": True}),
+        ({"think": "low"}, {"enable_thinking": True}),
+        (
+            {"think": True, "chat_template_kwargs": {"enable_thinking": False, "x": 1}},
+            {"enable_thinking": False, "x": 1},
+        ),
+    ],
+    ids=str,
+)
+def test_thinking_is_a_variable_of_the_template(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], variables: dict[str, Any]
+) -> None:
+    known: list[dict[str, Any]] = []
+
+    def apply(
+        self: Bytes, messages: Any, *, tools: Any, tokenize: bool, add_generation_prompt: bool, **more: Any
+    ) -> str:
+        known.append(more)
+        return "x"
+
+    monkeypatch.setattr(Bytes, "apply_chat_template", apply)
+    read_chat(ChatRequest.model_validate({"messages": USER, **fields}), MODEL)
+    assert known == [variables]
+
+
+@pytest.mark.parametrize("added", [True, False, None])
+def test_special_tokens_are_added_or_not(monkeypatch: pytest.MonkeyPatch, added: bool | None) -> None:
+    known: list[bool] = []
+
+    def encode(self: ServedModel, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        known.append(add_special_tokens)
+        return [1]
+
+    monkeypatch.setattr(ServedModel, "encode", encode)
+    read_completion(CompletionRequest.model_validate({"prompt": "x", "add_special_tokens": added}), MODEL)
+    read_chat(ChatRequest.model_validate({"messages": USER, "add_special_tokens": added}), MODEL)
+    assert known == [added is not False, added is True]
+
+
+def test_hints_are_no_part_of_a_tool() -> None:
+    body = ChatRequest.model_validate({"messages": USER, "tools": [TOOL]})
+    assert body.tools and body.tools[0].model_dump(exclude_none=True) == {
+        "type": "function",
+        "function": {"name": "now"},
+    }
+
+
+# usage in streams
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+@pytest.mark.parametrize("running", [True, False])
+def test_usage_of_the_chunks_of_a_stream(inside: Inside, route: str, running: bool) -> None:
+    prompt: dict[str, Any] = {"prompt": "x"} if route == "completions" else {"messages": USER}
+    options = {"include_usage": True, "continuous_usage_stats": running}
+    body = {**prompt, "max_tokens": 10, "stream": True}
+    *chunks, last = events_of(inside.post(route, **body, stream_options=options))
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] > 0
+    usages = [chunk["usage"] for chunk in chunks]
+    if not running:
+        assert set(usages) == {None}
+        return
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert counts == sorted(counts) and counts[-1] == last["usage"]["completion_tokens"]
+    assert {usage["prompt_tokens"] for usage in usages} == {last["usage"]["prompt_tokens"]}
+    only_running = {"continuous_usage_stats": True}
+    assert all(
+        "usage" not in one for one in events_of(inside.post(route, **body, stream_options=only_running))
+    )
