@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Any
 
 import pytest
 
@@ -136,7 +135,9 @@ def test_a_bend_that_is_not_there_is_not_found() -> None:
 
 
 @pytest.mark.parametrize("bends", [(1, 2), (64, 128)])
-def test_a_bend_in_the_wrong_place_would_be_seen(bends: tuple[int, int], monkeypatch: Any) -> None:
+def test_a_bend_in_the_wrong_place_would_be_seen(
+    bends: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "BENDS", bends)
     costs = bent(8)
     assert max(costs.rows(1, 0, 1, 6)) > 0.3, "rows that are free seem to cost"

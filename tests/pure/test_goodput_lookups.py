@@ -27,20 +27,22 @@ def test_a_sequence_begins_with_the_mean_of_its_class() -> None:
 
 
 def drafted_after_a_full_batch() -> int:
-    """Of 30 rounds: a sequence whose drafts were rejected beside seven good ones is alone, and copies."""
+    """Of 30 rounds, in the worst of 16 seeds: a sequence whose drafts were rejected beside seven good ones is
+    alone, and copies.
+    """
 
     def accept(number: int, text: int) -> float:
-        return 0.95 if text else 0.6 * (number >= 80)
+        return 0.95 if text else 0.8 * (number >= 80)
 
     lookup = SimulatedMethod(accept, LOOKUP, lookup=True)
-    played = run(SyntheticEnvironment(STEP, {"lookup": lookup}, lambda number: 8 if number < 80 else 1), 110)
-    return sum(map(bool, played.drafted[80:]))
+    scene = SyntheticEnvironment(STEP, {"lookup": lookup}, lambda number: 8 if number < 80 else 1)
+    return min(sum(map(bool, run(scene, 110, seed).drafted[80:])) for seed in range(16))
 
 
 def test_lookups_are_asked_anew_when_the_batch_has_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert drafted_after_a_full_batch() > 22
+    assert drafted_after_a_full_batch() > 13
     monkeypatch.setattr(module.Running, "price", lambda *_: None)
-    assert drafted_after_a_full_batch() < 18, "without it they stay in back-off"
+    assert drafted_after_a_full_batch() < 10, "without it they stay in back-off"
 
 
 class Matched(SyntheticEnvironment):
