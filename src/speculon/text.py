@@ -22,7 +22,7 @@ UNSURE = "\ufffd"  # how decoders write bytes that are no character, or not yet 
 MAX_UNSURE = 32
 BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 OWN_VARIABLES = {"tokenize", "add_generation_prompt"}
-# guess: not <|end|>, after which some models write another message
+# names; not <|end|>, after which some models write another message
 ENDS_OF_TURN = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -161,7 +161,7 @@ class Tokenizer:
         if context is self.anchor:
             begun = self._anchor_length
         else:
-            begun = len(self.decode(context, skip_special_tokens).rstrip(UNSURE)) if context else 0
+            begun = len(sure_text(self, (), context, skip_special_tokens)) if context else 0
         return self.decode([*context, *ids], skip_special_tokens)[begun:]
 
     @cached_property
@@ -287,7 +287,8 @@ class Stream:
         self._include_stop = include_stop
         self._window = list(context)  # the latest tokens, from a character's beginning on
         self._text = tokenizer.decode(context, self._skip) if context else ""  # what they decode to
-        self._sure = len(self._text.rstrip(UNSURE))  # characters of it that went on to `_held`
+        # characters of it that went on to `_held`
+        self._sure = len(sure_text(tokenizer, (), context, self._skip)) if context else 0
         self._hidden = tokenizer.hidden(skip_special_tokens)
         self.first = not context  # whether the next token begins the text: none shown stands before it
         self._held = ""  # whole characters not returned yet
