@@ -15,7 +15,7 @@ from speculon import verify as verifying
 from speculon.batch import Batch
 from speculon.check import run as gate
 from speculon.check.exact import Margin
-from speculon.check.plan import CheckPlan
+from speculon.check.plan import QUICK, CheckPlan
 from speculon.check.run import Findings, check
 from speculon.core import Verdict
 from speculon.engine import engine as engine_module
@@ -81,6 +81,17 @@ def test_a_coin_that_always_accepts_fails_in_distribution_alone(
     assert found.sampled[3].again is not None and found.sampled[3].again.cells == len(
         found.sampled[3].rejected
     )
+
+
+@pytest.mark.parametrize("fault", ["none", "match", "flip"])
+def test_the_quick_check_passes_a_sound_engine_and_fails_for_wrong_ones(
+    llm: LLM, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = {"match": credulous, "flip": lambda p, q, rows: torch.ones_like(p, dtype=torch.bool)}
+    if fault in faults:
+        monkeypatch.setattr(verifying, fault, faults[fault])
+    found = check(llm, CheckPlan(**QUICK))
+    assert found.outcome == ("failed" if fault in faults else "passed"), (found.problems, found.gaps)
 
 
 def test_block_verification_without_p_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

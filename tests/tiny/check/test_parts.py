@@ -12,7 +12,7 @@ from speculon.check import sampled as check_sampled
 from speculon.check.arms import ArmStats, watched, whole
 from speculon.check.chart import lay_out
 from speculon.check.exact import Divergence, ExactResult, Margin, judge, row_after
-from speculon.check.plan import CheckPlan, named
+from speculon.check.plan import QUICK, SAMPLERS, CheckPlan, named
 from speculon.check.run import Findings, check, count_tokens
 from speculon.check.tables import terminal
 from speculon.errors import InvalidParameter, TooLong
@@ -116,6 +116,18 @@ def test_a_plan_in_words_and_numbers() -> None:
     assert named(plan.samplers[1]) == "T 0.8, top_p 0.95" and len(set(plan.prompts)) == 16
     assert plan.chance("a").random() == plan.chance("a").random() != plan.chance("b").random()
     assert CheckPlan(seed=1).chance("a").random() != plan.chance("a").random()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "share"),
+    [
+        pytest.param({}, 0.03, id="as it is"),
+        pytest.param({"samplers": SAMPLERS}, 0.05, id="with all samplers"),
+        pytest.param({"cases": 2}, 0.06, id="with another prompt"),
+    ],
+)
+def test_a_quick_check_writes_few_tokens(sizes: dict[str, Any], share: float) -> None:
+    assert count_tokens(CheckPlan(**QUICK | sizes)) < share * count_tokens(CheckPlan())
 
 
 def test_what_is_written_is_what_was_announced(llm: LLM) -> None:
