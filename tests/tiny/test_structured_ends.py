@@ -10,7 +10,7 @@ import torch
 
 from speculon import grammar as grammar_module
 from speculon.commands.options import pick
-from speculon.config import EngineConfig, SamplingParams, Structured
+from speculon.config import EngineConfig, SamplingParams, Structured, Thinking
 from speculon.decoder import SpeculativeDecoder
 from speculon.engine.engine import Engine
 from speculon.errors import InvalidParameter
@@ -258,8 +258,11 @@ def test_masks_are_those_of_a_walk_token_by_token() -> None:
 def test_a_form_can_be_a_flag() -> None:
     given = pick(SamplingParams, {"structured": '{"choice": ["a", "b"]}'})
     assert SamplingParams(**given).structured == Structured(choice=("a", "b"))
-    with pytest.raises(InvalidParameter, match="not JSON"):
-        pick(SamplingParams, {"structured": "json"})
+    thinking = pick(SamplingParams, {"thinking": '{"opened": true}'})
+    assert SamplingParams(**thinking).thinking == Thinking(opened=True)
+    for name in ("structured", "thinking"):
+        with pytest.raises(InvalidParameter, match="not JSON"):
+            pick(SamplingParams, {name: "json"})
 
 
 def test_rounds_by_hand_add_up_to_the_output() -> None:

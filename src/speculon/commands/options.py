@@ -17,7 +17,15 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from speculon.commands.sections import COMMON, section_of, show_all
-from speculon.config import VARIABLE, EngineConfig, ServeConfig, SpeculationConfig, Structured, settings_file
+from speculon.config import (
+    VARIABLE,
+    EngineConfig,
+    ServeConfig,
+    SpeculationConfig,
+    Structured,
+    Thinking,
+    settings_file,
+)
 from speculon.errors import ConfigError, InvalidParameter, SpeculonError
 
 NO_FLAG = {"speculation", "serve"}  # tables: their fields have flags
@@ -172,7 +180,7 @@ def read(name: str, value: Any, field: FieldInfo) -> Any:
             return value
     table = (
         get_origin(field_type) is dict
-        or field_type is Structured
+        or field_type in (Structured, Thinking)
         or (field_type is str and get_origin(field.annotation) is not None and str(value).startswith("{"))
     )
     return read_object(name, value) if table else value
