@@ -77,9 +77,22 @@ $(CLIENTS)/.ready: $(STAMP) $(wildcard tests/clients/*.txt)
 	  { echo "make clients: pip cannot install tests/clients/requirements.txt; is its index reachable?" >&2; exit 1; }
 	@touch $@
 
+# Clients that need torch, which they take from the server's environment: each has its own for the rest.
+$(CLIENTS)-%/.ready: $(STAMP) tests/clients/%/requirements.txt tests/clients/%/constraints.txt
+	$(PYTHON) -m venv $(@D)
+	@$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
+	  $$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared.pth
+	@$(@D)/bin/python -m pip install --quiet --requirement tests/clients/$*/requirements.txt || \
+	  { echo "make clients: pip cannot install tests/clients/$*/requirements.txt; is its index reachable?" >&2; exit 1; }
+	@touch $@
+
 clients: export OMP_NUM_THREADS := 1
-clients: $(CLIENTS)/.ready ## foreign clients (litellm, langchain, ...) against a real server
-	SERVER_PYTHON=$(abspath $(BIN))/python $(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini tests/clients
+clients: export SERVER_PYTHON := $(abspath $(BIN))/python
+clients: $(CLIENTS)/.ready $(CLIENTS)-harness/.ready $(CLIENTS)-load/.ready ## foreign clients (litellm, langchain, ...) against a real server
+	$(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini tests/clients \
+	  --ignore tests/clients/harness --ignore tests/clients/load
+	$(CLIENTS)-harness/bin/python -m pytest -c tests/clients/pytest.ini tests/clients/harness
+	$(CLIENTS)-load/bin/python -m pytest -c tests/clients/pytest.ini tests/clients/load
 
 $(CLUSTER)/.ready: $(STAMP)
 	$(PYTHON) -m venv $(CLUSTER)
