@@ -148,9 +148,9 @@ class Tokenizer:
         """The end of a prompt, after which an output is decoded: many tokenizers leave out the space of a
         text's first word. Empty where no token of the prompt is shown.
         """
-        n = 1
+        n, known = 1, range(self.vocab_size)  # the engine refuses others
         while True:
-            tail = list(prompt[-n:])
+            tail = [token for token in prompt[-n:] if token in known]
             text = self.decode(tail, skip_special_tokens)
             if n >= len(prompt) or (text.rstrip(UNSURE) and not text.startswith(UNSURE)):
                 return tail if text or not self.hidden(skip_special_tokens).issuperset(tail) else []

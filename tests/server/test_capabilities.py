@@ -8,14 +8,8 @@ from typing import Any
 import pytest
 
 from speculon.capabilities import as_json
-from speculon.config import RequestSpeculation, SamplingParams, ServeConfig
-from speculon.errors import InvalidParameter
-from speculon.server.completions import read_tools
-from speculon.server.model import ServedModel
-from speculon.server.request import GenerationRequest
-from speculon.server.schemas import ChatRequest
 from tests.server.inside import Inside, served
-from tests.tiny.forms import engine_of, words
+from tests.tiny.forms import engine_of
 
 ROUTE = "/v1/speculation/capabilities"
 
@@ -116,32 +110,6 @@ def test_the_table_needs_the_key() -> None:
         for method in ("GET", "HEAD"):
             refused = inside.client.request(method, ROUTE, headers={"authorization": ""})
             assert refused.status_code == 401
-
-
-# the client's own names in refusals
-
-
-@pytest.mark.parametrize(
-    ("reference", "shown"), [("#/$defs/nope", "'/$defs/nope'"), ("#/properties/b", "'/properties/b'")]
-)
-@pytest.mark.parametrize("choice", ["required", "auto"])
-def test_a_missing_reference_has_the_name_of_the_tool_s_schema(
-    choice: str, reference: str, shown: str
-) -> None:
-    engine, schema = engine_of(), {"type": "object", "properties": {"a": {"$ref": reference}}}
-    tools = [{"type": "function", "function": {"name": "get", "parameters": schema}}]
-    asked_for = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": choice}
-    model = ServedModel("m", words(), 128, 96, "auto", ServeConfig())
-    _, form = read_tools(ChatRequest.model_validate(asked_for), model)
-    assert form is not None
-    params = SamplingParams(max_tokens=4, structured=form.structured)
-    with pytest.raises(InvalidParameter) as refused:
-        engine.add_request([4], params)
-    assert "Pointer '/$defs/get" in str(refused.value), "the inner name"
-    whole = GenerationRequest(True, [[4]], params, RequestSpeculation(), "auto", form=form)
-    error = whole.renamed(refused.value)
-    assert error.name == "tools" and error.limit.startswith("parameters of get: ")
-    assert f"Pointer {shown} does not exist" in error.limit
 
 
 def test_a_prompt_of_ids_is_refused_under_the_client_s_name(inside: Inside) -> None:

@@ -15,6 +15,7 @@ from speculon.server.answer import Answer
 from speculon.server.completions import read_completion
 from speculon.server.model import ServedModel
 from speculon.server.schemas import CompletionRequest
+from speculon.text import Tokenizer
 
 ASK: dict[str, Any] = {
     "prompt": [5, 6, 7],
@@ -29,14 +30,23 @@ ASK: dict[str, Any] = {
 class Letters:
     """One letter per token."""
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+    def __len__(self) -> int:
+        return 26
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) - ord("a") for letter in text]}
+
+    def decode(self, ids: list[int], **options: Any) -> str:
         return "".join(chr(ord("a") + token) for token in ids)
 
-    def token_text(self, token: int) -> str:
+    def convert_ids_to_tokens(self, token: int) -> str:
         return self.decode([token])
 
+    def convert_tokens_to_ids(self, token: str) -> int:
+        return ord(token) - ord("a")
 
-MODEL = ServedModel("m", Letters(), 100, 256, "off", ServeConfig())  # type: ignore[arg-type]
+
+MODEL = ServedModel("m", Tokenizer(Letters()), 100, 256, "off", ServeConfig())
 
 
 @pytest.mark.parametrize(

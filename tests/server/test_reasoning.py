@@ -219,6 +219,9 @@ class Special:
     chat_template = ""
     added_tokens_decoder = {i: SimpleNamespace(special=True) for i in SPECIAL}
 
+    def __len__(self) -> int:
+        return len(PIECES)
+
     def decode(self, ids: Seq[int], skip_special_tokens: bool = False, **options: Any) -> str:
         return "".join(PIECES[i] for i in ids if not (skip_special_tokens and i in SPECIAL))
 
