@@ -4,12 +4,14 @@ pages.
 
 from __future__ import annotations
 
+import inspect
 import random
 from typing import Any
 
 import pytest
 import torch
 
+from speculon import LLM
 from speculon.batch import Batch
 from speculon.config import MAX_DRAFTS, SamplingParams
 from speculon.core import Proposal, Reason, SpanOutcome, Timing
@@ -19,6 +21,7 @@ from speculon.models.target import Output
 from speculon.sequence import Event
 from tests.builders import spread
 from tests.tiny.conftest import tiny_target
+from tests.tiny.demo_texts import DEMO, MISSING
 from tests.tiny.drafting import DRAFT, NoisyModel, noisy_draft, use_draft
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run
 from tests.tiny.test_parity import GREEDY, MODES, OFF, Texts, plain, requests_of
@@ -359,3 +362,25 @@ def test_layers_of_the_target_under_the_draft_are_seen(monkeypatch: pytest.Monke
     of = DraftLease.__init__
     monkeypatch.setattr(DraftLease, "__init__", lambda self, store, first_layer, states: of(self, store, 0))
     assert texts(write(drafted_requests("greedy", "draft_model"))) != plain("greedy")
+
+
+@pytest.mark.skipif(MISSING, reason="the demo model is not there")
+@pytest.mark.parametrize(
+    ("tokens", "drafts", "limited"),
+    [
+        pytest.param(300, True, False, id="within its context"),
+        pytest.param(630, True, True, id="up to its context"),
+        pytest.param(800, False, True, id="beyond its context"),
+    ],
+)
+def test_the_demo_s_draft_model_is_not_asked_beyond_its_context(
+    tokens: int, drafts: bool, limited: bool
+) -> None:
+    """There it accepted 8 of 576 drafts."""
+    speculation = {"method": "draft_model", "draft": "demo-draft", "policy": "fixed"}
+    llm = LLM(str(DEMO), warmup=False, speculation=speculation)
+    prompt = llm.engine.tokenizer.encode(inspect.getsource(inspect))[:tokens]
+    one = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))[0]
+    stats = one.outputs[0].stats
+    assert (stats.rounds > 0) == drafts
+    assert bool(stats.reasons[Reason.CONTEXT_LIMIT]) == limited

@@ -119,7 +119,7 @@ class Scheduler:
         first in the queue, and pages to those that run.
         """
         first = next((seq for seq in self.waiting if seq not in started), None)
-        fixed = [seq for seq in (first, *started) if seq in self.waiting]
+        fixed = [seq for seq in (first, *started) if seq is not None and seq in self.waiting]
         places = self.max_num_seqs - len(self.running) - len(fixed)
         pages = self.pool.available - ceil_div(rows, self.pool.block_size) - len(self.running)
         pages -= sum(self._most(seq) for seq in fixed)
