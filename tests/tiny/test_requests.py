@@ -80,7 +80,7 @@ def check_account(result: Result) -> None:
     if stats.rounds:
         assert done
         assert done.drafted == done.accepted + done.rejected
-        assert done.tokens_per_target_call == done.emitted / done.target_calls
+        assert done.tokens_per_target_call == (done.emitted + done.stop_tokens) / done.target_calls
         assert done.acceptance_rate == done.accepted / done.drafted
         assert sum(source["drafted"] for source in done.by_source.values()) == done.drafted
         assert len(done.per_position) == len(stats.drafted_at) and all(
