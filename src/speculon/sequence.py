@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor, device
 
     from speculon.grammar import Matcher
-    from speculon.penalties import Counts
+    from speculon.token_counts import Counts
 
 
 GONE = -1  # in a page table: a page that was given back
