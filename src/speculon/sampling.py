@@ -9,18 +9,22 @@ prompt and the seed alone, whatever else runs beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from speculon.bad_words import BadWords
 from speculon.config import SamplingParams
 from speculon.core import TokenLogprobs
-from speculon.penalties import add_biases, penalise
 from speculon.sequence import Rules, Sequence
+from speculon.token_counts import Counts, Ints
 
 NEVER = float("-inf")
 HEAD = 256  # guess: the survivors of the usual top-k and top-p lie within
@@ -127,6 +131,72 @@ def adjust(logits: Tensor, rows: list[Row]) -> Tensor:
             constrain(logits[i], raw[i], row.forbidden)
     # an overflow is the best token; inf - inf would be none
     return logits.clamp_(max=torch.finfo(logits.dtype).max)
+
+
+def add_biases(logits: Tensor, rows: list[Row]) -> None:
+    """Adds the biases of each row's request to `logits` [R, V]."""
+    for rules, (first, last) in runs_of([row.rules for row in rows]):
+        if rules.params.logit_bias:
+            ids, values = bias_of(rules, logits.device)
+            logits[first:last].index_add_(1, ids, values.expand(last - first, -1))
+
+
+def bias_of(rules: Rules, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids and values, made once for each request."""
+    if device not in rules.bias:
+        biases = rules.params.logit_bias
+        ids, values = torch.tensor([*biases]), torch.tensor([*biases.values()])
+        rules.bias[device] = ids.to(device), values.to(device)
+    return rules.bias[device]
+
+
+def penalise(logits: Tensor, raw: Tensor, rows: list[Row]) -> None:
+    """Repetition looks at prompt and output, presence and frequency at the output. Changes `logits`, which
+    are `raw` [R, V] so far.
+    """
+    for seq, (first, last) in runs_of([row.seq if row.rules.penalises else None for row in rows]):
+        if seq is None:
+            continue
+        counts = seq.counts = seq.counts or Counts()
+        counts.read(seq.tokens, seq.request.prompt_len)
+        ids, written = as_tensor(counts.ids, raw), as_tensor(counts.written, raw)
+        penalised = penalised_by(seq.request.params, raw[first:last].index_select(1, ids), written)
+        logits[first:last].index_copy_(1, ids, penalised)
+        count_drafts(logits, raw, rows[first:last], first, counts)
+
+
+def count_drafts(logits: Tensor, raw: Tensor, rows: list[Row], first: int, counts: Counts) -> None:
+    """The same for the drafts before each of these rows of one sequence, which begin at row `first`."""
+    places: list[tuple[int, int]] = []  # row, token
+    written: list[int] = []
+    for at, row in enumerate(rows, first):
+        for token, times in Counter(row.prefix).items():
+            places.append((at, token))
+            written.append(counts.of_token(token) + times)
+    if places:
+        at, token = as_tensor(np.array(places).T, raw)
+        x = penalised_by(rows[0].rules.params, raw[at, token], as_tensor(np.array(written), raw))
+        logits[at, token] = x
+
+
+def penalised_by(p: SamplingParams, x: Tensor, written: Tensor) -> Tensor:
+    """Logits [.., N] of tokens that were seen, by how often each was written [N]."""
+    if p.repetition_penalty != 1:
+        x = torch.where(x > 0, x / p.repetition_penalty, x * p.repetition_penalty)
+    if p.presence_penalty or p.frequency_penalty:
+        x = x - (p.presence_penalty * (written > 0) + p.frequency_penalty * written)
+    return x
+
+
+def as_tensor(numbers: Ints, like: Tensor) -> Tensor:
+    return torch.from_numpy(numbers).to(like.device)
+
+
+def runs_of(values: list[Any]) -> Iterator[tuple[Any, tuple[int, int]]]:
+    """Each value with the (first, last) of its run of neighbours, the very same object."""
+    for _, run in groupby(range(len(values)), lambda i: id(values[i])):
+        first, *others = run
+        yield values[first], (first, first + len(others) + 1)
 
 
 def forbid_completions(x: Tensor, row: Row, bad_words: BadWords) -> None:

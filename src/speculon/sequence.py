@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from speculon.bad_words import BadWords
     from speculon.grammar import Matcher
-    from speculon.penalties import Counts
     from speculon.thinking import AnswerStart
+    from speculon.token_counts import Counts
 
 
 GONE = -1  # in a page table: a page that was given back

@@ -158,9 +158,9 @@ def test_taps_outside_the_target_are_refused(
 
 def test_the_summary_describes_the_taps() -> None:
     usual = HEAD.summary()
-    assert "1 layer of 8, 3 taps of width 8 after layers 1, N/2 - 1, N - 4 of N (guessed: its" in usual
-    assert "after layers 1, 3, 4 (guessed: its config names no layers)," in HEAD.summary(8)
-    assert "guessed" not in replace(HEAD, tap_ids=(2, 4, 6)).summary(8)
+    assert "1 layer of 8, 3 taps of width 8 after layers 1, N/2 - 1, N - 4 of N (assumed: its" in usual
+    assert "after layers 1, 3, 4 (assumed: its config names no layers)," in HEAD.summary(8)
+    assert "assumed" not in replace(HEAD, tap_ids=(2, 4, 6)).summary(8)
     either = replace(HEAD, tap_ids=(2, 4, 6), after=None)
     assert "at layers 2, 4, 6 (before or after them)" in either.summary()
     assert "after layers 2, 4, 6 or after layers 1, 3, 5" in either.summary(16)

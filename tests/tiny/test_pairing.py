@@ -184,7 +184,7 @@ def test_inspect_says_what_a_drafter_is(household: Path) -> None:
 def test_inspect_says_whether_a_drafter_fits(household: Path, tmp_path: Path) -> None:
     target = household / "target"
     facts = json.loads(inspect(household / "beside", "--target", target, "--json").stdout)
-    taps = f"after layers {', '.join(map(str, usual_taps(8)))} (guessed: its config names no layers)"
+    taps = f"after layers {', '.join(map(str, usual_taps(8)))} (assumed: its config names no layers)"
     assert (facts["fits"], facts["taps"]) == (True, taps)
     refused = inspect(household / "narrow", "--target", target)
     assert refused.exit_code == 2

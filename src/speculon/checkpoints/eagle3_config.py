@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 INTEGERS = {"I64": "q", "I32": "i"}
 MASKS = {"BOOL": "B", "U8": "B"}
-GUESSED = "guessed: its config names no layers"
+ASSUMED = "assumed: its config names no layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +102,9 @@ class Eagle3Config:
         if num_layers is not None:
             layouts = (", ".join(map(str, taps)) for taps in self.tap_layouts(num_layers))
             found = " or ".join(f"after layers {layout}" for layout in layouts)
-            return f"{found} ({GUESSED})" if self.tap_ids is None else found
+            return f"{found} ({ASSUMED})" if self.tap_ids is None else found
         if self.tap_ids is None:
-            return f"after layers 1, N/2 - 1, N - 4 of N ({GUESSED})"
+            return f"after layers 1, N/2 - 1, N - 4 of N ({ASSUMED})"
         ids = ", ".join(map(str, self.tap_ids))
         if self.after is None and self.tap_ids[0] != 1:
             return f"at layers {ids} (before or after them)"

@@ -184,10 +184,8 @@ class Goodput(Policy):
     def _begin(self, running: list[Running], batch: int) -> Round:
         """The prices, and who may draft for whom."""
         plain_ms = self.costs.step(batch)
-        tokens, ms = (
-            batch + sum(one.added.tokens for one in running),
-            plain_ms + sum(one.added.ms for one in running),
-        )
+        tokens = batch + sum(one.added.tokens for one in running)
+        ms = plain_ms + sum(one.added.ms for one in running)
         now = self._priced(max(batch / plain_ms, tokens / ms), batch)
         # rows of prompts, and of other policies' sequences, are in the step, too
         now.rows = BENDS[-1] if batch > len(running) else 0

@@ -55,8 +55,8 @@ class ServedModel:
         limit, longest = self.config.max_request_tokens, max(map(len, prompts))
         max_length(longest, None, self.max_context)
         if requested is None:
-            own: int | None = self.sampling.get("max_tokens")
-            defaults = (default, self.max_new_tokens) if own is None else (own,)
+            own = self.sampling.get("max_tokens")
+            defaults = (default, self.max_new_tokens) if own is None else (int(own),)
             return min(most for most in (*defaults, limit, self.max_context - longest) if most is not None)
         if limit is not None and requested > limit:
             refusal = InvalidParameter("max_tokens", requested, f"at most {limit} on this server")
