@@ -57,7 +57,8 @@ class ServedModel:
         if requested is None:
             own = self.sampling.get("max_tokens")
             defaults = (default, self.max_new_tokens) if own is None else (int(own),)
-            return min(most for most in (*defaults, limit, self.max_context - longest) if most is not None)
+            limits: tuple[int | None, ...] = (*defaults, limit, self.max_context - longest)
+            return min(one for one in limits if one is not None)
         if limit is not None and requested > limit:
             refusal = InvalidParameter("max_tokens", requested, f"at most {limit} on this server")
             raise refusal.about("limits.max_request_tokens")
