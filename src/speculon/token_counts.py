@@ -1,4 +1,4 @@
-"""How often each token stands in a sequence, for penalties. A token is counted once, when it is new."""
+"""How often a sequence has each token, for penalties. A token is counted once, when it is new."""
 
 from __future__ import annotations
 
