@@ -65,8 +65,11 @@ class LLM:
             raise ConfigError(f"tokenizer = {tokenizer!r}: 'auto' is that of the checkpoint, None is none")
         self.engine = build_engine(EngineConfig(**settings), progress, texts=tokenizer is not None)
         self.config = self.engine.config
-        # of calls without `params`
-        self.default_params = SamplingParams(**sampling_defaults(self.config))
+        defaults = sampling_defaults(self.config)
+        defaults.pop(
+            "max_tokens", None
+        )  # a limit of servers: here it would refuse prompts that leave less room
+        self.default_params = SamplingParams(**defaults)  # of calls without `params`
         self._shared, self._threads = SharedEngine(self.engine), Threads()
 
     def __enter__(self) -> Self:

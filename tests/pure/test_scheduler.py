@@ -108,14 +108,37 @@ def test_a_short_prompt_leaves_a_place_to_the_first_in_the_queue(places: int):
     assert (short in scheduler.running) == (places == 3)
 
 
-@pytest.mark.parametrize("pages", [60, 70])
+@pytest.mark.parametrize("pages", [70, 120])
 def test_a_short_prompt_leaves_pages_to_those_that_run_and_to_the_first_in_the_queue(pages: int):
     scheduler = Scheduler(BlockPool(pages, 4), 8, STEP)
     for seq in (*long_prompts(2), short := make_sequence([1] * 9)):
         scheduler.add([seq])
     for _ in range(5):
         run(scheduler, scheduler.plan())
-    assert (short in scheduler.running) == (pages == 70)
+    assert (short in scheduler.running) == (pages == 120)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("every", [6, 8, 20])
+def test_younger_prompts_leave_the_oldest_the_pages_that_it_needs(every: int, prefix_cache: bool):
+    scheduler = Scheduler(BlockPool(52, 4, prefix_cache=prefix_cache), 8, STEP)
+    scheduler.add([oldest := make_sequence([1] * 180)])
+    for step in range(20):
+        if step % every == 0:
+            scheduler.add([make_sequence([100 + step] * 8)])
+        run(scheduler, scheduler.plan())
+    assert oldest.num_output and not oldest.stats.preemptions
+
+
+def test_the_youngest_gives_its_pages_back_also_if_it_started_first():
+    scheduler = Scheduler(BlockPool(60, 4), 8, STEP)
+    oldest, second = make_sequence([1] * 60), make_sequence([3] * 50)
+    shorts = [make_sequence([10 + i] * 8) for i in range(5)]
+    for seq in (oldest, second, *shorts):
+        scheduler.add([seq])
+    for _ in range(60):
+        run(scheduler, scheduler.plan())
+    assert not second.stats.preemptions and any(seq.stats.preemptions for seq in shorts)
 
 
 @pytest.mark.parametrize("tail", [4, 40])

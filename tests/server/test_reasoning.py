@@ -209,7 +209,20 @@ def test_a_thinking_of_the_history_belongs_to_its_message() -> None:
 
 # tags that are special tokens
 
-PIECES = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|x|>", "plan", "answer", JSON, " ")
+PIECES = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<|x|>",
+    "plan",
+    "answer",
+    JSON,
+    " ",
+    "<",
+    ">",
+    "think",
+)
 SPECIAL = range(5)
 
 
@@ -257,6 +270,22 @@ MARKED: dict[str, tuple[Any, list[str], Any]] = {
 def test_parsers_see_special_tokens_and_texts_do_not_show_them(case: str) -> None:
     parser, pieces, message = MARKED[case]
     assert answer_of(pieces, parser) == message
+
+
+@pytest.mark.parametrize("size", range(1, 7))
+def test_a_text_does_not_depend_on_how_many_tokens_an_event_has(size: int) -> None:
+    """A tag that is spelled is no special token."""
+    request = GenerationRequest(
+        True, [[0]], SamplingParams(), RequestSpeculation(), "off", parser=TaggedCallsParser
+    )
+    tokens = [PIECES.index(piece) for piece in ("answer", "<", "think", ">", "plan", "<tool_call>", "answer")]
+    choice, shown = Choice(0, request, Tokenizer(Special()), [0]), ""
+    for at in range(0, len(tokens), size):
+        shown += (
+            merge_deltas(choice.push(Event("r", 0, tuple(tokens[at : at + size]))).deltas)["content"] or ""
+        )
+    end = choice.push(Event("r", 0, (), finish=Finish("stop"))).deltas
+    assert shown + (merge_deltas(end)["content"] or "") == "answer<think>plananswer"
 
 
 def test_special_tokens_are_shown_where_they_are_asked_for() -> None:

@@ -15,7 +15,8 @@ from speculon.errors import InvalidParameter, ModelError
 FILE = "generation_config.json"
 # the file's field -> ours; `do_sample` is not among them
 NAMES = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
-NAMES |= {"max_new_tokens": "max_tokens"}
+LIMIT = "max_tokens"
+NAMES |= {"max_new_tokens": LIMIT}
 
 log = logging.getLogger("speculon")
 
@@ -47,8 +48,10 @@ def read_defaults(path: Path) -> dict[str, Any]:
         if (value := written.get(theirs)) is None:
             continue
         try:
+            if not isinstance(value, int | float) or isinstance(value, bool) or (ours == LIMIT and value < 1):
+                raise InvalidParameter(theirs, value, "is no such number")
             check_field(ours, value)
-            found[ours] = value
+            found[ours] = int(value) if ours in (LIMIT, "top_k") else value
         except InvalidParameter as error:
             log.warning("%s: %s left out: %s", path, theirs, error)
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from speculon.checkpoints.headers import lacks_chat_template
 from speculon.checkpoints.locate import locate
 from speculon.config import EngineConfig
-from speculon.errors import InvalidRequest
+from speculon.errors import InvalidRequest, ModelError
 
 
 def refuse_chat(config: EngineConfig, advice: str) -> None:
@@ -15,4 +15,8 @@ def refuse_chat(config: EngineConfig, advice: str) -> None:
 
 
 def lacks_template(config: EngineConfig) -> bool:
-    return lacks_chat_template(locate(config.model, trust_remote_code=config.trust_remote_code))
+    """False where there is no checkpoint: loading it tells why."""
+    try:
+        return lacks_chat_template(locate(config.model, trust_remote_code=config.trust_remote_code))
+    except ModelError:
+        return False

@@ -73,9 +73,9 @@ class Scheduler:
         """
         step = Step(self.pool, self.max_batch_tokens)
         running = set(self.running)
-        decoding = [seq for seq in self.running if seq.pending == 1]
-        prompts = sorted((seq for seq in self.running if seq.pending > 1), key=AGE)
-        step.left = [*decoding, *prompts]
+        step.left = sorted(self.running, key=AGE)
+        decoding = [seq for seq in step.left if seq.pending == 1]
+        prompts = [seq for seq in step.left if seq.pending > 1]
         turns = [(seq, 0) for seq in decoding] + self._turns(prompts, step.rows - len(decoding))
         starts = True  # until the first in the queue lacks pages
         for seq, kept in turns:
@@ -122,7 +122,7 @@ class Scheduler:
         fixed = [seq for seq in (first, *started) if seq is not None and seq in self.waiting]
         places = self.max_num_seqs - len(self.running) - len(fixed)
         pages = self.pool.available - ceil_div(rows, self.pool.block_size) - len(self.running)
-        pages -= sum(self._most(seq) for seq in fixed)
+        pages -= sum(self._most(seq) - self.pool.held(seq) for seq in {*fixed, *started})
         found: list[Sequence] = []
         for seq in seqs:
             if seq not in started and seq is not first:

@@ -64,27 +64,36 @@ class Choice:
 
     def push(self, event: Event) -> ChoiceDelta:
         self.tokens += len(event.tokens)
-        if self._answer is not None:
-            self.reasoning_tokens += [self._answer.push(token) for token in event.tokens].count(None)
+        answers = [self._answer is None or self._answer.push(token) is not None for token in event.tokens]
+        self.reasoning_tokens += answers.count(False)
         echo, logprobs = self._take_echo() if self._echo is not None else ("", None)
-        text, places = decode(self._stream, event.tokens)
+        texts, places = decode(self._stream, event.tokens)
         if event.finish:
             self.finish, self.stats = event.finish, event.stats
-            text += self._stream.flush(event.finish.matched)
+            texts.append(self._stream.flush(event.finish.matched))
         if event.logprobs is not None or logprobs is not None:
-            logprobs = self._logprobs(logprobs, event.logprobs or (), places)
-        deltas = self._parser.push(echo + text)
+            logprobs = self._logprobs(logprobs, event.logprobs or (), places, answers)
+        deltas = self._parse(echo, texts)
         if event.finish:
-            deltas += self._parser.end(cut=event.finish.reason != "stop")
+            deltas += self._without_tags(self._parser.end(cut=event.finish.reason != "stop"))
             called = event.finish.reason == "stop" and self._parser.called
             self.finish_reason = "tool_calls" if called else event.finish.reason
-        if self._hidden:
-            deltas = without_tags(deltas, self._hidden)
         if self._request.captured_prompts:
             self.deltas += deltas
         matched = event.finish.matched if event.finish else None
         tokens = self._explained(event) if self._request.explain else None
         return ChoiceDelta(self.index, deltas, logprobs, self.finish_reason, matched, tokens)
+
+    def _parse(self, echo: str, texts: list[str]) -> list[Delta]:
+        """What the parser makes of the texts of tokens. Where tags are hidden it gets them one by one: what
+        is shown must not depend on how many tokens an event has.
+        """
+        if not self._hidden:
+            return self._parser.push(echo + "".join(texts))
+        return [delta for text in (echo, *texts) for delta in self._without_tags(self._parser.push(text))]
+
+    def _without_tags(self, deltas: list[Delta]) -> list[Delta]:
+        return without_tags(deltas, self._hidden) if self._hidden else deltas
 
     def abort(self) -> ChoiceDelta:
         """The last delta of a choice whose sequence the server ends by itself."""
@@ -114,9 +123,13 @@ class Choice:
         table["token_logprobs"][0] = table["top_logprobs"][0] = None
         return text, table
 
-    def _logprobs(self, echoed: Any, logprobs: Iterable[TokenLogprobs], places: list[Place]) -> Any:
+    def _logprobs(
+        self, echoed: Any, logprobs: Iterable[TokenLogprobs], places: list[Place], answers: list[bool]
+    ) -> Any:
+        """In the form of the endpoint; those of a chat are of its answer's tokens, not of a thinking's."""
         if self._request.chat:
-            return {"content": [self._token(one, place) for one, place in zip(logprobs, places, strict=True)]}
+            each = zip(logprobs, places, answers, strict=True)
+            return {"content": [self._token(one, place) for one, place, answer in each if answer]}
         table = self._table(logprobs, [place.moved(self.echoed) for place in places])
         return {key: echoed[key] + table[key] for key in table} if echoed else table
 
@@ -161,10 +174,10 @@ class Place(NamedTuple):
         return Place(self.start + by, self.first)
 
 
-def decode(stream: Stream, tokens: Iterable[int]) -> tuple[str, list[Place]]:
-    """The text that tokens make certain, and where in the whole text each of them stands."""
-    text, places = "", []
+def decode(stream: Stream, tokens: Iterable[int]) -> tuple[list[str], list[Place]]:
+    """The text that each token makes certain, and where in the whole text it stands."""
+    texts, places = [], []
     for token in tokens:
         places.append(Place(stream.length, stream.first))
-        text += stream.push([token])
-    return text, places
+        texts.append(stream.push([token]))
+    return texts, places

@@ -96,7 +96,9 @@ def prompt_text(sent: str | list[int], model: ServedModel) -> str:
     """A prompt as it was sent; of token ids, without the special tokens that surround every text."""
     if isinstance(sent, str):
         return sent
-    return sure_text(model.tokenizer, (), model.tokenizer.as_sent(sent), skip=False)
+    known = range(model.tokenizer.vocab_size)  # the engine refuses others
+    ids = [token for token in sent if token in known]
+    return sure_text(model.tokenizer, (), model.tokenizer.as_sent(ids), skip=False)
 
 
 def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:

@@ -88,7 +88,6 @@ class ResponseAnswer(Answer):
         if self._open is None or self._open["type"] != "reasoning":
             events += [*self._close("completed"), *self._begin_reasoning()]
         self._growing["content"][0]["text"] += text
-        self._logprobs = []  # the message has those of its own tokens
         more = {"delta": text, **self._explained()}
         return [*events, self._event("response.reasoning_text.delta", **self._place(0), **more)]
 
@@ -154,7 +153,9 @@ class ResponseAnswer(Answer):
         else:
             fields = {"name": item["name"], "arguments": item["arguments"]}
             events = [self._event("response.function_call_arguments.done", **place(), **fields)]
-        item["status"], self._open, self._logprobs = status, None, []
+        item["status"], self._open = status, None
+        if item["type"] != "reasoning":  # its tokens have none, so they are those of the text that follows
+            self._logprobs = []
         index = len(self._output) - 1
         return [*events, self._event("response.output_item.done", output_index=index, item=item)]
 

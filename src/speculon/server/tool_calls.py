@@ -118,7 +118,7 @@ class CallsParser:
         call = read_call(self._json)
         if call is None and not self._named:
             return self._no_call(deltas)
-        name, arguments = call or ("", "{}")
+        name, arguments = call or ("", self._json)  # what was written: a client refuses it as no JSON
         if not self._named:
             self._begin(deltas, name)
         self._add(deltas, arguments)
