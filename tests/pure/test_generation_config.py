@@ -47,7 +47,17 @@ def test_it_is_said_once_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": -1}, {"top_k": "many"}, {"top_p": 0.0}, {"max_new_tokens": -1}], ids=str
+    "wrong",
+    [
+        {"temperature": -1},
+        {"top_k": "many"},
+        {"top_p": 0.0},
+        {"max_new_tokens": -1},
+        {"max_new_tokens": 0},
+        {"max_new_tokens": "2048"},
+        {"top_k": True},
+    ],
+    ids=str,
 )
 def test_a_value_that_no_request_may_have_is_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, wrong: dict[str, Any]
