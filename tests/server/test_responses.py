@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -11,6 +12,7 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 
+from speculon.server.choice import ChoiceDelta
 from speculon.server.response_events import ResponseAnswer
 from speculon.server.response_schemas import ResponseRequest
 from speculon.server.responses import chat_of
@@ -275,3 +277,25 @@ def test_explained_tokens_are_carried_by_deltas(inside: Inside) -> None:
     carried = [token for e in events if e["type"].endswith(".delta") for token in e["speculation"]["tokens"]]
     assert carried == events[-1]["response"]["speculation"]["tokens"]
     assert "".join(token["token"] for token in carried) == "yes indeed"
+
+
+PLAN, HELLO, YOU = {"reasoning_content": "plan"}, {"content": "Hello"}, {"content": " you"}
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [([PLAN], []), ([], []), ([HELLO], ["Hello"]), ([YOU], [" you"])],
+        [([PLAN, HELLO], ["Hello"]), ([YOU], [" you"])],
+        [([PLAN, HELLO, YOU], ["Hello", " you"])],
+    ],
+    ids=["one by one", "two", "at once"],
+)
+def test_a_message_after_a_thinking_has_the_log_probabilities_of_all_its_tokens(events: list[Any]) -> None:
+    answer = object.__new__(ResponseAnswer)
+    answer._output, answer._open, answer._number, answer._logprobs = [], None, 0, []
+    answer._tokens, answer._sent, answer.request = [], 0, SimpleNamespace(explain=False)  # type: ignore[assignment]
+    for deltas, logprobs in events:
+        answer.chunks(ChoiceDelta(0, deltas, {"content": logprobs}))
+    answer._close("completed")
+    assert answer._output[-1]["content"][0]["logprobs"] == ["Hello", " you"]
