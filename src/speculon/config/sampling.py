@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from speculon.checked import Checked
 from speculon.errors import InvalidParameter
@@ -20,6 +20,7 @@ MAX_SAMPLES = 64
 MAX_GRAMMAR = 2**16
 MAX_CHOICES = 1024
 SEEDS = range(-(2**63), 2**63)  # as OpenAI
+SEED_SCHEMA = {"type": "integer", "minimum": SEEDS[0], "maximum": SEEDS[-1]}
 
 
 class Structured(Checked):
@@ -114,7 +115,9 @@ class SamplingParams(Checked):
         (), max_length=MAX_STOPS, description="token id that ends the text"
     )
     ignore_eos: bool = Field(False, description="do not stop at the end-of-text token")
-    seed: int | None = Field(None, description="the same seed gives the same text; -1: none")
+    seed: Annotated[int, WithJsonSchema(SEED_SCHEMA)] | None = Field(
+        None, description="the same seed gives the same text; -1: none"
+    )
     n: int = Field(1, ge=1, le=MAX_SAMPLES, description="completions per prompt")
     logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="log-probabilities of this many likeliest tokens"
