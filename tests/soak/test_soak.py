@@ -240,7 +240,7 @@ def test_every_request_is_answered_or_refused_and_the_pool_is_whole(
     assert total.finished == ended and min(ended[reason] for reason in ("stop", "length", "abort")) > 10
     assert total.totals.accepted > 200 and (total.totals.cached_tokens > 200) == engine.pool.prefix_cache
     assert total.totals.accepted_from["draft_model"] > 100 and max(draft.calls) > 30
-    assert total.totals.preemptions > 10 or engine.scheduler.max_num_seqs == 4
+    assert total.totals.preemptions > 5 or engine.scheduler.max_num_seqs == 4
     assert total.totals.reasons["no_pages"] > 0 and len(set(traffic.refused.values())) >= 4
     assert total.totals.watched.total() > 5 and unknown_to(engine)
     assert not engine._requests and not engine.proposers._admitted and not engine.scheduler._siblings
