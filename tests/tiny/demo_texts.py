@@ -83,12 +83,12 @@ class Demo:
         return texts
 
     def by_forward(self, texts: list[list[int]]) -> list[list[int]]:
-        """The stock model's best token at each place of these texts, in one forward each: where a text is all
-        of these, it is that of `generate`.
+        """The stock model's best token at each place of the first prompts' texts, in one
+        forward each: where a text is all of these, it is that of `generate`.
         """
         best = []
         with torch.inference_mode():
-            for prompt, text in zip(self.prompts, texts, strict=True):
+            for prompt, text in zip(self.prompts, texts, strict=False):
                 logits = self.stock(torch.tensor([prompt + text[:-1]])).logits[0, len(prompt) - 1 :]
                 best.append(logits.argmax(-1).tolist())
         return best
