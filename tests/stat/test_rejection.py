@@ -16,7 +16,9 @@ from torch import Tensor
 
 from speculon import verify as verifying
 from speculon.batch import Batch
+from speculon.config import SamplingParams
 from speculon.core import Draft, Verdict
+from speculon.proposers.compose import fit
 from speculon.sampling import Row, exponential_race
 from speculon.sequence import Sequence, Span
 from speculon.verify import COIN, RESIDUAL, cut, flip, residual, verify
@@ -135,6 +137,44 @@ def test_three_drafts() -> None:
 def test_the_extremes_of_q(proposal: Proposal) -> None:
     for name in ("plain", "filters", "penalties", "min_tokens"):
         assert error(SAMPLED[name], 2, proposal) < EXACT
+
+
+class Forbidding:
+    """A grammar that forbids one token everywhere."""
+
+    def __init__(self, token: int):
+        self.token = token
+
+    def allows(self, tokens: tuple[int, ...]) -> int:
+        return (*tokens, self.token).index(self.token)
+
+
+def under_a_grammar(fitted: Callable[[Draft, Sequence], Draft], k: int) -> float:
+    """The error of one round whose drafter knows nothing of the grammar that forbids token 2."""
+    case = Case(SamplingParams(temperature=1, max_tokens=k + 1, logit_bias={2: -100.0}))
+    free = replace(case, params=case.params.model_copy(update={"logit_bias": {}}))
+    seq = make_sequence([1], grammar=cast(Any, Forbidding(2)))
+    made: Distribution = {}
+    for q, chain, probs in chains(free, (), k, drafter):
+        draft = fitted(Draft(chain, ("toy",) * k, probs), seq)
+        outcomes = [(1.0, ())]
+        if draft.tokens and draft.probs is not None:
+            outcomes = [(p, v.tokens) for p, v in one_round(case, (), draft.tokens, draft.probs)]
+        for chance, tokens in outcomes:
+            for text, part in reference_texts(case, tokens).items():
+                made[text] = made.get(text, 0.0) + q * chance * part
+    return distance(made, reference_texts(case))
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_draft_with_q_that_leaves_the_grammar_is_judged_whole(k: int) -> None:
+    assert under_a_grammar(fit, k) < EXACT
+
+    def cut_by_token(draft: Draft, seq: Sequence) -> Draft:
+        assert seq.grammar is not None
+        return draft.cut(seq.grammar.allows(draft.tokens))
+
+    assert under_a_grammar(cut_by_token, k) > 1e-2
 
 
 def chained(case: Case, output: tuple[int, ...]) -> list[float]:

@@ -196,8 +196,10 @@ class Proposers:
 
     def _extended(self, name: str, draft: Draft, room: int, seq: Sequence) -> Draft:
         self._admit(name, seq)
-        tail = self._checked(name, self._extending[name].extend(seq, draft.tokens, room), room)
-        return fit(draft.chain(tail), seq) if tail.tokens else draft
+        tail = self._checked(
+            name, self._extending[name].extend(seq, draft.tokens, room), room, seq, draft.tokens
+        )
+        return draft.chain(tail) if tail.tokens else draft
 
     def observe(self, seqs: list[Sequence], verdicts: dict[int, Verdict], taps: States) -> None:
         """Reports the round to each method that knows these sequences; `verdicts` by sequence id."""
@@ -256,11 +258,13 @@ class Proposers:
             self._built[method].admit(seq)
             self._admitted[seq.id][method] = None
 
-    def _checked(self, method: str, draft: Draft, k: int, seq: Sequence | None = None) -> Draft:
-        """The draft as far as it may be verified. Raises `ValueError` for what no draft can hold."""
-        draft = draft.cut(k, Stop.LIMIT)
-        if seq is not None and seq.grammar is not None:
-            draft = fit(draft, seq)
+    def _checked(
+        self, method: str, draft: Draft, k: int, seq: Sequence, ahead: tuple[int, ...] = ()
+    ) -> Draft:
+        """The draft as far as it may be verified, after the drafts `ahead`. Raises `ValueError` for what no
+        draft can hold.
+        """
+        draft = fit(draft.cut(k, Stop.LIMIT), seq, ahead)
         ids = [*map(index, draft.tokens)]
         if ids and not 0 <= min(ids) <= max(ids) < self._facts.vocab_size:
             raise ValueError(f"{method} drafted a token outside the vocabulary of {self._facts.vocab_size}")
@@ -283,6 +287,13 @@ def guarded(method: str, seqs: list[Sequence], call: Callable[[], Result], other
         return otherwise
 
 
-def fit(draft: Draft, seq: Sequence) -> Draft:
-    """What the sequence's grammar allows of a draft: the target would refuse the rest."""
-    return draft if seq.grammar is None else draft.cut(seq.grammar.allows(draft.tokens), Stop.GRAMMAR)
+def fit(draft: Draft, seq: Sequence, ahead: tuple[int, ...] = ()) -> Draft:
+    """What the sequence's grammar allows of a draft, which follows the drafts `ahead`.
+
+    The target would refuse the rest. A draft with q stays whole: cut by its token ids, it would change the
+    distribution of the output.
+    """
+    if seq.grammar is None or draft.probs is not None:
+        return draft
+    allowed = seq.grammar.allows(ahead + draft.tokens) - len(ahead)
+    return draft.cut(max(0, allowed), Stop.GRAMMAR)
