@@ -150,10 +150,10 @@ class Forbidding:
 
 
 def under_a_grammar(fitted: Callable[[Draft, Sequence], Draft], k: int) -> float:
-    """The error of one round whose drafter knows nothing of the grammar that forbids token 2."""
-    case = Case(SamplingParams(temperature=1, max_tokens=k + 1, logit_bias={2: -100.0}))
+    """The error of one round whose drafter knows nothing of the grammar that forbids token 3."""
+    case = Case(SamplingParams(temperature=1, max_tokens=k + 1, logit_bias={3: -100.0}))
     free = replace(case, params=case.params.model_copy(update={"logit_bias": {}}))
-    seq = make_sequence([1], grammar=cast(Any, Forbidding(2)))
+    seq = make_sequence([1], grammar=cast(Any, Forbidding(3)))
     made: Distribution = {}
     for q, chain, probs in chains(free, (), k, drafter):
         draft = fitted(Draft(chain, ("toy",) * k, probs), seq)
