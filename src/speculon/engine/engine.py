@@ -1,4 +1,6 @@
-"""The loop: plan, decide, reserve, propose, trim, pack, forward, verify, cut, commit, learn, settle."""
+"""The loop: plan, decide, reserve, ask lookups, ask models, pack, forward, verify, cut, commit, observe,
+account, settle.
+"""
 
 from __future__ import annotations
 
