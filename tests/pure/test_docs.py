@@ -104,7 +104,7 @@ def test_commands_parse(document: Path) -> None:
 def test_there_are_commands_to_parse() -> None:
     shown = [call[:2] for document in GUIDES for command in commands(document) for call in calls_in(command)]
     names = {call[1] for call in shown if call[0] == "speculon" and len(call) > 1}
-    assert {"generate", "chat", "serve", "bench", "advise", "check", "inspect", "replay", "train"} <= names
+    assert {"generate", "chat", "serve", "bench", "advise", "check", "inspect", "train"} <= names
 
 
 @pytest.mark.parametrize(

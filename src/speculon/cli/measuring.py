@@ -1,4 +1,4 @@
-"""Commands that measure: benchmarks, advice, checks, and the replay of a record."""
+"""Commands that measure: benchmarks, advice and checks."""
 
 from __future__ import annotations
 
@@ -123,21 +123,6 @@ def bench(
         "widen": widen,
     }
     run(requested, quick, out, given, as_json)
-
-
-@command(MEASURE)
-def replay(
-    file: Annotated[Path, typer.Argument(help="a record of rounds, as --events writes it")],
-    policy: Annotated[
-        str, typer.Option(metavar="LIST", help="policies, plain, or fixed:K; fixed alone: several K")
-    ] = "goodput,fixed",
-    seed: Annotated[int, typer.Option(help="seed of the simulated acceptance")] = 0,
-    as_json: Json = False,
-) -> None:
-    """Report what a record of rounds reached, and simulate other policies on it, without a model."""
-    from speculon.commands.replay import run
-
-    run(file, policy, seed, as_json)
 
 
 @command(MEASURE)
