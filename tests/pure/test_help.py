@@ -22,7 +22,7 @@ from speculon.train.settings import (
 from tests.documents import command_line
 
 COMMANDS = [
-    *(["generate"], ["chat"], ["serve"], ["inspect"], ["demo"], ["bench"], ["advise"], ["check"]),
+    *(["generate"], ["chat"], ["serve"], ["inspect"], ["demo"], ["bench"], ["check"]),
     *(["train", method] for method in ("eagle3", "draft", "dflash", "dspark", "mtp")),
 ]
 LINES = 85  # of a short page at 80 columns; all options take up to 300
@@ -75,7 +75,7 @@ def test_all_options_are_listed_on_request(command: list[str]) -> None:
 
 
 def test_square_brackets_are_part_of_the_text() -> None:
-    assert "as its table [speculation]" in " ".join(page("advise", "--help").split())
+    assert "its table [speculation]" in " ".join(page("bench", "--help").split())
     assert "auto[:FOLDER]" in " ".join(page("generate", "--help").split())
 
 

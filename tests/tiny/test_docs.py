@@ -27,7 +27,7 @@ BEFORE = {
     "docs/proposers.md": "",
 }
 # Not run: serving.md needs a server, training.md a target of your own. tests/pure/test_docs.py checks names.
-SLOW = {"advise", "bench", "chat", "check", "demo", "serve", "train"}  # parsed only
+SLOW = {"bench", "chat", "check", "demo", "serve", "train"}  # parsed only
 ELSEWHERE = ("...", "auto", "bigram", ".gguf")  # a placeholder; a search for drafters; a plug-in; a file
 FILES = {
     "area.py": "def area(width, height):\n    return width * height\n",
