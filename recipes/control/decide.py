@@ -13,7 +13,8 @@ from statistics import median
 from time import thread_time_ns
 from typing import Any
 
-from speculon.bench.simulate import SimulatedMethod, SimulatedSequence, SyntheticEnvironment, simulate
+from tests.simulate import SimulatedMethod, SimulatedSequence, SyntheticEnvironment, simulate
+
 from speculon.config import SpeculationConfig
 from speculon.control.policies import POLICIES, Policies
 from speculon.core import Draft

@@ -1,7 +1,7 @@
 """Pictures of the dashboard: python -m recipes.dashboard.shots [--pages overview,models]
 
-It starts `speculon serve --model demo --admin`, sends some requests, runs a small benchmark, and takes each
-page with Chromium, light and dark, wide and narrow, into docs/images/dashboard/.
+It starts `speculon serve --model demo --admin`, sends some requests, and takes each page with Chromium,
+light and dark, wide and narrow, into docs/images/dashboard/.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ SIZES = {"wide": (1280, 800), "narrow": (380, 800)}
 TALLEST = 1600  # pixels of a picture
 SHORTER = {"requests": 440, "log": 560}  # much small text
 MOST_BYTES = 60_000
-SECONDS = 120.0  # for the server to load, and for the benchmark
+SECONDS = 120.0  # for the server to load
 PROMPTS = (
     "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    ",
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n        ",
     "import json\n\n\ndef read(path):\n    with open(path) as file:\n        ",
     "import os\nimport sys\n\n\ndef main():\n    ",
 )
-BENCH = {"modes": ["off", "ngram:4", "suffix:8"], "prompts": 2, "max_tokens": 48}
 
 
 @contextmanager
@@ -92,19 +91,6 @@ def load(url: str, rounds: int) -> str:
     return last
 
 
-def bench(url: str) -> None:
-    post(url + "/admin/api/bench", BENCH)
-    until = time.monotonic() + SECONDS
-    while time.monotonic() < until:
-        with urlopen(url + "/admin/api/bench") as answer:
-            state = json.load(answer)["state"]
-        if state != "running":
-            break
-        time.sleep(1.0)
-    if state != "done":
-        raise SystemExit(f"the benchmark is {state}")
-
-
 def opened(browser: Browser, url: str, size: tuple[int, int], theme: str) -> Page:
     context = browser.new_context(viewport={"width": size[0], "height": size[1]}, locale="en-GB")
     context.add_cookies([{"name": "speculon_theme", "value": theme, "url": url + "/admin"}])
@@ -148,7 +134,7 @@ def keep(picture: bytes, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    names = "overview,models,settings,requests,tokens,playground,bench,log"
+    names = "overview,models,settings,requests,tokens,playground,log"
     parser.add_argument("--pages", default=names, help=f"of {names}")
     pages = parser.parse_args().pages.split(",")
     OUT.mkdir(parents=True, exist_ok=True)
@@ -159,8 +145,6 @@ def main() -> None:
         sync_playwright() as play,
     ):
         browser = play.chromium.launch(executable_path=path, args=FLAGS)
-        if "bench" in pages:
-            bench(url)
         page = opened(browser, url, SIZES["wide"], "light")
         page.goto(url + "/admin/")  # an open overview keeps the intervals of its charts
         last = load(url, 16)

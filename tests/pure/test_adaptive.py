@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.bench.simulate import SimulatedMethod, SyntheticEnvironment, simulate
 from speculon.config import EngineConfig, RequestSpeculation, SpeculationConfig
 from speculon.control.adaptive import Adaptive, AdaptiveConfig, AdaptiveLookahead
 from speculon.control.fixed import Fixed
@@ -18,6 +17,7 @@ from speculon.core import Draft, Load, Reason, Timing, Verdict
 from speculon.errors import ConfigError, InvalidParameter
 from speculon.sequence import Sequence, Span
 from tests.builders import make_sequence
+from tests.simulate import SimulatedMethod, SyntheticEnvironment, simulate
 
 ALONE = Load(1, 0, 100)
 Rounds = list[tuple[int, int]]  # proposed, accepted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from pathlib import Path
@@ -104,7 +103,7 @@ def test_commands_parse(document: Path) -> None:
 def test_there_are_commands_to_parse() -> None:
     shown = [call[:2] for document in GUIDES for command in commands(document) for call in calls_in(command)]
     names = {call[1] for call in shown if call[0] == "speculon" and len(call) > 1}
-    assert {"generate", "chat", "serve", "bench", "advise", "check", "inspect", "replay", "train"} <= names
+    assert {"generate", "chat", "serve", "bench", "check", "inspect", "train"} <= names
 
 
 @pytest.mark.parametrize(
@@ -259,20 +258,6 @@ def test_the_default_modes_are_those_in_the_document() -> None:
     assert f"are compared, as far as their drafters are given: {listed}." in document
 
 
-def missing(parts: list[str], document: str) -> list[str]:
-    """What a record has and a document has not."""
-    return [part for part in parts if words_of(part) not in words_of(document)]
-
-
-def test_the_example_of_an_advice_is_the_one_that_was_run() -> None:
-    folder = ROOT / "docs" / "benchmarks" / "advise"
-    record = json.loads((folder / "advise.json").read_text(encoding="utf-8"))
-    document = (ROOT / "docs" / "advise.md").read_text(encoding="utf-8")
-    parts = [f"`{record['command']}`", record["answer"][0], record["answer"][-1], record["toml"]]
-    assert missing([*parts, f"`{record['next']}`"], document) == []
-    assert missing([record["answer"][0].replace("x", "y")], document) != []
-
-
 # The site
 
 
@@ -304,21 +289,3 @@ def test_the_reference_shows_what_exists(page: Path) -> None:
 
 def test_a_planted_object_without_source_is_found() -> None:
     assert objects_without_source("::: speculon.llm.LLMs\n::: speculon.errors\n") == ["speculon.llm.LLMs"]
-
-
-def table_rows(lines: list[str]) -> set[tuple[str, ...]]:
-    """(method, concurrency, K, figures) of the lines of a table of speeds."""
-    return {tuple(line.split()) for line in lines if re.match(r"\S+ +\d+ +(\d+|-) .*x", line)}
-
-
-def test_the_speeds_of_the_example_are_those_of_the_record() -> None:
-    record = (ROOT / "docs" / "benchmarks" / "advise" / "advise.md").read_text(encoding="utf-8")
-    rows = {
-        (method, concurrency, *figures[:5])
-        for line in record.splitlines()
-        if re.match(r"\| \d+ \| \S+ \| (\d+|-) \| ", line)
-        for concurrency, method, *figures in [line.strip("| ").split(" | ")]
-    }
-    shown = table_rows((ROOT / "docs" / "advise.md").read_text(encoding="utf-8").splitlines())
-    assert len(shown) == 10 and shown <= rows
-    assert not table_rows(["suffix  1 8  1.71x  1.75x 1.44-2.56  1.86"]) <= rows

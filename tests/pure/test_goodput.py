@@ -12,13 +12,6 @@ from typing import Any
 
 import pytest
 
-from speculon.bench.simulate import (
-    SimulatedMethod,
-    SimulatedSequence,
-    SimulationResult,
-    SyntheticEnvironment,
-    simulate,
-)
 from speculon.control import goodput as module
 from speculon.control.acceptance import Acceptance
 from speculon.control.cost import Costs, Prices
@@ -26,6 +19,13 @@ from speculon.control.fixed import Fixed
 from speculon.control.goodput import Goodput
 from speculon.core import Decision, Draft, Load, PromptShape, Reason
 from tests.builders import make_sequence
+from tests.simulate import (
+    SimulatedMethod,
+    SimulatedSequence,
+    SimulationResult,
+    SyntheticEnvironment,
+    simulate,
+)
 
 # measured with the demo pair, one thread: ms of a step, of a lookup, of two draft models
 STEP: Callable[[int, int], float] = lambda texts, drafts: 4.0 + 0.55 * (texts - 1) + 0.27 * drafts  # noqa: E731

@@ -6,13 +6,13 @@ from random import Random
 
 import pytest
 
-from speculon.bench.simulate import SimulatedMethod, SimulatedSequence, SyntheticEnvironment
 from speculon.control import goodput as module
 from speculon.control.cost import Costs
 from speculon.control.goodput import Goodput
 from speculon.core import Draft
 from tests.builders import make_sequence
 from tests.pure.test_goodput import LOOKUP, STEP, run
+from tests.simulate import SimulatedMethod, SimulatedSequence, SyntheticEnvironment
 
 
 def test_a_sequence_begins_with_the_mean_of_its_class() -> None:

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from speculon.bench.simulate import SimulatedMethod, SyntheticEnvironment
 from speculon.control import goodput as module
 from speculon.control.cost import Costs
 from tests.pure.test_goodput import MODEL, STEP, run
+from tests.simulate import SimulatedMethod, SyntheticEnvironment
 
 
 def better_of_two(seeds: range) -> int:

@@ -22,7 +22,7 @@ from speculon.train.settings import (
 from tests.documents import command_line
 
 COMMANDS = [
-    *(["generate"], ["chat"], ["serve"], ["inspect"], ["demo"], ["bench"], ["replay"], ["advise"], ["check"]),
+    *(["generate"], ["chat"], ["serve"], ["inspect"], ["demo"], ["bench"], ["check"]),
     *(["train", method] for method in ("eagle3", "draft", "dflash", "dspark", "mtp")),
 ]
 LINES = 85  # of a short page at 80 columns; all options take up to 300
@@ -64,7 +64,7 @@ def test_a_page_is_short_and_no_name_is_cut(command: list[str], columns: int) ->
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_all_options_are_listed_on_request(command: list[str]) -> None:
-    whole = page(*command, "--help-all") if command != ["replay"] else page(*command, "--help")
+    whole = page(*command, "--help-all")
     options = [option for option in options_of(command) if option.param_type_name == "option"]
     assert len(options) > 2 and {option.opts[0] for option in options} <= flags(whole)
     assert max(map(len, whole.splitlines())) <= 80
@@ -75,7 +75,7 @@ def test_all_options_are_listed_on_request(command: list[str]) -> None:
 
 
 def test_square_brackets_are_part_of_the_text() -> None:
-    assert "as its table [speculation]" in " ".join(page("advise", "--help").split())
+    assert "its table [speculation]" in " ".join(page("bench", "--help").split())
     assert "auto[:FOLDER]" in " ".join(page("generate", "--help").split())
 
 

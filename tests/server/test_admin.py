@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,10 +10,9 @@ import pytest
 from speculon.config.serve import ServeConfig
 from speculon.errors import InvalidParameter
 from speculon.sequence import Event
-from speculon.server.admin.bench import BenchRunner
 from speculon.server.admin.requests import rows_of
 from tests.server.administered import API, KEY, administered, ask
-from tests.server.inside import Inside, wait_until
+from tests.server.inside import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -55,7 +51,7 @@ def test_without_admin_there_is_no_route(tmp_path: Path) -> None:
         pytest.param({**KEY, "origin": "http://elsewhere.example"}, 403, id="another origin"),
     ],
 )
-@pytest.mark.parametrize("path", ["overview", "models", "requests", "log", "bench"])
+@pytest.mark.parametrize("path", ["overview", "models", "requests", "log"])
 def test_the_key(tmp_path: Path, path: str, headers: dict[str, str], status: int) -> None:
     with administered(tmp_path, serve={"admin_key": "secret", "api_key": ["client"]}) as inside:
         inside.client.headers.pop("authorization", None)
@@ -140,45 +136,3 @@ def test_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         name = done.headers["x-request-id"]
         inside.eventually(lambda: name in inside.client.get(f"{API}/log?lines=5").text)
         assert inside.client.get(f"{API}/log?lines=0").status_code == 400
-
-
-def script(inside: Inside, code: str) -> BenchRunner:
-    runner = inside.state.observers[0].bench_runner  # type: ignore[attr-defined]
-    runner._command = (sys.executable, "-c", code)
-    return runner
-
-
-def test_a_benchmark_has_progress_and_a_result(tmp_path: Path) -> None:
-    with administered(tmp_path) as inside:
-        code = "import sys, json; print('half', file=sys.stderr); print(json.dumps({'args': sys.argv[1:]}))"
-        script(inside, code)
-        assert inside.client.post(f"{API}/bench", json={"prompts": 2}).status_code == 200
-        inside.eventually(lambda: inside.client.get(f"{API}/bench").json()["state"] == "done")
-        done = inside.client.get(f"{API}/bench").json()
-        assert done["lines"] == ["half"]
-        assert "--model=path-a" in done["result"]["args"] and "--prompts=2" in done["result"]["args"]
-        script(inside, "print('no JSON')")
-        inside.client.post(f"{API}/bench", json={})
-        inside.eventually(lambda: inside.client.get(f"{API}/bench").json()["state"] == "failed")
-        assert inside.client.post(f"{API}/bench", json={"prompts": 0}).status_code == 400
-
-
-def test_one_benchmark_at_a_time_and_none_after_the_server(tmp_path: Path) -> None:
-    with administered(tmp_path) as inside:
-        runner = script(inside, "import time; time.sleep(60)")
-        assert inside.client.post(f"{API}/bench", json={}).status_code == 200
-        assert inside.client.post(f"{API}/bench", json={}).status_code == 400
-        assert inside.client.delete(f"{API}/bench").json()["state"] == "cancelled"
-        assert inside.client.post(f"{API}/bench", json={}).status_code == 200
-        inside.eventually(lambda: runner._process is not None and runner._process.returncode is None)
-        process = runner._process
-    assert process is not None and process.returncode is not None
-    assert threading.active_count() < 50
-
-
-def test_the_command_of_a_benchmark_is_there() -> None:
-    def status(*command: str) -> int:
-        return subprocess.run([*command, "bench", "--help"], capture_output=True, timeout=30).returncode
-
-    assert status(*BenchRunner()._command) == 0
-    assert status(sys.executable, "-m", "speculon.no_such_module") != 0

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from speculon.bench.replay import Replay
 from speculon.config import SamplingParams
 from speculon.control.policies import POLICIES
 from speculon.core import Draft
@@ -159,8 +158,6 @@ def test_the_record_separates_proposed_from_chained_drafts(tmp_path: Path) -> No
     texts = [text for round_ in recording.rounds for text in round_.texts if text.drafts]
     assert [list(text.drafts) for text in texts] == runs and any(len(text.drafts) == 2 for text in texts)
     assert all(text.proposals[0].found == dict(text.drafts)["brief"] <= HEAD for text in texts)
-    for past in Replay(recording).sequences:
-        assert all(seen.accepted <= seen.judged <= seen.found <= HEAD for seen in past.proposals["brief"])
 
 
 # faults

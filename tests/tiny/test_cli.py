@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import re
@@ -157,50 +156,6 @@ def test_a_stop_string_is_shown_where_it_is_asked_for(folder: Path, llm: LLM) ->
     for more, text in (([], hidden), (["--include-stop-str-in-output"], shown)):
         assert speculon(*flags, *more).stdout == text + "\n"
         assert texts([json.loads(speculon(*flags, *more, "--json").stdout)]) == [text]
-
-
-def test_a_record_is_written_and_replayed(folder: Path, tmp_path: Path) -> None:
-    record = tmp_path / "events.jsonl"
-    flags = ["--method", "ngram", "--policy", "fixed", "--events", str(record), "-p", PROMPT * 3, *GREEDY]
-    assert speculon("generate", "--model", str(folder), *flags).exit_code == 0
-    gc.collect()  # a process does that at its end
-    done = speculon("replay", str(record), "--policy", "goodput,fixed:2,fixed", "--json")
-    result = json.loads(done.stdout)
-    assert done.exit_code == 0 and result["record"]["model"] == str(folder)
-    names = [
-        "as recorded",
-        "at fitted costs",
-        "plain",
-        "goodput",
-        *(f"fixed:{k}" for k in (2, 1, 2, 4, 8, 16)),
-    ]
-    assert [one["policy"] for one in result["policies"]] == names
-    assert {one["tokens"] for one in result["policies"]} == {23} and result["policies"][2]["rounds"] == 23
-    shown = speculon("replay", str(record))
-    assert (
-        shown.exit_code == 0 and "fixed:16" in shown.stdout and "ngram was always asked for 4" in shown.stdout
-    )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere.jsonl"], "RecordError: nowhere.jsonl: No such file or directory"),
-        (["novel.txt"], "RecordError: novel.txt, line 1: no record of rounds begins like this"),
-        (
-            ["novel.txt", "--policy", "telepathy"],
-            "InvalidParameter: policy = 'telepathy': known are fixed, adaptive, solo, shadow, goodput",
-        ),
-        (
-            ["novel.txt", "--policy", "fixed:0"],
-            "InvalidParameter: policy = 'fixed:0': K is a number from 1 to 64",
-        ),
-    ],
-)
-def test_what_cannot_be_replayed_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
-    (tmp_path / "novel.txt").write_text("It was a dark night\n")
-    done = speculon("replay", *arguments)
-    assert (done.exit_code, done.stdout, done.stderr) == (2, "", message + "\n")
 
 
 def test_json_is_one_object_per_prompt_and_nothing_else(folder: Path, llm: LLM) -> None:

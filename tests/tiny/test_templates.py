@@ -81,8 +81,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("generate", "--chat", "-p", "Hello"),
         ("generate", "--system", "Be brief.", "-p", "Hello"),
         ("chat",),
-        ("advise", "--chat", "-p", "Hello"),
-        ("advise", "--data", "chats.jsonl"),
         ("check", "--data", "chats.jsonl"),
         ("bench", "--data", "chats.jsonl"),
     ],

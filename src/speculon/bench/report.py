@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speculon.bench import tables
+from speculon.bench.advice import Advice
 from speculon.bench.against import Against, against_best_fixed
 from speculon.bench.cell import Cell
 from speculon.bench.plan import BenchPlan
 from speculon.bench.provenance import commit, machine, model_facts, versions
+from speculon.bench.settings import as_toml
 from speculon.bench.workloads import Case, fingerprint
+from speculon.config import EngineConfig
 
 if TYPE_CHECKING:
     from speculon.llm import LLM
@@ -58,6 +61,7 @@ class Report:
     workloads: dict[str, dict[str, Any]]
     cells: list[Cell]
     against_best_fixed: list[Against] = field(default_factory=list)
+    advice: Advice | None = None
     measured: str = MEASURED
     date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     commit: str | None = field(default_factory=lambda: commit())
@@ -66,7 +70,13 @@ class Report:
 
     @classmethod
     def of(
-        cls, argv: list[str], plan: BenchPlan, llm: LLM, cells: list[Cell], cases: dict[str, list[Case]]
+        cls,
+        argv: list[str],
+        plan: BenchPlan,
+        llm: LLM,
+        cells: list[Cell],
+        cases: dict[str, list[Case]],
+        advice: Advice | None = None,
     ) -> Report:
         model = {**model_facts(llm), "widened_to": plan.widen and plan.widen * 1_000_000}
         return cls(
@@ -76,6 +86,7 @@ class Report:
             workload_facts(cases),
             cells,
             against_best_fixed(cells),
+            advice,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,11 +105,14 @@ def workload_facts(cases: dict[str, list[Case]]) -> dict[str, dict[str, Any]]:
 
 
 def write(report: Report, folder: Path) -> list[Path]:
-    """`bench.json`, `bench.md` and, where matplotlib is installed, `bench.png`."""
+    """`bench.json`, `bench.md`, the `speculon.toml` of an advice and, with matplotlib, `bench.png`."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / "bench.json", folder / "bench.md"]
     files[0].write_text(json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     files[1].write_text(markdown(report), encoding="utf-8")
+    if report.advice:
+        files.append(folder / EngineConfig.file)
+        files[-1].write_text(as_toml(report.advice.settings), encoding="utf-8")
     if find_spec("matplotlib"):
         from speculon.bench.chart import draw
 
@@ -109,6 +123,9 @@ def write(report: Report, folder: Path) -> list[Path]:
 def markdown(report: Report) -> str:
     cells, against = report.cells, report.against_best_fixed
     parts = [heading(report), tables.verdict(cells, against)]
+    if report.advice:
+        parts += ["\n".join(f"- {line}" for line in report.advice.answer)]
+        parts += [f"```toml\n{as_toml(report.advice.settings)}```"]
     if against:
         parts += [f"## {tables.AGAINST}", tables.against_markdown(against), f"{tables.AGAINST_LEGEND}."]
         parts.append("## All modes")

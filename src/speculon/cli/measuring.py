@@ -1,4 +1,4 @@
-"""Commands that measure: benchmarks, advice, checks, and the replay of a record."""
+"""Commands that measure: benchmarks and checks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from speculon.cli.app import AsChat, Json, SpeculativeConfig, command
+from speculon.cli.app import Json, SpeculativeConfig, command
 from speculon.commands.options import NO_REQUESTS, Given, settings_from
 from speculon.commands.sections import MEASURE
-from speculon.config import EngineConfig, SamplingParams, SpeculationConfig
+from speculon.config import EngineConfig, SpeculationConfig
 
 Modes = Annotated[
     str | None,
@@ -49,6 +49,10 @@ BenchFolder = Annotated[
         metavar="FOLDER",
         help="folder for bench.json, bench.md, bench.png (default: speculon-bench; none with --json)",
     ),
+]
+SettingsFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="--advise, and put the settings into FILE and its table [speculation]"),
 ]
 Samplers = Annotated[
     list[str] | None,
@@ -99,6 +103,10 @@ def bench(
     quick: Annotated[
         bool, typer.Option("--quick", help="8 prompts of 64 tokens, concurrency 1 and 4")
     ] = False,
+    advise: Annotated[
+        bool, typer.Option("--advise", help="settings of the fastest mode, as speculon.toml in the folder")
+    ] = False,
+    write: SettingsFile = None,
     out: BenchFolder = None,
     as_json: Json = False,
     given: Given = {},  # noqa: B006
@@ -122,79 +130,7 @@ def bench(
         "with_variant": with_variant,
         "widen": widen,
     }
-    run(requested, quick, out, given, as_json)
-
-
-@command(MEASURE)
-def replay(
-    file: Annotated[Path, typer.Argument(help="a record of rounds, as --events writes it")],
-    policy: Annotated[
-        str, typer.Option(metavar="LIST", help="policies, plain, or fixed:K; fixed alone: several K")
-    ] = "goodput,fixed",
-    seed: Annotated[int, typer.Option(help="seed of the simulated acceptance")] = 0,
-    as_json: Json = False,
-) -> None:
-    """Report what a record of rounds reached, and simulate other policies on it, without a model."""
-    from speculon.commands.replay import run
-
-    run(file, policy, seed, as_json)
-
-
-@command(MEASURE)
-@settings_from(SamplingParams, SpeculationConfig, EngineConfig, without=("n", "state", *NO_REQUESTS))
-def advise(
-    prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="a sample prompt; may be repeated")
-    ] = None,
-    prompt_file: Annotated[
-        list[Path] | None,
-        typer.Option(help="a file with a sample prompt; may be repeated; - is stdin"),
-    ] = None,
-    data: DataFiles = None,
-    chat: AsChat = False,
-    workloads: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST",
-            help="instead of prompts: of code, edit, prose; NAME@T (with the default model: all)",
-        ),
-    ] = None,
-    concurrency: Annotated[
-        str | None, typer.Option(metavar="LIST", help="concurrencies to measure (default: 1,2,4,8)")
-    ] = None,
-    at_once: Annotated[
-        int | None, typer.Option(help="concurrency that the settings are for (default: 1)")
-    ] = None,
-    repeats: Annotated[
-        int | None, typer.Option(help="of the check with a live engine; 0: none (default: 2)")
-    ] = None,
-    write: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="write the advised settings into FILE, as its table [speculation]"),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="folder for advise.json, advise.md, advise.png (default: speculon-advise; none with --json)",
-        ),
-    ] = None,
-    as_json: Json = False,
-    given: Given = {},  # noqa: B006
-) -> None:
-    """Measure which method, K and concurrency are fastest here, check the result, and write the settings."""
-    from speculon.commands.advise import Prompts, run
-    from speculon.commands.bench import numbers, words
-
-    requested = {"concurrency": numbers("concurrency", concurrency), "at_once": at_once, "repeats": repeats}
-    run(
-        Prompts(prompt or [], prompt_file or [], data or [], chat, words("workloads", workloads)),
-        {name: value for name, value in requested.items() if value is not None},
-        write,
-        out,
-        given,
-        as_json,
-    )
+    run(requested, quick, advise, write, out, given, as_json)
 
 
 @command(MEASURE)

@@ -11,6 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from speculon.bench import report, tables
+from speculon.bench import settings as settings_file
+from speculon.bench.advice import Advice, advise
 from speculon.bench.data import DATA, NO_TEMPLATE, Prompt, PromptFile, read_prompts
 from speculon.bench.plan import FIXED, BenchPlan, parse_mode
 from speculon.bench.run import run as compare
@@ -24,11 +26,21 @@ FOLDER = Path("speculon-bench")
 QUICK: dict[str, Any] = {"prompts": 8, "max_tokens": 64, "repeats": 1, "concurrency": (1, 4)}
 
 
-def run(options: dict[str, Any], quick: bool, out: Path | None, given: Given, as_json: bool) -> None:
+def run(
+    options: dict[str, Any],
+    quick: bool,
+    advised: bool,
+    write: Path | None,
+    out: Path | None,
+    given: Given,
+    as_json: bool,
+) -> None:
     # with a prefix cache a later mode would find the prompt's pages
     settings = {"prefix_cache": False, **engine_settings(given), "state": None}
     config = EngineConfig(**settings)  # bad input is refused before torch is imported
     plan = make_plan(options, quick, config)
+    if advised or write:
+        check_advisable(plan, write)
     settings |= needed_settings(settings, config, plan)
     with loading(as_json) as stage:
         stage("importing torch")
@@ -39,13 +51,18 @@ def run(options: dict[str, Any], quick: bool, out: Path | None, given: Given, as
         plan = plan.at_hand(llm.engine.proposers.lacking)
     with counting(as_json, "measuring", plan.measurements, still=True) as advance:
         cells, cases = compare(llm, plan, advance)
-    made = report.Report.of(sys.argv[1:], plan, llm, cells, cases)
+    advice = advise(cells, llm, config.speculation.suffix_pools) if advised or write else None
+    made = report.Report.of(sys.argv[1:], plan, llm, cells, cases, advice)
     out = out or (None if as_json else FOLDER)
     files = report.write(made, out) if out else []
+    if advice and write:
+        settings_file.write(write, advice.settings)
     if as_json:
         return print_json(made.to_dict())
+    if advice:
+        show_advice(advice, write or (out or FOLDER) / EngineConfig.file)
     show(made)
-    show_files(files, with_chart=3)
+    show_files(files)
 
 
 def make_plan(options: dict[str, Any], quick: bool, config: EngineConfig) -> BenchPlan:
@@ -56,6 +73,16 @@ def make_plan(options: dict[str, Any], quick: bool, config: EngineConfig) -> Ben
         refuse_chats(config, chain(*data.prompts.values()))
         fields |= fields_of(data, named, fields)
     return BenchPlan(**fields)
+
+
+def check_advisable(plan: BenchPlan, write: Path | None) -> None:
+    """Raises before anything is measured where there would be nothing to advise, or no place for it."""
+    if plan.widen:
+        raise InvalidParameter("widen", plan.widen, "is no model to advise on: leave out --advise")
+    if not any(parse_mode(mode).speculates for mode in plan.modes):
+        raise InvalidParameter("modes", ",".join(plan.modes), "name one that drafts, for --advise")
+    if write:
+        settings_file.check_writable(write)
 
 
 def refuse_chats(config: EngineConfig, prompts: Iterable[Any]) -> None:
@@ -124,11 +151,22 @@ def show(made: report.Report) -> None:
     console.print(report.heading(made), style="dim", markup=False, soft_wrap=True)
 
 
-def show_files(files: list[Path], with_chart: int) -> None:
-    """On stderr; `with_chart` files are written where matplotlib is installed."""
+def show_advice(advice: Advice, path: Path) -> None:
+    """The answer, and how its settings are used."""
+    console = Console(highlight=False)
+    first, *others = advice.answer
+    console.print(first, style="bold", markup=False)
+    for line in others:
+        console.print(f"- {line}", markup=False)
+    console.print(f"\n{settings_file.as_toml(advice.settings)}", markup=False, soft_wrap=True)
+    console.print(f"next: {settings_file.next_command(path)}\n", style="bold", markup=False, soft_wrap=True)
+
+
+def show_files(files: list[Path]) -> None:
+    """On stderr."""
     for file in files:
         errors().print(f"wrote {file}", style="dim", markup=False)
-    if files and len(files) < with_chart:
+    if files and not any(file.suffix == ".png" for file in files):
         missing = "no chart: matplotlib is missing (pip install 'speculon[bench]')"
         errors().print(missing, style="bold", markup=False)
 

@@ -74,7 +74,7 @@ def run(options: CheckOptions, given: Given, speculative_config: str | None, as_
         print_json(made.to_dict())
     else:
         show(made)
-        show_files(files, with_chart=3)
+        show_files(files)
     if findings.outcome != "passed":
         raise typer.Exit(EXIT_FAILED)
 

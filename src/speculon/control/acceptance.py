@@ -59,11 +59,6 @@ class Acceptance:
         found = self._at.get(position if position == ANY else min(position, POSITIONS - 1))
         return self._prior(position) if found is None else found.mean
 
-    def rate(self, position: int = ANY) -> float | None:
-        """Accepted / judged drafts there, without a prior; None where none was judged."""
-        found = self._at.get(position)
-        return found.hits / found.tries if found and found.tries else None
-
     def _prior(self, position: int) -> float:
         return self.chance() if position != ANY else self._wider.chance() if self._wider else PRIOR
 

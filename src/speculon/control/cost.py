@@ -1,6 +1,4 @@
-"""What a step of the target and a proposal cost, in ms: the one cost model of engine, policy, replay and
-advise.
-"""
+"""What a step of the target and a proposal cost, in ms: the one cost model of engine and policy."""
 
 from __future__ import annotations
 

@@ -10,8 +10,6 @@ from fastapi.responses import StreamingResponse
 
 from speculon.errors import SpeculonError
 from speculon.server.admin.schemas import (
-    BenchOptions,
-    BenchView,
     Change,
     Drafter,
     LogLine,
@@ -26,8 +24,6 @@ from speculon.server.app_state import AppState
 from speculon.server.errors import RESPONSES, body_of, param_of, status_of
 from speculon.server.streaming import line
 
-BENCH_SECONDS = 0.5  # between two events of a benchmark
-
 
 def add_admin(app: FastAPI, state: AppState) -> Admin:
     """The routes of an administration, which is in `app.state.admin`, too."""
@@ -36,7 +32,6 @@ def add_admin(app: FastAPI, state: AppState) -> Admin:
     router = APIRouter(prefix="/admin/api", responses=RESPONSES)  # `AdminGate` guards it
     add_looks(router, admin)
     add_models(router, admin)
-    add_bench(router, admin)
     app.router.routes.extend(router.routes)  # an included router hides their paths from the access log
     return admin
 
@@ -102,28 +97,6 @@ def add_models(router: APIRouter, admin: Admin) -> None:
         return await asyncio.shield(admin.change(model, body.changes))
 
 
-def add_bench(router: APIRouter, admin: Admin) -> None:
-    @router.get("/bench")
-    async def bench() -> BenchView:
-        """The benchmark that runs, or the latest."""
-        return admin.bench()
-
-    @router.post("/bench")
-    async def start(body: BenchOptions) -> BenchView:
-        """Start a benchmark; one at a time."""
-        return admin.start_bench(body)
-
-    @router.get("/bench/events", response_class=StreamingResponse)
-    async def events() -> StreamingResponse:
-        """The benchmark as server-sent events, until its end."""
-        return stream(benching(admin))
-
-    @router.delete("/bench")
-    async def cancel() -> BenchView:
-        """End the benchmark that runs."""
-        return await admin.cancel_bench()
-
-
 def stream(events: AsyncIterator[bytes]) -> StreamingResponse:
     return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
@@ -135,12 +108,4 @@ async def loading(admin: Admin, model: str) -> AsyncIterator[bytes]:
     except SpeculonError as error:
         status, code = status_of(error)
         yield line(body_of(status, str(error), code, param_of(error)))
-    yield Answer.DONE
-
-
-async def benching(admin: Admin) -> AsyncIterator[bytes]:
-    while (view := admin.bench()).state == "running":
-        yield line(view.model_dump(mode="json"))
-        await asyncio.sleep(BENCH_SECONDS)
-    yield line(view.model_dump(mode="json"))
     yield Answer.DONE

@@ -185,25 +185,3 @@ class LogLine(BaseModel):
     level: str
     logger: str
     text: str
-
-
-class BenchOptions(BaseModel, extra="forbid"):
-    """Options of `speculon bench`; the model is one of this server."""
-
-    model: str | None = None
-    workloads: list[Literal["code", "edit", "prose", "mixed", "warm"]] = Field(["code"], min_length=1)
-    modes: list[str] = Field([], max_length=16)
-    concurrency: list[int] = Field([1], min_length=1, max_length=8)
-    prompts: int = Field(8, ge=1, le=256)
-    max_tokens: int = Field(64, ge=1, le=4096)
-    repeats: int = Field(1, ge=1, le=16)
-
-
-class BenchView(BaseModel):
-    state: Literal["none", "running", "done", "failed", "cancelled"]
-    options: BenchOptions | None = None
-    started: float | None = None
-    seconds: float = 0.0
-    lines: list[str] = []  # of its standard error
-    error: str | None = None
-    result: dict[str, Any] | None = None  # what `speculon bench --json` prints

@@ -21,13 +21,10 @@ from speculon.errors import (
 )
 from speculon.server.access_log import AccessRecord
 from speculon.server.admin import settings as of_settings
-from speculon.server.admin.bench import BenchRunner
 from speculon.server.admin.lines import LogRing
 from speculon.server.admin.overview import counts_of, engine_of
 from speculon.server.admin.requests import RequestLog
 from speculon.server.admin.schemas import (
-    BenchOptions,
-    BenchView,
     DeviceMemory,
     Drafter,
     LogLine,
@@ -49,7 +46,6 @@ class Admin:
         self._version = version
         self._state, self._pool = state, state.pool
         self._requests = RequestLog(state.config.shows_texts)
-        self.bench_runner = BenchRunner()
         self.ring = LogRing()
         self._changing = asyncio.Lock()  # of settings, one after the other
         state.observers.append(self)
@@ -58,9 +54,7 @@ class Admin:
         logging.getLogger("speculon").addHandler(self.ring)
 
     async def close(self) -> None:
-        """Ends the benchmark with the server."""
         logging.getLogger("speculon").removeHandler(self.ring)
-        await self.bench_runner.cancel()
 
     def begin(self, record: AccessRecord) -> None:
         self._requests.begin(record)
@@ -220,17 +214,6 @@ class Admin:
     def log(self, lines: int = 200) -> list[LogLine]:
         """Raises `InvalidParameter`."""
         return self.ring.latest(lines)
-
-    def bench(self) -> BenchView:
-        return self.bench_runner.view
-
-    def start_bench(self, options: BenchOptions) -> BenchView:
-        """Raises `UnknownModel`, and `InvalidRequest` while a benchmark runs."""
-        self._state.check_open()
-        return self.bench_runner.start(options, self._pool.find(options.model).config.model)
-
-    async def cancel_bench(self) -> BenchView:
-        return await self.bench_runner.cancel()
 
     @property
     def _file(self) -> ModelSettingsFile:

@@ -30,7 +30,7 @@ def mount(app: FastAPI, state: AppState, admin: Admin) -> None:
     from nicegui import ui
 
     from speculon.server.admin.figures import Figures
-    from speculon.server.admin.ui import bench, log, models, overview, playground, requests, token_view
+    from speculon.server.admin.ui import log, models, overview, playground, requests, token_view
     from speculon.server.admin.ui.shell import Context, Page, add_page, add_pages
 
     pages = (
@@ -38,7 +38,6 @@ def mount(app: FastAPI, state: AppState, admin: Admin) -> None:
         Page("models", "/models", "memory", models.build),
         Page("requests", "/requests", "list", requests.build),
         Page("playground", "/playground", "compare", playground.build),
-        Page("bench", "/bench", "bar_chart", bench.build),
         Page("log", "/log", "subject", log.build),
     )
     context = Context(app, state, Figures(admin.overview), admin)

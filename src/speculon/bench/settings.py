@@ -1,4 +1,4 @@
-"""Settings as a speculon.toml, as flags, and as the next command."""
+"""The settings of a mode as a speculon.toml, and as the next command."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import re
 import shlex
 import tempfile
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from speculon.bench.plan import Mode
 from speculon.config import EngineConfig, SpeculationConfig
 from speculon.errors import ConfigError, InvalidParameter
+from speculon.proposers.registry import OFF
 
 TABLE = "speculation"
 HEADER = re.compile(r"^\s*\[\[?\s*([\w-]+|\"[^\"]*\"|'[^']*')")
@@ -23,24 +25,16 @@ UNRELATED = {"speculation", "serve", "events", "events_limit_mb", "state", "warm
 UNRELATED |= {"prefix_cache", "snapshot_memory_gb", "monitor_share", "monitor_max_tokens"}
 
 
-def settings(
-    base: SpeculationConfig, method: str, policy: str, k: int | None, chain: tuple[str, ...]
-) -> dict[str, Any]:
-    """Method, policy and K, the drafters that are used, and all else that is not default."""
-    kept = base.model_dump(
-        exclude_defaults=True, exclude={"method", "policy", "num_speculative_tokens", "draft"}
-    )
-    drafts = {name: draft for name, draft in base.drafts.items() if name in chain}
-    found: dict[str, Any] = {
-        "method": method,
-        "policy": policy,
-        **({"num_speculative_tokens": k} if k else {}),
-        **kept,
-    }
-    if not drafts and base.drafts:
-        found["draft"] = {}  # else the model's own one would be loaded
-    elif drafts:
-        found["draft"] = base.draft if isinstance(base.draft, str) else drafts
+def settings(base: SpeculationConfig, mode: Mode, methods: Sequence[str]) -> dict[str, Any]:
+    """Of the mode, with the drafters of its methods, and all else that is not default."""
+    if not mode.speculates:
+        return {"method": OFF}
+    kept = base.model_dump(exclude_defaults=True, exclude={"draft"})
+    drafts = {name: draft for name, draft in base.drafts.items() if name in methods}
+    named = {"method": mode.speculation["method"], "policy": mode.policy(base.policy)}
+    found = {**named, **kept, **mode.speculation}
+    if base.drafts:  # an empty table keeps the model's own drafter from being loaded
+        found["draft"] = base.draft if drafts and isinstance(base.draft, str) else drafts
     return found
 
 
@@ -75,24 +69,8 @@ def toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def as_flags(values: Mapping[str, Any]) -> str:
-    parts: list[str] = []
-    for name, value in {**values, **values[TABLE]}.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            parts.append(f"--{flag}" if value else f"--no-{flag}")
-        elif name != TABLE:
-            parts += [f"--{flag}", json.dumps(value) if isinstance(value, Mapping) else str(value)]
-    return shlex.join(parts)
-
-
-def next_command(path: Path | None, values: Mapping[str, Any]) -> str:
-    """Serves with these settings: by the file, else by flags.
-
-    The engine finds a speculon.toml by itself only in the current folder.
-    """
-    if path is None:
-        return f"speculon serve {as_flags(values)}"
+def next_command(path: Path) -> str:
+    """The engine finds a speculon.toml by itself only in the current folder."""
     here = path.resolve() == Path(EngineConfig.file).resolve() and "SPECULON_CONFIG" not in os.environ
     return "speculon serve" if here else f"SPECULON_CONFIG={shlex.quote(str(path))} speculon serve"
 

@@ -1,7 +1,6 @@
 """Policies without a model: acceptance and costs are given, a policy decides round by round.
 
 So policies are compared in seconds, on measured costs, at any load, with drafters that change on the way.
-`SyntheticEnvironment` is made of formulas; `bench.replay` makes an environment of a record.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count, islice
 from random import Random
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from speculon.cascade import ask_in_turn
 from speculon.control.cost import Costs
@@ -32,7 +31,7 @@ from speculon.sequence import Span
 
 ENDLESS = 1 << 30
 # tokens of drafts; generated tokens are ACCEPTED
-REJECTED, ACCEPTED, UNKNOWN = range(3)
+REJECTED, ACCEPTED = range(2)
 
 
 @dataclass(slots=True, eq=False)
@@ -70,36 +69,6 @@ class SimulatedSequence:
         return self
 
 
-class Environment(Protocol):
-    """Sequences, acceptance and costs. Times in ms."""
-
-    noise: float  # standard deviation of a measured time of the target, as a share of it
-
-    def batches(self) -> Iterator[list[SimulatedSequence]]:
-        """The sequences of each round; it may depend on what they have generated so far."""
-        ...
-
-    def step_ms(self, sequences: int, drafting: int, drafts: int, /) -> float:
-        """Of a step of the target, by sequences, sequences with drafts, and drafts in all."""
-        ...
-
-    def proposal_ms(self, method: str, sequences: int, k: int, unread: int = 0) -> float:
-        """Of a proposal of at most `k` drafts for each sequence; `unread` tokens are read first."""
-        ...
-
-    def draft(self, number: int, seq: SimulatedSequence, method: str, k: int, random: Random) -> Draft:
-        """A method's draft in round `number`, of REJECTED, ACCEPTED and UNKNOWN."""
-        ...
-
-    def chain(self, number: int, seq: SimulatedSequence, draft: Draft, k: int, random: Random) -> Draft:
-        """The draft, continued by a lookup by up to `k` tokens."""
-        ...
-
-    def chance(self, number: int, seq: SimulatedSequence, draft: Draft, position: int) -> float:
-        """P(the draft at `position` is accepted | those before it were)."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class SimulatedMethod:
     """A method of drafting. Which methods are asked in a round is the policy's choice."""
@@ -112,7 +81,7 @@ class SimulatedMethod:
 
 @dataclass(frozen=True, slots=True)
 class SyntheticEnvironment:
-    """An environment made of formulas."""
+    """Sequences, acceptance and costs, made of formulas. Times in ms."""
 
     step: Callable[[int, int], float]  # (sequences, drafts in all) -> ms of the target
     methods: Mapping[str, SimulatedMethod]
@@ -120,7 +89,7 @@ class SyntheticEnvironment:
     most: int = 16  # drafts of a sequence in a round
     prompt: int = 1  # tokens
     length: int = 0  # tokens of each sequence, which another one then replaces; 0: no end
-    noise: float = 0.05
+    noise: float = 0.05  # standard deviation of a measured time of the target, as a share of it
 
     def batches(self) -> Iterator[list[SimulatedSequence]]:
         running: list[SimulatedSequence] = []
@@ -152,9 +121,6 @@ class SyntheticEnvironment:
     def chain(self, number: int, seq: SimulatedSequence, draft: Draft, k: int, random: Random) -> Draft:
         return draft
 
-    def chance(self, number: int, seq: SimulatedSequence, draft: Draft, position: int) -> float:
-        return float(draft.tokens[position])
-
 
 @dataclass(slots=True)
 class SimulationResult:
@@ -175,7 +141,7 @@ class SimulationResult:
 
 def simulate(
     policy: Policy,
-    environment: Environment,
+    environment: SyntheticEnvironment,
     rounds: int | None = None,
     seed: int = 0,
     costs: Costs | None = None,
@@ -195,9 +161,7 @@ def simulate(
         target_ms = environment.step_ms(len(running), sum(map(bool, lengths)), sum(lengths)) * max(
             0.5, random.gauss(1, environment.noise)
         )
-        verdicts = [
-            judge(draft, seq, number, environment, random) for draft, seq in zip(drafts, running, strict=True)
-        ]
+        verdicts = [judge(draft, random) for draft in drafts]
         for seq, verdict in zip(running, verdicts, strict=True):
             seq.written += len(verdict.tokens)
             seq.tokens += verdict.tokens
@@ -221,7 +185,7 @@ def simulate(
 
 def propose(
     policy: Policy,
-    environment: Environment,
+    environment: SyntheticEnvironment,
     number: int,
     running: list[SimulatedSequence],
     decisions: list[Decision],
@@ -257,11 +221,9 @@ def propose(
     return drafts, {size[0]: Proposal(*size[1:3], environment.proposal_ms(*size), size[3]) for size in sizes}
 
 
-def judge(
-    draft: Draft, seq: SimulatedSequence, number: int, environment: Environment, random: Random
-) -> Verdict:
+def judge(draft: Draft, random: Random) -> Verdict:
     k, accepted = len(draft.tokens), 0
-    while accepted < k and random.random() < environment.chance(number, seq, draft, accepted):
+    while accepted < k and random.random() < draft.tokens[accepted]:  # the tests' seeds count this draw
         accepted += 1
     outcome = None if not k else SpanOutcome.FULL if accepted == k else SpanOutcome.EARLY
     return Verdict((ACCEPTED,) * (accepted + 1), accepted, outcome)

@@ -1,8 +1,7 @@
-"""The prompts of an advice, and what it writes: settings as TOML, as flags, and the next command."""
+"""What an advice writes: the settings of a mode as TOML, and the next command."""
 
 from __future__ import annotations
 
-import shlex
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,27 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.advise.prompts import Split
-from speculon.advise.settings import as_flags, as_toml, merged, next_command, settings, whole, write
-from speculon.bench.workloads import Case
-from speculon.config import EngineConfig, SamplingParams, SpeculationConfig
-from speculon.errors import BenchError, ConfigError, InvalidParameter
-
-# prompts
-
-
-def test_half_of_every_group_is_held_out() -> None:
-    def some(name: str, n: int) -> list[Case]:
-        return [Case(f"{name}{i}", [1], SamplingParams()) for i in range(n)]
-
-    split = Split.of({"a": some("a", 3), "b": some("b", 2), "c": some("c", 1)})
-    assert [case.name for case in split.measured] == ["a0", "b0", "c0", "a2"]
-    assert [case.name for case in split.held_out] == ["a1", "b1"]
-    with pytest.raises(BenchError):
-        Split.of({"a": []})
-
-
-# settings
+from speculon.bench.plan import parse_mode
+from speculon.bench.settings import as_toml, merged, next_command, settings, whole, write
+from speculon.config import EngineConfig, SpeculationConfig
+from speculon.errors import ConfigError, InvalidParameter
 
 
 def loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> SpeculationConfig:
@@ -43,7 +25,7 @@ def test_what_is_written_loads_and_says_the_same(tmp_path: Path, monkeypatch: py
     base = SpeculationConfig(
         draft={"draft_model": 'odd "name" \\ é 🙂'}, memory_limit_gb=2.5, options={"x": [1, True]}
     )
-    found = settings(base, "auto", "fixed", 3, ("suffix", "draft_model"))
+    found = settings(base, parse_mode("auto:3"), ("suffix", "draft_model"))
     path = tmp_path / "speculon.toml"
     path.write_text(
         'block_size = 32 # kept\nmodel = "old"\n[speculation]\nmethod = "ngram"\n'
@@ -68,39 +50,55 @@ def test_what_is_written_loads_and_says_the_same(tmp_path: Path, monkeypatch: py
 def test_the_model_is_in_the_file_though_it_is_the_default() -> None:
     values = whole(
         EngineConfig(events="x.jsonl"),
-        settings(SpeculationConfig(draft="d"), "auto", "goodput", None, ("draft_model",)),
+        settings(SpeculationConfig(draft="d"), parse_mode("auto"), ("draft_model",)),
     )
     speculation = {"method": "auto", "policy": "goodput", "draft": "d"}
     assert values == {"model": "smollm2", "speculation": speculation}
     assert as_toml(values).startswith('model = "smollm2"\n\n[speculation]\nmethod = "auto"\n')
 
 
-def test_flags_say_the_same() -> None:
-    speculation = {
-        "method": "auto",
-        "num_speculative_tokens": 3,
-        "draft": "a folder/draft",
-        "chained_drafts": False,
-    }
-    flags = shlex.split(as_flags({"model": "demo", "compile": True, "speculation": speculation}))
-    assert flags == [
-        "--model", "demo", "--compile", "--method", "auto", "--num-speculative-tokens", "3",
-        "--draft", "a folder/draft", "--no-chained-drafts",
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("mode", "methods", "expected"),
+    [
+        pytest.param("off", (), {"method": "off"}, id="off"),
+        pytest.param(
+            "suffix:8",
+            ("suffix",),
+            {"method": "suffix", "policy": "fixed", "num_speculative_tokens": 8, "draft": {}},
+            id="without the drafter, which would be loaded",
+        ),
+        pytest.param(
+            "eagle3:4/block",
+            ("eagle3",),
+            {"method": "eagle3", "policy": "fixed", "num_speculative_tokens": 4, "acceptance": "block"},
+            id="one of two drafters",
+        ),
+        pytest.param(
+            "auto/adaptive",
+            ("suffix", "eagle3", "draft_model"),
+            {"method": "auto", "policy": "adaptive", "num_speculative_tokens": 2},
+            id="K of the engine",
+        ),
+    ],
+)
+def test_settings_are_those_of_the_mode(
+    mode: str, methods: tuple[str, ...], expected: dict[str, object]
+) -> None:
+    drafts = {"draft_model": "d", "eagle3": "e"}
+    base = SpeculationConfig(policy="solo", num_speculative_tokens=2, draft=drafts)
+    found = settings(base, parse_mode(mode), methods)
+    own = {name: one for name, one in drafts.items() if name in methods}
+    assert found == ({"draft": own} if methods else {}) | expected
 
 
 def test_the_next_command_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SPECULON_CONFIG", raising=False)
-    values = {"model": "demo", "speculation": {"method": "off"}}
-    assert (
-        next_command(Path("a folder/speculon.toml"), values)
-        == "SPECULON_CONFIG='a folder/speculon.toml' speculon serve"
-    )
-    assert next_command(Path("speculon.toml"), values) == "speculon serve"
-    assert next_command(None, values) == "speculon serve --model demo --method off"
+    elsewhere = "SPECULON_CONFIG='a folder/speculon.toml' speculon serve"
+    assert next_command(Path("a folder/speculon.toml")) == elsewhere
+    assert next_command(Path("speculon.toml")) == "speculon serve"
     monkeypatch.setenv("SPECULON_CONFIG", "other.toml")
-    assert next_command(Path("speculon.toml"), values) == "SPECULON_CONFIG=speculon.toml speculon serve"
+    assert next_command(Path("speculon.toml")) == "SPECULON_CONFIG=speculon.toml speculon serve"
 
 
 def test_a_file_that_cannot_be_merged_is_left_alone(tmp_path: Path) -> None:

@@ -1,0 +1,76 @@
+"""The advice of a benchmark: which mode it picks from figures that are known, and what it says of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from speculon.bench.advice import answer, chosen, fastest, speeds_of, warnings
+from speculon.bench.cell import Cell
+from speculon.bench.plan import AGAIN, VARIANT
+from speculon.errors import BenchError
+from tests.pure.cells import make_cell
+
+PLAIN = [100.0] * 4
+
+
+def cells_of(concurrency: int = 1, workload: str = "code", **speeds: list[float]) -> list[Cell]:
+    """The modes of one cell by their speeds per group, in one repeat."""
+    every = {"off": PLAIN, **speeds, AGAIN: PLAIN}
+    return [
+        make_cell(mode, workload=workload, concurrency=concurrency, speeds=[values], looping=0.0)
+        for mode, values in every.items()
+    ]
+
+
+def test_the_fastest_mode_is_picked_at_each_concurrency() -> None:
+    one = cells_of(1, ngram=[150, 160, 170, 180], auto=[200, 210, 190, 200])
+    speeds = speeds_of([*one, *cells_of(4, ngram=[130, 120, 140, 130], auto=[90, 80, 90, 80])])
+    assert [fastest(speeds, count) for count in (1, 4)] == ["auto", "ngram"] and chosen(speeds) == "auto"
+    assert list(answer(speeds)) == [
+        "Yes: use auto, measured 2.00x (1.93 to 2.07) over plain decoding at concurrency 1.",
+        "At concurrency 4: auto 0.85x (0.80 to 0.90); ngram 1.30x (1.23 to 1.37) is faster.",
+        "Plain decoding against itself: 1.00x, 1.00x.",
+    ]
+
+
+def test_workloads_have_the_same_weight() -> None:
+    """`auto` is four times as fast in one workload, `ngram` twice in both."""
+    code = cells_of(1, "code", ngram=[200] * 4, auto=[400] * 4)
+    prose = cells_of(1, "prose", ngram=[200] * 4, auto=[50] * 4)
+    assert chosen(speeds_of([*code, *prose])) == "ngram" and chosen(speeds_of(code)) == "auto"
+
+
+@pytest.mark.parametrize(
+    ("auto", "says"),
+    [
+        pytest.param([90, 80, 90, 80], "0.85x (0.80 to 0.90) over plain decoding at", id="slower"),
+        pytest.param(
+            [50, 200, 90, 150], "The interval includes 1: more prompts may settle it.", id="undecided"
+        ),
+        pytest.param([300], "There is no interval: more prompts may settle it.", id="one group"),
+    ],
+)
+def test_what_is_not_surely_faster_is_left_off(auto: list[float], says: str) -> None:
+    cells = cells_of(1, auto=auto)
+    if len(auto) == 1:
+        cells = [make_cell(one.mode, speeds=[one.speeds[0][:1]], looping=0.0) for one in cells]
+    speeds = speeds_of(cells)
+    first = next(answer(speeds))
+    assert chosen(speeds) == "off"
+    assert first.startswith("No: leave speculation off. The fastest mode is auto") and says in first
+
+
+def test_a_baseline_is_no_mode_to_advise() -> None:
+    cells = [*cells_of(1, auto=[150] * 4), make_cell(VARIANT, speeds=[[900.0] * 4])]
+    assert chosen(speeds_of(cells)) == "auto"
+
+
+def test_texts_that_loop_are_named() -> None:
+    assert list(warnings(cells_of(auto=PLAIN))) == []
+    looping = [make_cell("off", looping=0.25), make_cell("off", workload="edit", looping=0.75)]
+    assert list(warnings(looping)) == ["50% of the texts end repeating themselves, which is easily drafted."]
+
+
+def test_a_mode_without_tokens_is_an_error() -> None:
+    with pytest.raises(BenchError, match="auto or off generated nothing at concurrency 1"):
+        speeds_of(cells_of(auto=[0.0] * 4))
