@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,21 +51,34 @@ def named(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("file", files(CLEAN, ".md", ".py"), ids=named)
-def test_no_private_word(file: Path) -> None:
-    assert private_words(file.read_text(encoding="utf-8"), allowed_in(file)) == []
+def faults(paths: Iterable[Path], look: Callable[[Path, str], list[Any]]) -> dict[str, list[Any]]:
+    """What is found in each file that has something."""
+    found = {named(path): look(path, path.read_text(encoding="utf-8")) for path in paths}
+    assert found, "no file was read"
+    return {name: some for name, some in found.items() if some}
 
 
-@pytest.mark.parametrize("document", files(SHORT, ".md"), ids=named)
-def test_sentences_are_short(document: Path) -> None:
-    assert long_sentences(document.read_text(encoding="utf-8")) == []
+@pytest.mark.parametrize("place", CLEAN)
+def test_no_private_word(place: str) -> None:
+    read = files((place,), ".md", ".py")
+    assert faults(read, lambda path, text: private_words(text, allowed_in(path))) == {}
 
 
-@pytest.mark.parametrize(
-    "document", [file for file in files(SHORT, ".md") if named(file) not in LATER], ids=named
-)
-def test_lines_are_not_wide(document: Path) -> None:
-    assert wide_lines(document.read_text(encoding="utf-8")) == []
+@pytest.mark.parametrize("place", SHORT)
+def test_sentences_are_short(place: str) -> None:
+    assert faults(files((place,), ".md"), lambda path, text: long_sentences(text)) == {}
+
+
+@pytest.mark.parametrize("place", SHORT)
+def test_lines_are_not_wide(place: str) -> None:
+    narrow = [path for path in files((place,), ".md") if named(path) not in LATER]
+    assert faults(narrow, lambda path, text: wide_lines(text)) == {}
+
+
+def test_a_planted_fault_is_named_with_its_file() -> None:
+    planted = ROOT / "tests" / "pure" / "test_words.py"
+    found = faults([ROOT / "README.md", planted], lambda path, text: private_words(text))
+    assert [*found] == [named(planted)] and len(found[named(planted)]) >= len(PRIVATE)
 
 
 @pytest.mark.parametrize("planted", [LONG, f"```python\n{'x' * 111}\n```", f"- {'x' * 110}"])

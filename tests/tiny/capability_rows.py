@@ -225,8 +225,8 @@ def cached(engine: Engine, **params: Any) -> int:
         patched.setattr(slots, "ALONE", 1)  # a hit behind a snapshot pays, however few tokens it has
         patched.setattr(slots, "FEWEST", 1)
         for _ in range(2):  # the first prompt shows what is shared, the second leaves a snapshot there
-            ask(engine)
-        return ask(engine, **{**params, "n": 1}).stats.cached_tokens
+            ask(engine, max_tokens=1)
+        return ask(engine, **{"max_tokens": 2, **params, "n": 1}).stats.cached_tokens
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from speculon import SamplingParams, SpeculativeDecoder
 from speculon import decoder as decoder_module
 from speculon.core import Draft, SpanOutcome
+from tests.builders import spread
 from tests.tiny.conftest import CONTEXT, VOCAB, tiny_model
 
 K = 4
@@ -43,7 +45,12 @@ def make(drafter: tuple[str, int | None] = SAME, **settings: Any) -> Speculative
 
 
 def plain(params: SamplingParams, prompt: list[int] = PROMPT) -> list[int]:
-    return make(("off", None)).generate(prompt, params).token_ids
+    return list(_plain(params.model_dump_json(), tuple(prompt)))
+
+
+@cache
+def _plain(params: str, prompt: tuple[int, ...]) -> list[int]:
+    return make(("off", None)).generate([*prompt], SamplingParams.model_validate_json(params)).token_ids
 
 
 def by_steps(decoder: SpeculativeDecoder, params: SamplingParams) -> list[int]:
@@ -67,23 +74,25 @@ def assert_untouched(decoder: SpeculativeDecoder) -> None:
 # the same text
 
 
-@pytest.mark.parametrize("params", MODES)
-@pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"block_size": 1},
+    {"block_size": 16},
+    {"prefix_cache": False},
+    {"max_batch_tokens": 3},
+]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "settings", "params"), spread(DRAFTERS, SETTINGS, (GREEDY, SEEDED, PENALISED))
+)
 def test_rounds_and_whole_outputs_are_the_plain_output(
-    drafter: tuple[str, int | None], params: SamplingParams
+    drafter: tuple[str, int | None], settings: dict[str, Any], params: SamplingParams
 ) -> None:
-    truth = plain(params)
-    for settings in (
-        {},
-        {"block_size": 1},
-        {"block_size": 16},
-        {"prefix_cache": False},
-        {"max_batch_tokens": 3},
-    ):
-        decoder = make(drafter, **settings)
-        assert by_steps(decoder, params) == truth, settings
-        assert decoder.generate(PROMPT, params).token_ids == truth, settings
-        assert_untouched(decoder)
+    truth, decoder = plain(params), make(drafter, **settings)
+    assert by_steps(decoder, params) == truth
+    assert decoder.generate(PROMPT, params).token_ids == truth
+    assert_untouched(decoder)
 
 
 @pytest.mark.parametrize("params", MODES)
@@ -197,10 +206,10 @@ def test_a_verdict_ends_the_sequence_inside_the_drafts() -> None:
 
 
 def test_drafts_with_q_are_judged_with_it_when_no_seed_is_given() -> None:
-    decoder = make(OTHER)
-    draft = decoder.draft(PROMPT, params=SamplingParams(temperature=1.0))
+    decoder, params = make(OTHER), SamplingParams(temperature=1.0, ignore_eos=True)
+    draft = decoder.draft(PROMPT, params=params)
     assert draft.probs is not None and draft.probs.shape == (K, VOCAB)
-    verdict = decoder.verify(PROMPT, draft, SamplingParams(temperature=1.0))
+    verdict = decoder.verify(PROMPT, draft, params)
     assert (
         1 <= len(verdict.tokens) == verdict.accepted + 1
         and verdict.tokens[:-1] == draft.tokens[: verdict.accepted]

@@ -5,6 +5,7 @@ made.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -59,6 +60,12 @@ def own(
     return verdict, seen[-1]
 
 
+@cache
+def usual() -> SpeculativeDecoder:
+    return make()
+
+
+@cache
 def silent(**settings: Any) -> SpeculativeDecoder:
     """One whose target must not be called and whose pages must not be taken."""
     decoder = make(("off", None), **settings)
@@ -93,7 +100,7 @@ PARAMS = [*MODES, pytest.param(LOGPROBS, id="logprobs"), pytest.param(BANNED, id
 @pytest.mark.parametrize("true", range(K + 1))
 def test_the_targets_own_logits_give_its_verdict(true: int, params: SamplingParams) -> None:
     drafts = true_until(true, params)
-    verdict, logits = own(make(), PROMPT, drafts, params)
+    verdict, logits = own(usual(), PROMPT, drafts, params)
     assert verdict.accepted == true and logits.shape == (K + 1, VOCAB)
     before, decoder = logits.clone(), silent()
     assert decoder.verify(PROMPT, drafts, params, target_logits=logits) == verdict
@@ -105,7 +112,7 @@ def test_the_targets_own_logits_give_its_verdict(true: int, params: SamplingPara
 @pytest.mark.parametrize("true", range(K + 1))
 def test_without_the_last_row_there_is_no_bonus_token(true: int, params: SamplingParams) -> None:
     drafts = true_until(true, params)
-    verdict, logits = own(make(), PROMPT, drafts, params)
+    verdict, logits = own(usual(), PROMPT, drafts, params)
     found = silent().verify(PROMPT, drafts, params, target_logits=logits[:K])
     if true < K:
         assert found == verdict
@@ -123,7 +130,7 @@ def test_without_the_last_row_there_is_no_bonus_token(true: int, params: Samplin
 def test_inside_a_sequence_the_prompts_length_counts(params: SamplingParams) -> None:
     truth = plain(params)
     written = [*PROMPT, *truth[:5]]
-    verdict, logits = own(make(), written, truth[5:7], params, len(PROMPT))
+    verdict, logits = own(usual(), written, truth[5:7], params, len(PROMPT))
     assert verdict.tokens == tuple(truth[5:8])
     assert (
         silent().verify(written, truth[5:7], params, target_logits=logits, prompt_len=len(PROMPT)) == verdict
@@ -131,7 +138,7 @@ def test_inside_a_sequence_the_prompts_length_counts(params: SamplingParams) -> 
 
 
 def test_without_drafts_one_row_gives_one_token_and_no_row_none() -> None:
-    verdict, logits = own(make(), PROMPT, [], SEEDED)
+    verdict, logits = own(usual(), PROMPT, [], SEEDED)
     assert silent().verify(PROMPT, [], SEEDED, target_logits=logits) == verdict and len(verdict.tokens) == 1
     assert silent().verify(PROMPT, [], SEEDED, target_logits=logits[:0]) == Verdict(())
 
@@ -140,16 +147,13 @@ def by_logits(own_rule: str, rule: str) -> list[tuple[Verdict, Verdict, Verdict]
     """Of drafts with q, for some seeds: the target's verdict under `own_rule`, and those by its logits under
     `rule`, with and without a bonus.
     """
-    decoder, found = make(OTHER, acceptance=own_rule), []
+    decoder, judge, found = make(OTHER, acceptance=own_rule), silent(acceptance=rule), []
     for seed in range(12):
         params = SamplingParams(temperature=2.0, seed=seed)
         draft = decoder.draft(PROMPT, params=params)
         assert draft.probs is not None
         verdict, logits = own(decoder, PROMPT, draft, params)
-        given = [
-            silent(acceptance=rule).verify(PROMPT, draft, params, target_logits=x)
-            for x in (logits, logits[:K])
-        ]
+        given = [judge.verify(PROMPT, draft, params, target_logits=x) for x in (logits, logits[:K])]
         found.append((verdict, *given))
     return found
 
@@ -205,7 +209,7 @@ def test_a_sequence_ends_at_the_same_token(change: dict[str, Any], settings: dic
 
 def test_a_full_context_ends_without_a_token() -> None:
     params = GREEDY.model_copy(update={"max_tokens": 0})
-    verdict, logits = own(make(), [5] * CONTEXT, [], params)
+    verdict, logits = own(usual(), [5] * CONTEXT, [], params)
     assert (
         verdict.tokens == () and silent().verify([5] * CONTEXT, [], params, target_logits=logits) == verdict
     )
@@ -277,7 +281,7 @@ def test_wrong_logits_give_another_verdict(
     params: SamplingParams, planted: Callable[[Tensor], Tensor]
 ) -> None:
     drafts = true_until(K, params)
-    verdict, logits = own(make(), PROMPT, drafts, params)
+    verdict, logits = own(usual(), PROMPT, drafts, params)
     assert silent().verify(PROMPT, drafts, params, target_logits=planted(logits)) != verdict
 
 

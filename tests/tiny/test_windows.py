@@ -21,6 +21,7 @@ from speculon.errors import NeverFits
 from speculon.kv.store import SpanView, tail_of
 from speculon.models.load import wrap_model
 from speculon.models.target import Target
+from tests.builders import spread
 from tests.tiny import heads
 from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import CHUNK, MIXED, WINDOW, build
@@ -99,11 +100,11 @@ def whole(name: str, shared: int = 0) -> Texts:
     return texts(write(engine, shared=shared))
 
 
-@pytest.mark.parametrize("speculation", [OFF, SUFFIX], ids=["plain", "suffix"])
-@pytest.mark.parametrize(
-    "settings", [{}, {"prefix_cache": False}, {"block_size": 1, "num_blocks": 32}, {"num_blocks": 100}]
-)
-@pytest.mark.parametrize("name", ["windows", "chunks", "sinks"])
+NAMES = ("windows", "chunks", "sinks")
+SETTINGS = ({}, {"prefix_cache": False}, {"block_size": 1, "num_blocks": 32}, {"num_blocks": 100})
+
+
+@pytest.mark.parametrize(("name", "settings", "speculation"), spread(NAMES, SETTINGS, (OFF, SUFFIX)))
 def test_texts_are_those_of_all_pages(name: str, settings: dict[str, Any], speculation: Any) -> None:
     engine = make_engine(target(name), **SMALL | settings)
     results = write(engine, speculation)
