@@ -40,8 +40,8 @@ def main() -> None:
     pieces = [case.prompt[:PIECE] for case in build("code", llm.tokenizer, size)]
     prompts = [list(islice(cycle(piece), given.context)) for piece in pieces]
     drafting = {"method": "ngram", "policy": "fixed", "num_speculative_tokens": given.drafts}
-    asked: list[dict[str, Any]] = [{"method": "off"}, drafting]
-    rows = [measure(llm, prompts, one, given.tokens, given.repeats) for one in asked]
+    modes: list[dict[str, Any]] = [{"method": "off"}, drafting]
+    rows = [measure(llm, prompts, one, given.tokens, given.repeats) for one in modes]
     print(markdown_table(HEAD, rows))
 
 
