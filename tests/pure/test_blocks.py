@@ -47,6 +47,32 @@ def test_a_prompt_that_begins_alike_finds_full_pages_but_computes_at_least_one_t
     pool.check_integrity([first, same, longer, other])
 
 
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("reach", [None, 6])
+def test_what_a_waiting_prompt_finds_is_what_is_in_pages_then(seed: int, reach: int | None):
+    rng, pool = random.Random(seed), BlockPool(14, 2, reach=reach)
+    waiting = [make_sequence([rng.randrange(2) for _ in range(rng.randint(1, 20))]) for _ in range(12)]
+    running: list[Sequence] = []
+    found = 0
+    for _ in range(300):
+        seq = rng.choice(waiting) if rng.random() < 0.5 or not running else rng.choice(running)
+        if seq in running:
+            running.remove(seq)
+            pool.release(seq)
+        elif pool.available > 10:
+            started = make_sequence(seq.tokens)
+            pool.attach(started)
+            fill(pool, started, rng.randint(started.committed, len(started.tokens)))
+            pool.trim(started)
+            running.append(started)
+        for seq in rng.sample(waiting, 3):
+            found += pool.cached(seq)
+            assert pool.cached(seq) == pool.cached(fresh := make_sequence(seq.tokens))
+            pool.release(fresh)
+        pool.check_integrity(running)
+    assert found
+
+
 def test_released_pages_stay_findable_until_evicted_oldest_first():
     pool = BlockPool(4, 4)
     old, new = make_sequence([1] * 8), make_sequence([2] * 8)

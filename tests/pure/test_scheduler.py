@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from speculon.config import SamplingParams
@@ -148,6 +150,38 @@ def test_a_prompt_waits_for_pages_that_another_is_filling(tail: int):
     early, late = first_steps(scheduler, [first, second])
     assert second.stats.cached_tokens == LONG
     assert late < early if tail == 4 else late <= early + 1
+
+
+class CountedIndex(dict[Any, int]):
+    lookups = 0
+
+    def get(self, *args: Any) -> Any:
+        self.lookups += 1
+        return super().get(*args)
+
+
+@pytest.mark.parametrize("own", [4, 40], ids=["own tokens are few", "own tokens are many"])
+@pytest.mark.parametrize(
+    ("pages", "places"),
+    [
+        pytest.param(999, 16, id="behind a prefix that is being filled"),
+        pytest.param(70, 16, id="without pages"),
+        pytest.param(999, 1, id="without places"),
+    ],
+)
+def test_waiting_prompts_look_up_only_what_is_new(pages: int, places: int, own: int):
+    scheduler, waiting = Scheduler(BlockPool(pages, 4), places, STEP), 12
+    scheduler.pool._index = index = CountedIndex()
+    scheduler.add([oldest := make_sequence([1] * LONG + [2] * 44)])
+    for i in range(waiting):
+        scheduler.add([make_sequence([1] * LONG + [10 + i] * own)])
+    while not oldest.num_output:
+        index.lookups = 0
+        plan = scheduler.plan()
+        # pages of the last step, and one that is not there, for each; to start, one prompt looks again
+        assert index.lookups <= waiting * 2 * (STEP // 4 + 2) + (LONG + own) // 4
+        run(scheduler, plan)
+        scheduler.check_integrity()
 
 
 def test_without_pages_the_youngest_gives_way_and_comes_back():

@@ -297,18 +297,6 @@ def test_a_head_with_a_draft_vocabulary_has_d2t(world: Path) -> None:
     assert read_eagle3_config(given.out).draft_vocab_size == 32
 
 
-def test_a_draft_model_starts_from_its_target_and_drafts_in_the_engine(world: Path) -> None:
-    given = settings(world, "draft", steps=30, eval_prompts=2)
-    done = train(DraftModelTraining(DraftSettings(layers=1)), given, Silent())
-    assert done.record is not None
-    assert done.record["evaluation"]["tokens_per_target_call"] > 1
-    assert done.record["loss_at_last"] < done.record["loss_at_first"]
-    teacher = Teacher(given.target, (), "fp32", "cpu")
-    fresh = DraftModelTraining(DraftSettings(layers=2)).drafter(teacher, rows_of(teacher))
-    for name, parameter in fresh.model.named_parameters():
-        assert torch.equal(parameter, teacher.model.get_parameter(name)), name
-
-
 def test_answers_are_regenerated_once(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = settings(world, "own", steps=1, regenerate=40, regenerate_tokens=8)
     train(Eagle3Training(HeadSettings(ttt=1)), given, Silent())

@@ -107,7 +107,7 @@ class Scheduler:
             seq
             for seq in sorted(others, key=lambda seq: (left[seq], seq.id))
             if left[seq] < left[oldest]
-            and (seq in started or not any(self.pool.shares_page(seq, one, cached[seq]) for one in started))
+            and (seq in started or not any(self.pool.shares_page(seq, one) for one in started))
         ]
         shorter = self._with_room(shorter, started, rows)
         kept = min(rows // 2, sum(left[seq] for seq in shorter))

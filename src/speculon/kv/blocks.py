@@ -57,6 +57,8 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # indexed pages that nobody uses, oldest first
         # sequence id -> (pages indexed so far, content id of the last)
         self._sealed: dict[int, tuple[int, int]] = {}
+        # id of a waiting sequence -> the pages that it would begin with, and their content ids
+        self._found: dict[int, dict[int, int]] = {}
         self._next_content = ROOT + 1
 
     @property
@@ -83,7 +85,8 @@ class BlockPool:
         states, the prefix ends at a page that has a snapshot of these.
         """
         assert not seq.table and seq.committed == 0
-        found, size = self._find(seq), self.block_size
+        found, size = [*self._find(seq)], self.block_size
+        del self._found[seq.id]
         seq.table = found[: self.slots.begin(seq, found, size)]
         for page in seq.table:
             self._hold(page)
@@ -99,33 +102,40 @@ class BlockPool:
         return seq.committed
 
     def cached(self, seq: Sequence) -> int:
-        """Tokens of its prefix that are in pages now, before it is attached. Does not modify the pool."""
+        """Tokens of its prefix that are in pages now, before it is attached.
+
+        What is found is remembered until it is attached or released, so asking again reads new pages alone.
+        """
         return len(self._find(seq)) * self.block_size
 
-    def shares_page(self, seq: Sequence, other: Sequence, start: int) -> bool:
-        """Whether another sequence is about to index the page at `start` for one that is not attached."""
-        end = start + self.block_size
-        return (
-            self.prefix_cache
-            and seq.request.prefix_cache
-            and other.request.prefix_cache
-            and not seq.wants_prompt_logprobs
-            and other.committed < end < min(len(seq.tokens), len(other.tokens) + 1)
-            and self._key_of(seq, start, ROOT) == self._key_of(other, start, ROOT)
-            and seq.tokens[:start] == other.tokens[:start]
-        )
+    def shares_page(self, seq: Sequence, other: Sequence) -> bool:
+        """Whether another sequence is about to index the next page for one that is not attached."""
+        found, size = self._find(seq), self.block_size
+        start, end = len(found) * size, (len(found) + 1) * size
+        if (
+            not (self._looks(seq) and other.request.prefix_cache)
+            or not other.committed < end < min(len(seq.tokens), len(other.tokens) + 1)
+            or self._key_of(seq, start, ROOT) != self._key_of(other, start, ROOT)
+        ):
+            return False
+        of_other = self._found.get(other.id, {})
+        done, content = self._sealed.get(other.id, (len(of_other), last_of(of_other)))
+        same = [ROOT, *found.values()][done : done + 1] == [content]
+        return same and seq.tokens[done * size : start] == other.tokens[done * size : start]
 
-    def _find(self, seq: Sequence) -> list[int]:
-        """The indexed pages of its first tokens, all but the last token at most."""
-        pages: list[int] = []
-        content, size = ROOT, self.block_size
-        if self.prefix_cache and seq.request.prefix_cache and not seq.wants_prompt_logprobs:
-            for start in range(0, (len(seq.tokens) - 1) // size * size, size):
-                page = self._index.get(self._key_of(seq, start, content))
+    def _looks(self, seq: Sequence) -> bool:
+        """Whether a sequence begins with cached pages."""
+        return self.prefix_cache and seq.request.prefix_cache and not seq.wants_prompt_logprobs
+
+    def _find(self, seq: Sequence) -> dict[int, int]:
+        """The indexed pages of its first tokens, all but the last token at most; with their content ids."""
+        pages, size = self._found.setdefault(seq.id, {}), self.block_size
+        if self._looks(seq):
+            for start in range(len(pages) * size, (len(seq.tokens) - 1) // size * size, size):
+                page = self._index.get(self._key_of(seq, start, last_of(pages)))
                 if page is None:
                     break
-                content = self._content[page]
-                pages.append(page)
+                pages[page] = self._content[page]
         return pages
 
     def chunk(self, seq: Sequence, most: int) -> int:
@@ -193,6 +203,7 @@ class BlockPool:
         self._unclaim(seq)
         self.trim(seq)
         self._sealed.pop(seq.id, None)
+        self._found.pop(seq.id, None)
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:
         """Raises AssertionError unless every page is used, cached or free, as the live sequences say."""
@@ -217,6 +228,9 @@ class BlockPool:
         assert set(self._index.values()) == set(self._key) == set(self._content) >= set(self._drafters)
         assert all(self._index[key] == page for page, key in self._key.items())
         assert self.slots.pages <= set(self._key), "a snapshot without its page"
+        assert not self._found.keys() & self._sealed.keys(), "an attached sequence's prefix is remembered"
+        found = [page for pages in self._found.values() for page in pages.items()]
+        assert set(found) <= self._content.items(), "an evicted page is remembered"
 
     def _key_of(self, seq: Sequence, start: int, content: int) -> Key:
         """Of the full page of a sequence that begins at `start`, after a page of this content."""
@@ -285,6 +299,9 @@ class BlockPool:
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
         del self._index[self._key.pop(page)], self._content[page]
+        for found in self._found.values():
+            while page in found:
+                found.popitem()
         self._drafters.pop(page, None)
         self.slots.forget(page)
         self._state[page] = FREE
@@ -309,3 +326,8 @@ class BlockPool:
         for page in self._claims.pop(seq.id, ()):
             if self._state[page] == CLAIMED:
                 self._state[page] = FREE
+
+
+def last_of(found: dict[int, int]) -> int:
+    """The content id of the last page found."""
+    return next(reversed(found.values()), ROOT)

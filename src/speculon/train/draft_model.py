@@ -67,8 +67,12 @@ class DraftModelTraining:
         config_of(self.settings, teacher)
 
     def drafter(self, teacher: Teacher, rows: Rows) -> DraftModel:
-        """A model of few layers, initialised with the target's parameters where the widths agree."""
+        """A model of few layers, initialised with the target's parameters where the widths agree.
+
+        Its context is the length that it is trained on: not far beyond, its drafts are rejected.
+        """
         config = config_of(self.settings, teacher)
+        config.max_position_embeddings = rows.ids.shape[1]
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
