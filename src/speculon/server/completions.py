@@ -183,7 +183,7 @@ def read_tools(body: ChatRequest, model: ServedModel) -> Reading:
     if choice == "required":
         return ForcedCallsParser, form_of_calls(functions, json_schema=calls_schema(functions, parallel))
     tags = special_tags(model.tokenizer, (OPEN, CLOSE, *THINKING_TAGS))
-    free = [token for token in model.tokenizer.special_ids if token not in tags.values()]
+    free = sorted(model.tokenizer.special_ids.difference(tags.values()))
     grammar = calls_grammar(functions, parallel, free, schema_of(form), tags)
     return partial(TaggedCallsParser, None if parallel else 1), form_of_calls(functions, grammar=grammar)
 
