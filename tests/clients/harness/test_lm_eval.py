@@ -15,26 +15,17 @@ import pytest
 from ..conftest import by_server
 
 HERE = Path(__file__).resolve().parent
+MODEL = "smollm2"
 COPY = "from speculon.models.tokenizer import load_tokenizer as load; load({!r}).save_pretrained({!r})"
 
 
-@pytest.fixture(scope="module", params=["demo", "smollm2"])
-def model(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(scope="module")
-def url(request: pytest.FixtureRequest, model: str) -> str:
-    return str(request.getfixturevalue("base_url" if model == "demo" else f"{model}_url"))
-
-
-@pytest.fixture(scope="module")
-def samples(url: str, model: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def samples(smollm2_url: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What the harness recorded of each question."""
     out = tmp_path_factory.mktemp("harness")
     tokenizer = out / "tokenizer"  # that the harness counts tokens with
-    by_server(COPY.format(model, str(tokenizer)))
-    model = f"base_url={url}/completions,model={model},tokenizer={tokenizer},num_concurrent=2"
+    by_server(COPY.format(MODEL, str(tokenizer)))
+    model = f"base_url={smollm2_url}/completions,model={MODEL},tokenizer={tokenizer},num_concurrent=2"
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "local-completions", "--model_args", model]
     command += ["--tasks", "choices", "--include_path", ".", "--output_path", str(out), "--log_samples"]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(out / "cache")}
@@ -48,19 +39,21 @@ def test_choices_are_judged(samples: list[dict[str, Any]]) -> None:
     assert [sample["acc"] for sample in samples] == [1.0, 1.0, 1.0]
 
 
-def test_its_log_probabilities_are_those_of_the_server(samples: list[dict[str, Any]], url: str) -> None:
+def test_its_log_probabilities_are_those_of_the_server(
+    samples: list[dict[str, Any]], smollm2_url: str
+) -> None:
     for sample in samples:
         arguments = sample["arguments"].values()
         for argument, ((found, _),) in zip(arguments, sample["resps"], strict=True):
             context, choice = argument["arg_0"], argument["arg_1"]
-            assert float(found) == pytest.approx(log_probability(url, context, choice), abs=1e-3)
+            assert float(found) == pytest.approx(log_probability(smollm2_url, context, choice), abs=1e-3)
 
 
 def log_probability(base_url: str, context: str, choice: str) -> float:
     """Of a choice after its context, in the tokens that the harness sends: those of both behind its own."""
     ids = tokens(base_url, context)
     prompt = [*ids, *tokens(base_url, context + choice)[len(ids) :]]
-    body = {"prompt": prompt, "max_tokens": 0, "logprobs": 0, "echo": True}
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 0, "logprobs": 0, "echo": True}
     (answer,) = post(base_url + "/completions", body)["choices"]
     return sum(answer["logprobs"]["token_logprobs"][len(ids) :])
 

@@ -35,12 +35,7 @@ def run(base_url: str, folder: Path, route: str) -> dict[str, list[dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("url", "route"),
-    [
-        ("base_url", "/v1/completions"),
-        ("base_url", "/v1/chat/completions"),
-        ("smollm2_url", "/v1/chat/completions"),
-    ],
+    ("url", "route"), [("base_url", "/v1/completions"), ("smollm2_url", "/v1/chat/completions")]
 )
 def test_every_request_has_its_tokens(
     request: pytest.FixtureRequest, tmp_path: Path, url: str, route: str
