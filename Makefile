@@ -88,7 +88,7 @@ $(CLIENTS)-%/.ready: $(STAMP) tests/clients/%/requirements.txt tests/clients/%/c
 
 clients: export OMP_NUM_THREADS := 1
 clients: export SERVER_PYTHON := $(abspath $(BIN))/python
-clients: $(CLIENTS)/.ready $(CLIENTS)-harness/.ready $(CLIENTS)-load/.ready ## foreign clients (litellm, langchain, ...) against a real server
+clients: $(VENV)/.demo $(CLIENTS)/.ready $(CLIENTS)-harness/.ready $(CLIENTS)-load/.ready ## foreign clients (litellm, langchain, ...) against a real server
 	$(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini tests/clients \
 	  --ignore tests/clients/harness --ignore tests/clients/load
 	$(CLIENTS)-harness/bin/python -m pytest -c tests/clients/pytest.ini tests/clients/harness

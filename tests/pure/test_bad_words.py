@@ -37,7 +37,7 @@ def test_a_token_is_forbidden_where_it_completes_a_word(
     read, chance = tokenizer(vocabulary), Random(seed)
     found, tokens = read.bad_words(words, skip), read.encode("hello re")
     prompt = len(tokens)
-    hidden = set(read.special_ids) if skip else set()
+    hidden = read.hidden(skip)
     likely = [i for word in words for i in read.encode(word, add_special_tokens=False)] or [0]
 
     def written(ids: list[int]) -> bytes:

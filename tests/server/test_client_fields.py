@@ -86,6 +86,22 @@ def test_the_checkpoints_length_is_a_default_and_no_limit() -> None:
         assert longer["usage"]["completion_tokens"] == 40
 
 
+@pytest.mark.parametrize("own", [{}, {"max_tokens": 7}], ids=["the checkpoint's", "its settings'"])
+def test_a_default_length_gives_way_to_a_longer_minimum(own: dict[str, Any]) -> None:
+    params = sampled({"max_tokens": 7}, own, min_tokens=30)
+    assert (params.min_tokens, params.max_tokens) == (30, 30)
+    assert sampled({"max_tokens": 7}, own, min_tokens=3).max_tokens == 7
+    completion = read_completion(CompletionRequest(prompt="x", min_tokens=30), MODEL).params
+    assert (completion.min_tokens, completion.max_tokens) == (30, 30), "16 is a default, too"
+
+
+def test_limits_do_not_give_way_to_a_minimum() -> None:
+    with served(max_request_tokens=20) as inside:
+        for fields in ({"min_tokens": 21}, {"min_tokens": 8, "max_tokens": 7}, {"min_tokens": 5000}):
+            error = inside.post("completions", prompt="x", **fields).json()["error"]
+            assert error["param"] == "min_tokens" and "is beyond max_tokens" in error["message"]
+
+
 # fields of clients and other servers
 
 CACHED = {"cache_control": {"type": "ephemeral"}}

@@ -16,7 +16,7 @@ from openai.types.responses import Response
 
 from speculon.config import RequestSpeculation, SamplingParams, Thinking
 from speculon.core import Finish
-from speculon.sequence import Event
+from speculon.sequence import Ending, Event
 from speculon.server.choice import Choice
 from speculon.server.deltas import ReplyParser, TextParser, merge_deltas
 from speculon.server.reasoning import ThinkingParser, thinking_of
@@ -24,7 +24,10 @@ from speculon.server.request import GenerationRequest
 from speculon.server.response_schemas import ResponseRequest
 from speculon.server.responses import chat_of
 from speculon.server.tool_calls import JsonCallsParser, TaggedCallsParser
+from speculon.stop_strings import StopStrings
 from speculon.text import Tokenizer
+from speculon.thinking import AnswerStart
+from speculon.verify import first_stop_string
 from tests.server import test_responses as responses
 from tests.server.inside import Inside, served
 from tests.server.scripted import Bytes
@@ -222,6 +225,8 @@ PIECES = (
     "<",
     ">",
     "think",
+    "a",
+    "aa",
 )
 SPECIAL = range(5)
 
@@ -245,13 +250,14 @@ class Special:
         return PIECES[token]
 
 
-def answer_of(pieces: list[str], parser: Any, **params: Any) -> Any:
+def answer_of(pieces: list[str], parser: Any, ended: str | None = None, **params: Any) -> Any:
+    """The message; `ended` is the stop string that ended it."""
     request = GenerationRequest(
         True, [[0]], SamplingParams(**params), RequestSpeculation(), "off", parser=parser
     )
     choice = Choice(0, request, Tokenizer(Special()), [0])
     events = [Event("r", 0, (PIECES.index(piece),)) for piece in pieces]
-    parts = [choice.push(event) for event in [*events, Event("r", 0, (), finish=Finish("stop"))]]
+    parts = [choice.push(event) for event in [*events, Event("r", 0, (), finish=Finish("stop", ended))]]
     message = merge_deltas([delta for part in parts for delta in part.deltas])
     return message.get("reasoning_content"), message["content"], len(message.get("tool_calls", ()))
 
@@ -292,3 +298,39 @@ def test_special_tokens_are_shown_where_they_are_asked_for() -> None:
     pieces = ["plan", "<tool_call>", "answer", "<|x|>"]
     shown = answer_of(pieces, TaggedCallsParser, skip_special_tokens=False)
     assert shown == (None, "".join(pieces), 0)
+
+
+CALLED = ["<tool_call>", JSON, " ", "</tool_call>"]
+STOPPED: dict[str, tuple[str, list[str], Any]] = {
+    "around a tag": ("nan", ["plan", "<tool_call>", "answer", " "], (None, "pla", 0)),
+    "from a tag on": ("ans", ["plan", "<tool_call>", "answer"], (None, "plan", 0)),
+    "as a tag's end": (">a", [">", "<tool_call>", "answer"], (None, "", 0)),
+    "in a tag's name": ("ll", ["<tool_call>", "plan", "answer"], (None, "plananswer", 0)),
+    "into a call": ("n{", ["plan", *CALLED], (None, "pla", 0)),
+    "out of a call": ("  ", ["plan", *CALLED, " ", "answer"], (None, "plan", 1)),
+    "a tag": ("</tool_call>", ["plan", *CALLED, "answer"], (None, "plan", 1)),
+    "not over a thinking's end": ("na", ["<think>", "plan", "</think>", "answer"], ("plan", "answer", 0)),
+    "not in a thinking": ("la", ["<think>", "plan", "</think>", "plan", "a"], ("plan", "p", 0)),
+    "after a thinking's end": ("aa", ["<think>", "plan", "a", "</think>", "aa"], ("plana", None, 0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STOPPED)
+def test_a_stop_string_is_found_in_the_text_that_the_client_sees(case: str) -> None:
+    stop, pieces, message = STOPPED[case]
+    thinking = OWN if "<think>" in pieces else None
+    end = end_of(pieces, stop, thinking)
+    parser, ended = THOUGHT if thinking else TaggedCallsParser, None if end is None else stop
+    assert answer_of(pieces[:end], parser, ended, stop=stop, thinking=thinking) == message
+
+
+def end_of(pieces: list[str], stop: str, thinking: Thinking | None) -> int | None:
+    """How many tokens the engine leaves of these; None where it finds no stop string."""
+    text = Tokenizer(Special())
+    start = partial(AnswerStart, thinking, text) if thinking else None
+    ending = Ending(frozenset(), 0, StopStrings([stop], text).find, start)
+    seq: Any = SimpleNamespace(
+        request=SimpleNamespace(ending=ending, prompt_len=0), tokens=[], num_output=0, answer=None
+    )
+    found = first_stop_string(seq, tuple(map(PIECES.index, pieces)))
+    return None if found is None else found[0] + 1

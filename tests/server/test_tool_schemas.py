@@ -8,9 +8,15 @@ from typing import Any
 
 import pytest
 
+from speculon.config.serve import ServeConfig
 from speculon.errors import InvalidParameter
+from speculon.server.completions import read_chat
+from speculon.server.model import ServedModel
+from speculon.server.schemas import ChatRequest
 from speculon.server.tool_schemas import calls_schema, compiles, expressible, fitted
+from speculon.text import Tokenizer
 from tests.server.inside import Inside, served
+from tests.server.scripted import Bytes
 
 # schema of one parameter -> the keyword that no grammar has, and the rest
 ODD: dict[str, tuple[Any, str, Any]] = {
@@ -121,6 +127,34 @@ def test_a_chat_with_twelve_odd_tools_is_answered(inside: Inside, choice: str) -
     body = {"tools": TWELVE, "tool_choice": choice, "messages": [{"role": "user", "content": "say:" + text}]}
     answer = inside.post("chat/completions", **body)
     assert answer.status_code == 200 and answer.json()["choices"][0]["message"]
+
+
+def nested(keyword: str, depth: int) -> Any:
+    """A schema inside so many others."""
+    schema: Any = {"type": "string"}
+    for _ in range(depth):
+        inside = {"a": schema} if keyword == "properties" else [schema] if keyword == "anyOf" else schema
+        schema = {keyword: inside}
+    return schema
+
+
+MODEL = ServedModel("m", Tokenizer(Bytes()), 2**16, 257, "off", ServeConfig())
+ASK = [{"role": "user", "content": "say:hi"}]
+NESTED = [("properties", 450), ("properties", 59), ("anyOf", 300), ("items", 600), ("items", 117)]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize(("keyword", "depth"), NESTED)
+def test_a_tool_nested_beyond_all_grammars_is_a_tool(keyword: str, depth: int, choice: str) -> None:
+    """The levels that a grammar has room for are kept."""
+    function = {"name": "f", "parameters": parameters(nested(keyword, depth))}
+    body = {"tools": [{"type": "function", "function": function}], "tool_choice": choice, "messages": ASK}
+    assert read_chat(ChatRequest.model_validate(body), MODEL).form is not None
+    found = fitted(function, exact=False)
+    assert found["parameters"]["properties"]["p"] and found["parameters"]["required"] == ["q"]
+    assert compiles(calls_schema([found, {"name": "g"}], parallel=True))
+    with pytest.raises(InvalidParameter, match="a grammar cannot guarantee nesting"):
+        fitted(function, exact=True)
 
 
 NAMED = {"type": "function", "function": {"name": "exact"}}

@@ -21,7 +21,7 @@ from tests.tiny.demo_texts import DEMO
 from tests.tiny.drafting import DRAFT, noisy_draft
 from tests.tiny.forms import an_object, words
 from tests.tiny.scripted import Key, Request, Result, script
-from tests.tiny.test_structured import METHODS, spell, write
+from tests.tiny.test_structured import METHODS, spell, write, write_alone
 
 FUNCTIONS = [
     {"name": "f", "parameters": an_object(x={"type": "integer", "minimum": 0, "maximum": 99})},
@@ -103,7 +103,7 @@ def test_a_reply_of_a_form_is_calls_or_that_form(parallel: bool) -> None:
 
 
 def requests() -> list[Request]:
-    grammar = calls_grammar(FUNCTIONS, True, words().special_ids)
+    grammar = calls_grammar(FUNCTIONS, True, sorted(words().special_ids))
     grammar = grammar.replace(OPEN, START).replace(CLOSE, END)
     often = dict.fromkeys(words().encode(START, add_special_tokens=False), 3.0)
     return [
@@ -119,10 +119,7 @@ def requests() -> list[Request]:
 
 @cache
 def plain() -> dict[Key, Result]:
-    texts: dict[Key, Result] = {}
-    for request in requests():
-        texts |= write([request])
-    return texts
+    return write_alone(requests())
 
 
 @pytest.fixture

@@ -90,13 +90,18 @@ def requests_of(mode: str, **more: Any) -> list[Request]:
     ]
 
 
+def write_alone(requests: list[Request]) -> dict[Key, Result]:
+    """What each of the requests writes without the others."""
+    texts: dict[Key, Result] = {}
+    for request in requests:
+        texts |= write([request])
+    return texts
+
+
 @cache
 def plain(mode: str) -> dict[Key, Result]:
     """What each of the requests writes alone and without drafts."""
-    texts: dict[Key, Result] = {}
-    for request in requests_of(mode):
-        texts |= write([request])
-    return texts
+    return write_alone(requests_of(mode))
 
 
 @pytest.fixture(params=list(MODES))

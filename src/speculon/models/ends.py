@@ -36,7 +36,7 @@ def add_ends(target: Target, tokenizer: Tokenizer | None) -> None:
     """
     if tokenizer is None:
         return
-    named = tokenizer.end_ids | of_config(target.model) & frozenset(tokenizer.special_ids)
+    named = tokenizer.end_ids | of_config(target.model) & tokenizer.special_ids
     added = sorted(token for token in named - target.eos_ids if token < target.vocab_size)
     if added:
         log.warning(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import repeat, zip_longest
 from typing import Any, NamedTuple
 
 from speculon.core import Finish, TokenLogprobs
 from speculon.sequence import Event
 from speculon.server.deltas import Delta
 from speculon.server.request import GenerationRequest
-from speculon.server.tags import ShownTags, special_tags, without_tags
+from speculon.server.tags import TaggedStream, special_tags, without_tags
 from speculon.telemetry import RequestStats
 from speculon.text import Stream, Tokenizer, shared_length
 from speculon.thinking import AnswerStart
@@ -52,7 +53,7 @@ class Choice:
         self._request, self._tokenizer, self._parser = request, tokenizer, request.parser()
         tags = special_tags(tokenizer, self._parser.tags) if params.skip_special_tokens else {}
         self._hidden = tuple(tags)  # of the text that the parser sees
-        self._stream = Stream.of(ShownTags(tokenizer, tags.values()) if tags else tokenizer, params, prompt)
+        self._stream = TaggedStream(Stream.of(tokenizer, params, prompt), tags)
         self.reasoning_tokens = 0
         self._answer = AnswerStart(params.thinking, tokenizer) if params.thinking else None
         self._prompt, self._echo = prompt, echo  # None once it is echoed
@@ -67,7 +68,7 @@ class Choice:
         answers = [self._answer is None or self._answer.push(token) is not None for token in event.tokens]
         self.reasoning_tokens += answers.count(False)
         echo, logprobs = self._take_echo() if self._echo is not None else ("", None)
-        texts, places = decode(self._stream, event.tokens)
+        texts, places = decode(self._stream, event.tokens, answers)
         if event.finish:
             self.finish, self.stats = event.finish, event.stats
             texts.append(self._stream.flush(event.finish.matched))
@@ -174,10 +175,15 @@ class Place(NamedTuple):
         return Place(self.start + by, self.first)
 
 
-def decode(stream: Stream, tokens: Iterable[int]) -> tuple[list[str], list[Place]]:
-    """The text that each token makes certain, and where in the whole text it stands."""
+def decode(
+    stream: Stream | TaggedStream, tokens: Seq[int], answers: Iterable[bool] = repeat(True)
+) -> tuple[list[str], list[Place]]:
+    """The text that each token makes certain, and where in the whole text it stands.
+
+    A stop string begins in no token that is not of the answer.
+    """
     texts, places = [], []
-    for token in tokens:
+    for token, answer in zip(tokens, answers, strict=False):
         places.append(Place(stream.length, stream.first))
-        texts.append(stream.push([token]))
+        texts.append(stream.push([token]) + ("" if answer else stream.release()))
     return texts, places

@@ -52,7 +52,7 @@ def read_completion(body: CompletionRequest, model: ServedModel) -> GenerationRe
         raise InvalidParameter("echo", True, "not together with suffix")
     sent = prompts_of(body)
     prompts = read_prompts(sent, model, infill, special=body.add_special_tokens is not False)
-    max_tokens = model.max_tokens(max_tokens_of(body), prompts, DEFAULT_TOKENS)
+    max_tokens = model.max_tokens(max_tokens_of(body), prompts, DEFAULT_TOKENS, body.min_tokens)
     form = form_of(body)
     params = sampling_of(
         body, model, form, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs
@@ -113,7 +113,7 @@ def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:
         body,
         model,
         form,
-        max_tokens=model.max_tokens(requested, prompts),
+        max_tokens=model.max_tokens(requested, prompts, min_tokens=body.min_tokens),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         thinking=thinking,
     )
@@ -183,7 +183,7 @@ def read_tools(body: ChatRequest, model: ServedModel) -> Reading:
     if choice == "required":
         return ForcedCallsParser, form_of_calls(functions, json_schema=calls_schema(functions, parallel))
     tags = special_tags(model.tokenizer, (OPEN, CLOSE, *THINKING_TAGS))
-    free = [token for token in model.tokenizer.special_ids if token not in tags.values()]
+    free = sorted(model.tokenizer.special_ids.difference(tags.values()))
     grammar = calls_grammar(functions, parallel, free, schema_of(form), tags)
     return partial(TaggedCallsParser, None if parallel else 1), form_of_calls(functions, grammar=grammar)
 

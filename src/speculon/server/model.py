@@ -46,9 +46,15 @@ class ServedModel:
             part *= 4
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def max_tokens(self, requested: int | None, prompts: list[list[int]], default: int | None = None) -> int:
+    def max_tokens(
+        self,
+        requested: int | None,
+        prompts: list[list[int]],
+        default: int | None = None,
+        min_tokens: int | None = None,
+    ) -> int:
         """`max_tokens` of a request; by default as many as the model's settings, or its checkpoint and
-        `default`, server and context allow.
+        `default`, server and context allow. Of these, only the last two are limits to `min_tokens`.
 
         Checked before the prompts go to the engine, by the engine's own rule (`max_length`).
         """
@@ -57,7 +63,8 @@ class ServedModel:
         if requested is None:
             own = self.sampling.get("max_tokens")
             defaults = (default, self.max_new_tokens) if own is None else (int(own),)
-            limits: tuple[int | None, ...] = (*defaults, limit, self.max_context - longest)
+            usual = min((one for one in defaults if one is not None), default=self.max_context)
+            limits = (max(usual, min_tokens or 0), limit, self.max_context - longest)
             return min(one for one in limits if one is not None)
         if limit is not None and requested > limit:
             refusal = InvalidParameter("max_tokens", requested, f"at most {limit} on this server")

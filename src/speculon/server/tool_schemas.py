@@ -27,6 +27,8 @@ KEPT = 256  # schemas whose grammars were tried
 # of bytes, since a token may be a part of a character; FF begins tokens that are no text in llguidance
 ANY_TEXT, WITHOUT_SPECIAL = "(?s:.)*", r"(?s-u:[\x00-\xFE])*"
 NO_SCHEMA = "schema"  # in place of a keyword, for what is none
+MAX_DEPTH = 50  # schemas inside one another: llguidance reads 128 levels of JSON, and a schema has up to two
+TOO_DEEP = "nesting"  # in place of a keyword, too
 ANY_OBJECT = {"type": "object"}
 EXACT: Any = {"whitespace_flexible": False}
 STYLE: Any = {**EXACT, "coerce_one_of": True}  # a grammar cannot say that only one of several fits
@@ -160,11 +162,11 @@ def fitted(function: Mapping[str, Any], exact: bool) -> dict[str, Any]:
 def expressible(schema: str, exact: bool) -> tuple[str, tuple[str, ...]]:
     """(the schema without what a grammar cannot say, the keywords left out), once for each schema."""
     root = json.loads(schema)
-    if compiles(call_with(root), EXACT if exact else STYLE):
+    if callable_with(root, EXACT if exact else STYLE):
         return schema, ()
     left_out: dict[str, None] = {}
     found = relaxed(root, root, left_out)
-    if not compiles(call_with(found), STYLE):
+    if not callable_with(found, STYLE):
         found, left_out = ANY_OBJECT, {NO_SCHEMA: None}
     if not exact:
         names = ", ".join(name_for_log(keyword.removeprefix("$")) for keyword in left_out)
@@ -173,9 +175,13 @@ def expressible(schema: str, exact: bool) -> tuple[str, tuple[str, ...]]:
     return json.dumps(found), tuple(left_out) or ("oneOf",)
 
 
-def call_with(parameters: Any) -> dict[str, Any]:
-    item, definitions = any_call([{"name": "f", "parameters": parameters}])
-    return {**item, **definitions}
+def callable_with(parameters: Any, style: Any) -> bool:
+    """Whether calls with these parameters have a grammar, among those of another function."""
+    try:
+        item, definitions = any_call([{"name": "f", "parameters": parameters}, {"name": "g"}])
+    except RecursionError:
+        return False
+    return compiles({"type": "array", "items": item, **definitions}, style)
 
 
 def compiles(schema: Any, style: Any = EXACT) -> bool:
@@ -194,24 +200,30 @@ def alone(keyword: str, value: str) -> bool:
     return compiles({keyword: json.loads(value)})
 
 
-def relaxed(schema: Any, root: Any, left_out: dict[str, None]) -> Any:
-    """`schema` without the keywords that do not compile alone; their names are added to `left_out`."""
+def relaxed(schema: Any, root: Any, left_out: dict[str, None], depth: int = 1) -> Any:
+    """`schema` without the keywords that do not compile alone, and without what is nested too deeply; their
+    names are added to `left_out`.
+    """
     if isinstance(schema, bool):
         return schema
-    if not isinstance(schema, Mapping):
-        left_out[NO_SCHEMA] = None
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+        left_out[TOO_DEEP if depth > MAX_DEPTH else NO_SCHEMA] = None
         return {}
+
+    def below(part: Any) -> Any:
+        return relaxed(part, root, left_out, depth + 1)
+
     found: dict[str, Any] = {}
     for keyword, value in schema.items():
         if keyword in BY_NAME and isinstance(value, Mapping):
             kept = [name for name in value if keyword != PATTERNS or alone(keyword, json.dumps({name: {}}))]
-            found[keyword] = {name: relaxed(value[name], root, left_out) for name in kept}
+            found[keyword] = {name: below(value[name]) for name in kept}
             if len(kept) < len(value):
                 left_out[keyword] = None
         elif keyword in (*LISTED, *ALONE) and isinstance(value, list) and value:
-            found[keyword] = [relaxed(one, root, left_out) for one in value]
+            found[keyword] = [below(one) for one in value]
         elif keyword in ALONE and isinstance(value, Mapping):
-            found[keyword] = relaxed(value, root, left_out)
+            found[keyword] = below(value)
         elif points_into(root, value) if keyword == "$ref" else alone(keyword, json.dumps(value)):
             found[keyword] = value
         else:

@@ -12,15 +12,20 @@ from typing import Any
 
 import pytest
 
+from ..conftest import by_server
+
 HERE = Path(__file__).resolve().parent
-MODEL = HERE.parents[1] / "models" / "demo"  # with the tokenizer that the harness counts tokens with
+MODEL = "smollm2"
+COPY = "from speculon.models.tokenizer import load_tokenizer as load; load({!r}).save_pretrained({!r})"
 
 
 @pytest.fixture(scope="module")
-def samples(base_url: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def samples(smollm2_url: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What the harness recorded of each question."""
     out = tmp_path_factory.mktemp("harness")
-    model = f"base_url={base_url}/completions,model=demo,tokenizer={MODEL},num_concurrent=2"
+    tokenizer = out / "tokenizer"  # that the harness counts tokens with
+    by_server(COPY.format(MODEL, str(tokenizer)))
+    model = f"base_url={smollm2_url}/completions,model={MODEL},tokenizer={tokenizer},num_concurrent=2"
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "local-completions", "--model_args", model]
     command += ["--tasks", "choices", "--include_path", ".", "--output_path", str(out), "--log_samples"]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(out / "cache")}
@@ -34,19 +39,21 @@ def test_choices_are_judged(samples: list[dict[str, Any]]) -> None:
     assert [sample["acc"] for sample in samples] == [1.0, 1.0, 1.0]
 
 
-def test_its_log_probabilities_are_those_of_the_server(samples: list[dict[str, Any]], base_url: str) -> None:
+def test_its_log_probabilities_are_those_of_the_server(
+    samples: list[dict[str, Any]], smollm2_url: str
+) -> None:
     for sample in samples:
         arguments = sample["arguments"].values()
         for argument, ((found, _),) in zip(arguments, sample["resps"], strict=True):
             context, choice = argument["arg_0"], argument["arg_1"]
-            assert float(found) == pytest.approx(log_probability(base_url, context, choice), abs=1e-3)
+            assert float(found) == pytest.approx(log_probability(smollm2_url, context, choice), abs=1e-3)
 
 
 def log_probability(base_url: str, context: str, choice: str) -> float:
     """Of a choice after its context, in the tokens that the harness sends: those of both behind its own."""
     ids = tokens(base_url, context)
     prompt = [*ids, *tokens(base_url, context + choice)[len(ids) :]]
-    body = {"model": "demo", "prompt": prompt, "max_tokens": 0, "logprobs": 0, "echo": True}
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 0, "logprobs": 0, "echo": True}
     (answer,) = post(base_url + "/completions", body)["choices"]
     return sum(answer["logprobs"]["token_logprobs"][len(ids) :])
 

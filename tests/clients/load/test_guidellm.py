@@ -34,9 +34,13 @@ def run(base_url: str, folder: Path, route: str) -> dict[str, list[dict[str, Any
     return requests
 
 
-@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
-def test_every_request_has_its_tokens(base_url: str, tmp_path: Path, route: str) -> None:
-    requests = run(base_url, tmp_path, route)
+@pytest.mark.parametrize(
+    ("url", "route"), [("base_url", "/v1/completions"), ("smollm2_url", "/v1/chat/completions")]
+)
+def test_every_request_has_its_tokens(
+    request: pytest.FixtureRequest, tmp_path: Path, url: str, route: str
+) -> None:
+    requests = run(request.getfixturevalue(url), tmp_path, route)
     assert not requests["errored"] and not requests["incomplete"]
     assert sorted(one["output_tokens"] for one in requests["successful"]) == [7, 12, 16]
     for one in requests["successful"]:

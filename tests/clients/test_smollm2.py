@@ -1,0 +1,64 @@
+"""A published model, SmolLM2, with openai and litellm."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import litellm
+import openai
+import pytest
+
+MODEL = "smollm2"
+CAPITAL: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+GREEDY: dict[str, Any] = {"messages": CAPITAL, "temperature": 0, "max_tokens": 12}
+ADD = {
+    "type": "object",
+    "properties": {name: {"type": "integer", "minimum": 0, "maximum": 99} for name in "ab"},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture
+def client(smollm2_url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=smollm2_url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def test_a_stream_is_the_whole_text(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model=MODEL, **GREEDY).choices[0].message.content
+    chunks = client.chat.completions.create(model=MODEL, **GREEDY, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
+    assert whole and "Paris" in whole
+
+
+def test_a_tool_is_called(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", "function": {"name": "add", "parameters": ADD}}
+    messages: Any = [{"role": "user", "content": "Add 7 and 12."}]
+    message = (
+        client.chat.completions.create(
+            model=MODEL,
+            messages=messages,
+            tools=[tool],
+            tool_choice="required",
+            temperature=0,
+            max_tokens=200,
+        )
+        .choices[0]
+        .message
+    )
+    for call in message.tool_calls or [None]:
+        assert call.function.name == "add" and json.loads(call.function.arguments).keys() == {"a", "b"}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_hints_for_caches_change_nothing(client: openai.OpenAI, smollm2_url: str, stream: bool) -> None:
+    part = {"type": "text", "text": CAPITAL[0]["content"], "cache_control": {"type": "ephemeral"}}
+    place = {"model": f"openai/{MODEL}", "api_base": smollm2_url, "api_key": "none"}
+    hinted = {**GREEDY, "messages": [{"role": "user", "content": [part]}]}
+    answer = litellm.completion(**place, **hinted, stream=stream)
+    chunks = [chunk.choices[0].delta for chunk in answer] if stream else [answer.choices[0].message]
+    plain = client.chat.completions.create(model=MODEL, **GREEDY).choices[0].message.content
+    assert "".join(one.content or "" for one in chunks) == plain
