@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -33,20 +32,6 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """By file, except that all tests of the server go to one process: a real server starts there once."""
-    if config.getoption("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class ByFileOrServer(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return "tests/server" if nodeid.startswith("tests/server/") else super()._split_scope(nodeid)
-
-    return ByFileOrServer(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""One real server for all tests that need a model: a process, a port, and the official client."""
+"""One real server for all tests of a process that need a model: a port, and the official client."""
 
 from __future__ import annotations
 
