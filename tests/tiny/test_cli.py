@@ -284,6 +284,11 @@ def test_inspect_shows_what_is_supported(folder: Path) -> None:
     assert facts["kv_bytes_per_token"] == 2 * 2 * 8 * 2 * 4  # layers, heads, width, K and V, fp32
     shown = speculon("inspect", "--model", str(folder)).stdout
     assert "LlamaForCausalLM" in shown and "yes: equal to its stock forward" in shown and "256 bytes" in shown
+    table = [line.split()[:2] for line in shown.split("\n\n", 1)[1].splitlines()]
+    assert ["methods.eagle3", "off"] in table
+    assert [name for name, status in filter(None, table) if status == "on"] == ["others"]
+    everything = speculon("inspect", str(folder), "--all").stdout
+    assert all(name in everything for name in facts["capabilities"] if name.startswith("limits."))
 
 
 def test_inspect_shows_what_is_refused_and_why(folder: Path, tmp_path: Path) -> None:

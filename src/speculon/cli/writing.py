@@ -124,10 +124,11 @@ def inspect(
         bool, typer.Option(help="load it and compare it with its stock forward; without: headers only")
     ] = True,
     target: Annotated[str | None, typer.Option(help="for a drafter: the target to check it against")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="also list what is on, with its limits")] = False,
     as_json: Json = False,
     given: Given = {},  # noqa: B006
 ) -> None:
     """Describe a checkpoint or drafter: whether it is supported, and whether a --draft fits it."""
     from speculon.commands.inspect import run
 
-    run(model or path, load, pick(SpeculationConfig, given), fuse, as_json, target)
+    run(model or path, load, pick(SpeculationConfig, given), fuse, as_json, target, everything)

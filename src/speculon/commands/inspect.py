@@ -62,7 +62,13 @@ WORDS = {
 
 
 def run(
-    model: str, load: bool, speculation: Facts, fuse: bool, as_json: bool, target: str | None = None
+    model: str,
+    load: bool,
+    speculation: Facts,
+    fuse: bool,
+    as_json: bool,
+    target: str | None = None,
+    everything: bool = False,
 ) -> None:
     family = family_of(folder_of(model))
     if family.checkpoint is None or target is not None:
@@ -79,7 +85,7 @@ def run(
     else:
         output().print(as_table(facts))
         if table := facts.get("capabilities"):
-            output().print("", rows_of(table), sep="\n")
+            output().print("", all_rows(table) if everything else exceptions(table), sep="\n")
     if refusal:
         raise typer.Exit(EXIT_REFUSED)
 
@@ -222,7 +228,18 @@ def in_words(name: str, facts: Facts) -> Text:
     return Text(plain_words(name, facts))
 
 
-def rows_of(capabilities: Facts) -> Table:
+def exceptions(capabilities: Facts) -> Table:
+    """The capabilities that are off, changed or refused, and how many others there are."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    found = {feature: row for feature, row in capabilities.items() if row["status"] != "on"}
+    for feature, row in found.items():
+        table.add_row(feature, Text(row["status"], style=STYLES[row["status"]]), row["reason"])
+    others = f"{len(capabilities) - len(found)} more, which --all shows"
+    table.add_row("others", Text("on", style=STYLES["on"]), others)
+    return table
+
+
+def all_rows(capabilities: Facts) -> Table:
     """The table of capabilities; parameters of one reason share a row."""
     table = Table(box=None, pad_edge=False, show_header=False)
     alike = Counter(row["reason"] for row in capabilities.values() if is_plain(row))
