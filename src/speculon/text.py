@@ -298,6 +298,11 @@ class Stream:
         include = params.include_stop_str_in_output
         return cls(tokenizer, params.stop, params.skip_special_tokens, include, context)
 
+    @property
+    def unfinished(self) -> int:
+        """Characters as which an unfinished one is decoded so far."""
+        return len(self._text) - self._sure
+
     def push(self, ids: Seq[int]) -> str:
         """The text that is now certain."""
         return "".join(self._push(token) for token in ids)

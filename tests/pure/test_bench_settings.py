@@ -28,7 +28,7 @@ def test_what_is_written_loads_and_says_the_same(tmp_path: Path, monkeypatch: py
     found = settings(base, parse_mode("auto:3"), ("suffix", "draft_model"))
     path = tmp_path / "speculon.toml"
     path.write_text(
-        'block_size = 32 # kept\nmodel = "old"\n[speculation]\nmethod = "ngram"\n'
+        'block_size = 32\nevents = "x.jsonl" # kept\nmodel = "old"\n[speculation]\nmethod = "ngram"\n'
         "[speculation.options]\ny = 1\n[serve]\nport = 9000\n"
     )
     write(path, whole(EngineConfig(model="some/model", dtype="bfloat16", threads=2), found))
@@ -39,8 +39,8 @@ def test_what_is_written_loads_and_says_the_same(tmp_path: Path, monkeypatch: py
         "some/model",
         "bfloat16",
         2,
-        32,
-    )
+        EngineConfig.model_fields["block_size"].default,
+    ), "a setting that was not measured is no part of the advice"
     assert config.serve.port == 9000 and "# kept" in path.read_text()
     write(path, {"model": "demo", "speculation": {"method": "off"}})
     assert loads(path, monkeypatch) == SpeculationConfig(method="off") and EngineConfig().model == "demo"

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import OpenAI
 from openai.types.responses import Response
+from transformers import AutoTokenizer
 
 from speculon.config import RequestSpeculation, SamplingParams, Thinking
 from speculon.core import Finish
@@ -23,9 +24,10 @@ from speculon.server.reasoning import ThinkingParser, thinking_of
 from speculon.server.request import GenerationRequest
 from speculon.server.response_schemas import ResponseRequest
 from speculon.server.responses import chat_of
+from speculon.server.tags import TaggedStream, special_tags
 from speculon.server.tool_calls import JsonCallsParser, TaggedCallsParser
 from speculon.stop_strings import StopStrings
-from speculon.text import Tokenizer
+from speculon.text import Stream, Tokenizer
 from speculon.thinking import AnswerStart
 from speculon.verify import first_stop_string
 from tests.server import test_responses as responses
@@ -33,6 +35,7 @@ from tests.server.inside import Inside, served
 from tests.server.scripted import Bytes
 from tests.server.test_answers import events_of, put_together
 from tests.server.test_tool_calls import HERMES, TOOLS
+from tests.tiny.demo_texts import DEMO
 
 OPENED, OWN = Thinking(opened=True), Thinking()
 JSON = '{"name":"f","arguments":{}}'
@@ -334,3 +337,15 @@ def end_of(pieces: list[str], stop: str, thinking: Thinking | None) -> int | Non
     )
     found = first_stop_string(seq, tuple(map(PIECES.index, pieces)))
     return None if found is None else found[0] + 1
+
+
+def test_a_tag_stands_behind_an_unfinished_character() -> None:
+    inner = AutoTokenizer.from_pretrained(DEMO)
+    inner.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    tokenizer = Tokenizer(inner)
+    tags = special_tags(tokenizer, ["<think>", "</think>"])
+    bytes_of_it, rest = tokenizer.encode("😀"), tokenizer.encode("b")
+    for count in range(len(bytes_of_it)):
+        stream = TaggedStream(Stream(tokenizer), tags)
+        ids = [*bytes_of_it[:count], tags["</think>"], *rest]
+        assert stream.push(ids) + stream.flush() == "\ufffd" * (count > 0) + "</think>b"

@@ -43,16 +43,21 @@ def advise(cells: Sequence[Cell], llm: LLM, suffix_pools: int) -> Advice:
 
 
 def speeds_of(cells: Sequence[Cell]) -> Speeds:
-    """Of each mode, over all workloads with the same weight."""
+    """Of each mode that generated something, over all workloads with the same weight."""
     plain = {(cell.workload, cell.concurrency): cell for cell in cells if cell.mode == OFF}
     found: Speeds = {}
     for count in dict.fromkeys(cell.concurrency for cell in cells):
         some = [cell for cell in cells if cell.concurrency == count]
-        for mode in dict.fromkeys(cell.mode for cell in some if cell.mode not in {OFF, *BASELINES}):
+        modes = [*dict.fromkeys(cell.mode for cell in some if cell.mode not in {OFF, *BASELINES})]
+        drafting = sum(mode != AGAIN for mode in modes)
+        for mode in modes:
             logs = [logs_of(cell, plain[cell.workload, count]) for cell in some if cell.mode == mode]
-            if not all(logs):
-                raise BenchError(f"{mode} or {OFF} generated nothing at concurrency {count}")
-            found.setdefault(count, {})[mode] = estimate(logs)
+            if all(logs):
+                found.setdefault(count, {})[mode] = estimate(logs, drafting)
+        if not found.get(count, {}).keys() - {AGAIN}:
+            raise BenchError(
+                f"no mode that drafts generated anything at concurrency {count}: nothing to advise"
+            )
     return found
 
 
@@ -62,16 +67,18 @@ def fastest(speeds: Speeds, concurrency: int) -> str:
 
 
 def chosen(speeds: Speeds) -> str:
-    """The fastest mode, where its whole interval is faster than plain decoding; else `off`."""
+    """The fastest mode of those whose whole interval is faster than plain decoding; else `off`."""
     lowest = min(speeds)
-    mode = fastest(speeds, lowest)
-    return mode if speeds[lowest][mode].verdict == "faster" else OFF
+    surely = {mode: one for mode, one in speeds[lowest].items() if one.verdict == "faster" and mode != AGAIN}
+    return max(surely, key=lambda mode: surely[mode].ratio, default=OFF)
 
 
 def answer(speeds: Speeds) -> Iterator[str]:
     """The most important sentence first."""
     lowest, *higher = sorted(speeds)
-    mode = fastest(speeds, lowest)
+    mode = chosen(speeds)
+    if mode == OFF:
+        mode = fastest(speeds, lowest)
     found = speeds[lowest][mode]
     over = f"measured {times(found)} over plain decoding at concurrency {lowest}"
     if found.verdict == "faster":

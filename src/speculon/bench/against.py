@@ -14,7 +14,7 @@ from speculon.bench.quantiles import quantile
 from speculon.proposers.registry import OFF
 
 DRAWS = 2000  # of the bootstrap
-BOUNDS = (0.05, 0.95)
+TAIL = 0.05  # of the bootstrap, on either side of an interval of 90 %
 
 Logs = dict[int, float]  # group of prompts -> log of a ratio of speeds, mean over the repeats
 
@@ -112,8 +112,10 @@ def logs_of(cell: Cell, base: Cell) -> Logs:
     return found
 
 
-def estimate(cells: list[Logs]) -> MeanRatio:
+def estimate(cells: list[Logs], among: int = 1) -> MeanRatio:
     """The geometric mean over cells of those over groups; the groups of each cell are resampled.
+
+    The interval of one `among` several is wider, so that all of them hold together (Bonferroni).
 
     One less is drawn than there are: the intervals of few groups would be too narrow (Rao and Wu 1988).
     """
@@ -125,5 +127,5 @@ def estimate(cells: list[Logs]) -> MeanRatio:
     drawn = sorted(
         fmean(fmean(rng.choices(values, k=len(values) - 1)) for values in samples) for _ in range(DRAWS)
     )
-    low, high = (exp(quantile(drawn, share)) for share in BOUNDS)
+    low, high = (exp(quantile(drawn, share)) for share in (TAIL / among, 1 - TAIL / among))
     return MeanRatio(ratio, low, high)

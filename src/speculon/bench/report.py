@@ -18,7 +18,6 @@ from speculon.bench.plan import BenchPlan
 from speculon.bench.provenance import commit, machine, model_facts, versions
 from speculon.bench.settings import as_toml
 from speculon.bench.workloads import Case, fingerprint
-from speculon.config import EngineConfig
 
 if TYPE_CHECKING:
     from speculon.llm import LLM
@@ -105,14 +104,11 @@ def workload_facts(cases: dict[str, list[Case]]) -> dict[str, dict[str, Any]]:
 
 
 def write(report: Report, folder: Path) -> list[Path]:
-    """`bench.json`, `bench.md`, the `speculon.toml` of an advice and, with matplotlib, `bench.png`."""
+    """`bench.json`, `bench.md` and, with matplotlib, `bench.png`."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / "bench.json", folder / "bench.md"]
     files[0].write_text(json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     files[1].write_text(markdown(report), encoding="utf-8")
-    if report.advice:
-        files.append(folder / EngineConfig.file)
-        files[-1].write_text(as_toml(report.advice.settings), encoding="utf-8")
     if find_spec("matplotlib"):
         from speculon.bench.chart import draw
 

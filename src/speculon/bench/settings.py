@@ -23,6 +23,8 @@ KEY = re.compile(r"^\s*[\"']?([\w-]+)[\"']?\s*=")
 # settings that the measurement does not depend on
 UNRELATED = {"speculation", "serve", "events", "events_limit_mb", "state", "warmup"}
 UNRELATED |= {"prefix_cache", "snapshot_memory_gb", "monitor_share", "monitor_max_tokens"}
+# none of these stays in a file that is written to
+MEASURED = EngineConfig.model_fields.keys() - UNRELATED | {TABLE}
 
 
 def settings(base: SpeculationConfig, mode: Mode, methods: Sequence[str]) -> dict[str, Any]:
@@ -78,13 +80,13 @@ def next_command(path: Path) -> str:
 def check_writable(path: Path) -> None:
     """Raises before anything is measured where the settings could not be written afterwards."""
     merged(path, {"model": "", TABLE: {}})
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not os.access(path.resolve().parent, os.W_OK):
         raise InvalidParameter("write", str(path), "cannot be written")
 
 
 def write(path: Path, values: Mapping[str, Any]) -> None:
-    """Replaces these settings in the file and leaves the rest; the file is replaced atomically."""
-    text = merged(path, values)
+    """Replaces what was measured in the file and leaves the rest; the file is replaced atomically."""
+    text, path = merged(path, values), path.resolve()
     number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(number, "w", encoding="utf-8") as file:
@@ -101,8 +103,11 @@ def merged(path: Path, values: Mapping[str, Any]) -> str:
         raise InvalidParameter(
             "write", str(path), "is no file" if path.is_dir() else "there is no such folder"
         )
-    old = path.read_text(encoding="utf-8") if path.exists() else ""
-    top, tables = kept_lines(old, values)
+    try:
+        old = path.read_text(encoding="utf-8") if path.exists() else ""
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    top, tables = kept_lines(old)
     own, _, table = as_toml(values).partition(f"[{TABLE}]\n")
     parts = [
         top.rstrip("\n") + "\n" * bool(top.strip()) + own.rstrip("\n"),
@@ -114,21 +119,24 @@ def merged(path: Path, values: Mapping[str, Any]) -> str:
         before, after = tomllib.loads(old), tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: {error}") from None
-    if {**before, **values} != after:
+    kept = {name: value for name, value in before.items() if name not in MEASURED}
+    if {**kept, **values} != after:
         raise ConfigError(
             f"{path}: its settings are spread in a cascade that cannot be replaced; write another file"
         )
     return text
 
 
-def kept_lines(text: str, values: Mapping[str, Any]) -> tuple[str, str]:
-    """The lines of a TOML file to keep: those before the first table without these values; other tables."""
+def kept_lines(text: str) -> tuple[str, str]:
+    """The lines of a TOML file to keep: those before the first table without what was measured; other
+    tables.
+    """
     top, tables, table = list[str](), list[str](), None
     for line in text.splitlines(keepends=True):
         if header := HEADER.match(line):
             table = header[1].strip("\"'")
         key = KEY.match(line)
-        if table is None and not (key and key[1] in values):
+        if table is None and not (key and key[1] in MEASURED):
             top.append(line)
         elif table not in (None, TABLE):
             tables.append(line)

@@ -20,7 +20,7 @@ from speculon.commands.options import Given, engine_settings
 from speculon.commands.screen import counting, errors, loading, print_json
 from speculon.commands.templates import lacks_template
 from speculon.config import EngineConfig
-from speculon.errors import InvalidParameter
+from speculon.errors import BenchError, InvalidParameter
 
 FOLDER = Path("speculon-bench")
 QUICK: dict[str, Any] = {"prompts": 8, "max_tokens": 64, "repeats": 1, "concurrency": (1, 4)}
@@ -39,8 +39,12 @@ def run(
     settings = {"prefix_cache": False, **engine_settings(given), "state": None}
     config = EngineConfig(**settings)  # bad input is refused before torch is imported
     plan = make_plan(options, quick, config)
-    if advised or write:
-        check_advisable(plan, write)
+    out, advised = out or (None if as_json else FOLDER), advised or write is not None
+    if advised:
+        check_advisable(plan, config)
+        write = write or place_in(out)
+    if write:
+        settings_file.check_writable(write)
     settings |= needed_settings(settings, config, plan)
     with loading(as_json) as stage:
         stage("importing torch")
@@ -51,18 +55,25 @@ def run(
         plan = plan.at_hand(llm.engine.proposers.lacking)
     with counting(as_json, "measuring", plan.measurements, still=True) as advance:
         cells, cases = compare(llm, plan, advance)
-    advice = advise(cells, llm, config.speculation.suffix_pools) if advised or write else None
+    advice, nothing = None, None
+    try:
+        advice = advise(cells, llm, config.speculation.suffix_pools) if advised else None
+    except BenchError as error:
+        nothing = error  # raised when what was measured is saved
     made = report.Report.of(sys.argv[1:], plan, llm, cells, cases, advice)
-    out = out or (None if as_json else FOLDER)
     files = report.write(made, out) if out else []
     if advice and write:
         settings_file.write(write, advice.settings)
+        files.append(write)
     if as_json:
-        return print_json(made.to_dict())
-    if advice:
-        show_advice(advice, write or (out or FOLDER) / EngineConfig.file)
-    show(made)
-    show_files(files)
+        print_json(made.to_dict())
+    else:
+        if advice:
+            show_advice(advice, write or Path(EngineConfig.file))
+        show(made)
+        show_files(files)
+    if nothing:
+        raise nothing
 
 
 def make_plan(options: dict[str, Any], quick: bool, config: EngineConfig) -> BenchPlan:
@@ -75,14 +86,24 @@ def make_plan(options: dict[str, Any], quick: bool, config: EngineConfig) -> Ben
     return BenchPlan(**fields)
 
 
-def check_advisable(plan: BenchPlan, write: Path | None) -> None:
-    """Raises before anything is measured where there would be nothing to advise, or no place for it."""
+def check_advisable(plan: BenchPlan, config: EngineConfig) -> None:
+    """Raises before anything is measured where there would be nothing to advise, or no way to write it."""
     if plan.widen:
         raise InvalidParameter("widen", plan.widen, "is no model to advise on: leave out --advise")
     if not any(parse_mode(mode).speculates for mode in plan.modes):
         raise InvalidParameter("modes", ",".join(plan.modes), "name one that drafts, for --advise")
-    if write:
-        settings_file.check_writable(write)
+    for mode in map(parse_mode, plan.modes):
+        settings_file.as_toml(
+            settings_file.whole(config, settings_file.settings(config.speculation, mode, ()))
+        )
+
+
+def place_in(out: Path | None) -> Path | None:
+    """Where an advice is written in the folder of the results, which is made."""
+    if out is None:
+        return None
+    out.mkdir(parents=True, exist_ok=True)
+    return out / EngineConfig.file
 
 
 def refuse_chats(config: EngineConfig, prompts: Iterable[Any]) -> None:

@@ -40,7 +40,7 @@ class TaggedStream:
 
     def _push(self, token: int) -> str:
         if token in self._tags:
-            self._held.append((self.length, self._tags[token]))
+            self._held.append((self.length + self._stream.unfinished, self._tags[token]))
         return self._tagged(self._stream.push([token]))
 
     def _tagged(self, text: str) -> str:

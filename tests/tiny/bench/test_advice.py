@@ -31,10 +31,11 @@ def test_what_it_writes_is_what_it_advises(
     assert "at concurrency 1" in advice["answer"][0] and advice["answer"][1].startswith("At concurrency 2: ")
     assert advice["answer"][0] in (tmp_path / "new" / "bench.md").read_text()
     assert advice["mode"] in cells and (advice["mode"] == "off") == advice["answer"][0].startswith("No")
-    assert tomllib.loads((tmp_path / "new" / "speculon.toml").read_text()) == advice["settings"]
+    assert not (tmp_path / "new" / "speculon.toml").exists()
+    assert tomllib.loads(mine.read_text()) == {**advice["settings"], "serve": {"port": 9000}}
     monkeypatch.setenv("SPECULON_CONFIG", str(mine))
     config, found = EngineConfig(), advice["settings"]["speculation"]
-    assert (config.block_size, config.serve.port, config.model) == (8, 9000, str(folder))
+    assert (config.block_size, config.serve.port, config.model) == (16, 9000, str(folder))
     assert {name: getattr(config.speculation, name) for name in found} == found
     assert config.speculation.suffix_pools == type(config.speculation)().suffix_pools
 
@@ -45,8 +46,11 @@ def test_for_a_person_it_is_an_answer_settings_and_a_command(
 ) -> None:
     monkeypatch.setenv("COLUMNS", width)
     monkeypatch.delenv("SPECULON_CONFIG", raising=False)
+    Path("speculon-bench").mkdir()
+    Path("speculon-bench/speculon.toml").write_text("[serve]\nport = 9000 # mine\n")
     code, out, err = bench(folder, *sizes(), "--modes", "ngram:2", "--advise")
     assert code == 0 and out.startswith("No: leave speculation off.") and ELLIPSIS not in out
+    assert "port = 9000 # mine" in Path("speculon-bench/speculon.toml").read_text()
     assert '[speculation]\nmethod = "off"\n' in out and "code, concurrency 1" in out
     assert "next: SPECULON_CONFIG=speculon-bench/speculon.toml speculon serve" in out
     assert "wrote speculon-bench/speculon.toml" in err
@@ -59,10 +63,12 @@ def test_for_a_person_it_is_an_answer_settings_and_a_command(
         pytest.param(["--advise", "--widen", "3"], "widen = 3: is no model to advise on", id="another model"),
         pytest.param(["--write", "no/such/x.toml"], "there is no such folder", id="nowhere to write"),
         pytest.param(["--write", "."], "is no file", id="a folder"),
+        pytest.param(["--advise", "--options", '{"a": null}'], "cannot be written as TOML", id="no TOML"),
     ],
 )
 def test_what_cannot_be_advised_is_refused_before_anything_is_loaded(
     folder: Path, arguments: list[str], message: str
 ) -> None:
     code, out, err = bench(folder / "none", *arguments)
-    assert (code, out) == (2, "") and err.startswith("InvalidParameter: ") and message in err
+    assert (code, out) == (2, "") and err.startswith(("InvalidParameter: ", "ConfigError: "))
+    assert message in err
