@@ -1,6 +1,6 @@
 """Up to which context a drafter is of use: drafts accepted per round, by the tokens of the chat before.
 
-python -m recipes.smollm2.reach smollm2 smollm2-eagle3 spec-bench-dev.jsonl      # 10 minutes of one core
+python -m recipes.smollm2.reach smollm2 smollm2-eagle3 spec-bench-dev.jsonl      # half an hour of one core
 
 The same questions are asked at each length. The turns before are other questions of the file with the
 target's own answers. Greedy answers count up to where they loop.
