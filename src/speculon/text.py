@@ -24,15 +24,9 @@ BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 OWN_VARIABLES = {"tokenize", "add_generation_prompt"}
 # names; not <|end|>, after which some models write another message
 ENDS_OF_TURN = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eot|>",
-    "<end_of_turn>",
-    "<turn|>",
-    "<|END_OF_TURN_TOKEN|>",
-    "<|endofturn|>",
-    "[|endofturn|]",
-)
+    "<|im_end|>", "<|eot_id|>", "<|eot|>", "<end_of_turn>", "<turn|>", "<|END_OF_TURN_TOKEN|>",
+    "<|endofturn|>", "[|endofturn|]",
+)  # fmt: skip
 UNFINISHED = 3  # bytes of a character that lacks one, at most
 CONTEXT = 8  # tokens kept in front of garbage; an unfinished character spans at most 3
 
