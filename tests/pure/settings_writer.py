@@ -118,11 +118,17 @@ def write_together(path: Path, writers: int, tables: int) -> dict[str, Any]:
     path.write_text(TEXT, encoding="utf-8")
     ModelSettingsFile(path, METHODS).update("m", {})
 
+    waiting, begin = os.pipe()
+
     def add(writer: int) -> None:
+        os.close(begin)
+        os.read(waiting, 1)  # until all are there: on a busy machine the first could be done before the last
         for number in range(tables):
             ModelSettingsFile(path, METHODS).update(f"{writer}-{number}", {"top_k": number})
 
     children = [forked(partial(add, writer)) for writer in range(writers)]
+    os.close(begin)
+    os.close(waiting)
     for child in children:
         os.waitpid(child, 0)
     names = ModelSettingsFile(path, METHODS).tables().keys()
