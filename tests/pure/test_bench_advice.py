@@ -75,8 +75,18 @@ def test_texts_that_loop_are_named() -> None:
 
 def test_a_mode_without_tokens_is_not_advised() -> None:
     assert chosen(speeds_of(cells_of(auto=[0.0] * 4, ngram=[150] * 4))) == "ngram"
-    with pytest.raises(BenchError, match="no mode that drafts generated anything at concurrency 1"):
+    with pytest.raises(BenchError, match="every mode that drafts, generated nothing at concurrency 1"):
         speeds_of(cells_of(auto=[0.0] * 4))
+
+
+def test_a_mode_without_tokens_at_a_higher_concurrency_is_told() -> None:
+    one, four = cells_of(1, auto=[150] * 4, ngram=[90] * 4), cells_of(4, auto=[0.0] * 4, ngram=[90] * 4)
+    assert "At concurrency 4: auto generated nothing; ngram 0.90x" in " ".join(
+        answer(speeds_of([*one, *four]))
+    )
+    silent = [*cells_of(1, auto=[150] * 4)[:-1], make_cell(AGAIN, speeds=[[0.0] * 4])]
+    with pytest.raises(BenchError, match="off, or every mode"):
+        speeds_of(silent)
 
 
 def test_a_mode_that_is_surely_faster_is_advised_before_one_that_may_be() -> None:

@@ -30,7 +30,7 @@ class Advice:
 
 
 def advise(cells: Sequence[Cell], llm: LLM, suffix_pools: int) -> Advice:
-    """Picks among what was measured. Raises `BenchError` where a mode generated nothing.
+    """Picks among what was measured. Raises `BenchError` where too little was generated for that.
 
     `suffix_pools` is the user's number of pools; the benchmark's modes take more.
     """
@@ -54,10 +54,8 @@ def speeds_of(cells: Sequence[Cell]) -> Speeds:
             logs = [logs_of(cell, plain[cell.workload, count]) for cell in some if cell.mode == mode]
             if all(logs):
                 found.setdefault(count, {})[mode] = estimate(logs, drafting)
-        if not found.get(count, {}).keys() - {AGAIN}:
-            raise BenchError(
-                f"no mode that drafts generated anything at concurrency {count}: nothing to advise"
-            )
+        if not {AGAIN} < found.get(count, {}).keys():
+            raise BenchError(f"{OFF}, or every mode that drafts, generated nothing at concurrency {count}")
     return found
 
 
@@ -90,7 +88,8 @@ def answer(speeds: Speeds) -> Iterator[str]:
     for count in higher:
         best = fastest(speeds, count)
         other = f"; {best} {times(speeds[count][best])} is faster" if best != mode else ""
-        yield f"At concurrency {count}: {mode} {times(speeds[count][mode])}{other}."
+        own = times(speeds[count][mode]) if mode in speeds[count] else "generated nothing"
+        yield f"At concurrency {count}: {mode} {own}{other}."
     noise = ", ".join(f"{speeds[count][AGAIN].ratio:.2f}x" for count in (lowest, *higher))
     yield f"Plain decoding against itself: {noise}."
 
