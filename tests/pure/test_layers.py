@@ -158,6 +158,32 @@ def test_the_code_keeps_the_table() -> None:
     assert breaches(TABLE.read_text(encoding="utf-8"), read_sources()) == []
 
 
+# which models are loaded, and with which settings; a server is put together of both parts
+OPERATIONS = ("server.admin*", "server.pool*", "server.loader", "server.catalogue", "config.models*")
+
+
+def into_operations(sources: dict[str, str]) -> list[str]:
+    """Modules of the OpenAI API that import the administration at run time."""
+
+    def of_operations(name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in OPERATIONS)
+
+    return [
+        f"{name} imports {i.name}"
+        for name, source in sources.items()
+        if name.startswith("server.") and not of_operations(name)
+        for i in imports_of(source, frozenset(sources))
+        if i.ours and of_operations(i.name)
+    ]
+
+
+def test_the_openai_api_does_not_import_the_administration() -> None:
+    sources = read_sources()
+    assert into_operations(sources) == []
+    sources["server.app"] += "\ndef f():\n    from speculon.server.admin.routes import add_admin\n"
+    assert into_operations(sources) == ["server.app imports server.admin.routes"]
+
+
 def test_every_row_is_read_and_names_something() -> None:
     rows = read_table(TABLE.read_text(encoding="utf-8"))
     assert [row.layer for row in rows] == sorted(row.layer for row in rows)

@@ -22,11 +22,13 @@ from speculon.config import EngineConfig
 from speculon.engine.async_engine import AsyncEngine
 from speculon.engine.messages import Refused, Stage
 from speculon.engine.worker import Worker
+from speculon.server.admin.routes import add_admin
 from speculon.server.app import create_app
 from speculon.server.app_state import AppState
 from speculon.server.catalogue import Catalogue
 from speculon.server.connections import HttpServer
 from speculon.server.loader import GB, Loader, Share
+from speculon.server.pool import ModelPool
 from speculon.text import Tokenizer
 from tests.server.outside import LOCAL_HTTP
 from tests.server.scripted import Bytes, ScriptedEngine
@@ -176,9 +178,12 @@ def served(
 @contextmanager
 def serving(catalogue: Catalogue, loader: ScriptedLoader) -> Iterator[Inside]:
     """A server of these models."""
-    state = AppState(catalogue, loader=loader)
+    state = AppState(ModelPool(catalogue, loader))
     listener = listen("127.0.0.1", 0)
-    http = HttpServer(create_app(state, "0"), state.config, 5)
+    app = create_app(state, "0")
+    if state.config.admin:
+        add_admin(app, state)
+    http = HttpServer(app, state.config, 5)
     thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])))
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -97,7 +97,7 @@ def test_texts_are_kept_only_where_they_are_allowed(tmp_path: Path) -> None:
         done = ask(inside, prompt="say:private", speculation={"explain": True})
         tokens = inside.client.get(f"{API}/requests/{done['id']}/tokens")
         view = inside.client.get(f"{API}/requests/{done['id']}").json()
-        kept = inside.state.observers[0]._requests.find(done["id"])  # type: ignore[attr-defined]
+        kept = inside.state.observers[0].requests.find(done["id"])  # type: ignore[attr-defined]
     assert view["prompt"] is None and view["answer"] is None
     assert tokens.status_code == 400 and "admin_texts is off" in tokens.text
     assert kept is not None and not kept.prompt and not kept.rows

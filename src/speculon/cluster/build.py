@@ -27,6 +27,7 @@ from speculon.server.app import create_app
 from speculon.server.app_state import AppState
 from speculon.server.catalogue import Catalogue
 from speculon.server.loader import Loader
+from speculon.server.pool import ModelPool
 
 HEALTH_SECONDS = 1.0  # between two checks; three that fail end a replica
 HEALTH_TIMEOUT = 10.0
@@ -66,10 +67,11 @@ class Ingress:
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Returns once it can serve: before that, Ray Serve sends it no request."""
         replicas = ServeReplicas(self._engines, routing_of(self._settings["block_size"]))
-        state = AppState(Catalogue.of_one(self._settings), loader=ReplicaLoader(replicas))
+        state = AppState(ModelPool(Catalogue.of_one(self._settings), ReplicaLoader(replicas)))
         state.metrics.register(ClusterCollector(state.pool.models))
         await state.pool.start()
-        state.check_ready()
+        state.pool.check_open()
+        state.pool.check_health()
         return create_app(state, __version__)
 
 

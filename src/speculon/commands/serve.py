@@ -62,10 +62,12 @@ def run(given: Given, models: list[str], speculative_config: str | None) -> None
     log_to_stderr(wrap=config.serve.log_format == "text")
     from speculon.server.app_state import AppState
     from speculon.server.connections import raise_descriptor_limit
+    from speculon.server.pool import ModelPool
 
     raise_descriptor_limit()
     catalogue = catalogue_of(settings, config, models)
-    state = AppState(catalogue, on_stage=lambda model, stage: say(f"loading {model}: {stage}"))
+    pool = ModelPool(catalogue, on_stage=lambda model, stage: say(f"loading {model}: {stage}"))
+    state = AppState(pool)
     http = http_server(state)
     if config.serve.capture is not None:
         keys = f"{len(config.serve.capture_key)} API keys" if config.serve.capture_key else "every API key"
@@ -146,7 +148,7 @@ def http_server(state: AppState) -> uvicorn.Server:
 
     class DrainingServer(HttpServer):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            state.drain()
+            state.pool.drain()
             if count := state.pool.open_requests:
                 say(f"finishing {count} request{'s' if count > 1 else ''}")
             await super().shutdown(sockets)
@@ -156,7 +158,7 @@ def http_server(state: AppState) -> uvicorn.Server:
     if state.config.admin:
         from speculon.server.admin.ui import mount
 
-        mount(app, state, app.state.admin)
+        mount(app, state)
     return DrainingServer(app, state.config, seconds)
 
 
@@ -168,7 +170,7 @@ async def serve(
     ended = asyncio.create_task(state.pool.ended())
     ready = asyncio.create_task(announce(state, started))
     await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
-    fault = None if state.draining or not ended.done() else state.pool.default.error
+    fault = None if state.pool.draining or not ended.done() else state.pool.default.error
     http.should_exit = True
     await serving
     ended.cancel()

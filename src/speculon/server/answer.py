@@ -10,12 +10,13 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from speculon.engine.client import EngineClient
 from speculon.engine.messages import Add
 from speculon.engine.output_queue import OutputQueue
+from speculon.errors import InvalidParameter
 from speculon.sequence import Event
 from speculon.server.choice import Choice, ChoiceDelta
 from speculon.server.deltas import Delta, merge_deltas
-from speculon.server.errors import body_of
 from speculon.server.model import ServedModel
 from speculon.server.request import GenerationRequest
 from speculon.telemetry import RequestStats
@@ -45,6 +46,7 @@ class Answer:
             self._choices_of[f"{answer_id}-{i}"] = choices
         self._outputs: OutputQueue | None = None
         self._deadline: float | None = None
+        self._time_limit = model.config.request_timeout
 
     def adds(self) -> list[Add]:
         """The messages that submit its prompts, for this tenant whatever the body says."""
@@ -55,14 +57,18 @@ class Answer:
             for request_id, prompt in zip(self._choices_of, request.prompts, strict=True)
         ]
 
-    def begin(self, outputs: OutputQueue, time_limit: float | None) -> None:
-        """The engine has admitted the requests; `close` ends them."""
-        self._outputs = outputs
-        self._deadline = asyncio.get_running_loop().time() + time_limit if time_limit else None
+    async def submit(self, engine: EngineClient) -> None:
+        """Submits every prompt, or none; `close` ends them. Raises by the names of the client's fields."""
+        try:
+            self._outputs = await engine.submit(self.adds())
+        except InvalidParameter as error:
+            raise self.request.renamed(error) from None
+        if self._time_limit:
+            self._deadline = asyncio.get_running_loop().time() + self._time_limit
 
     async def deltas(self, on_events: Callable[[list[Event]], None]) -> AsyncIterator[list[ChoiceDelta]]:
         """What the choices gain, in batches; at the time limit the last ones say `abort`."""
-        assert self._outputs is not None, "begin() comes first"
+        assert self._outputs is not None, "submit() comes first"
         aborted = False
         while True:
             try:
@@ -154,9 +160,9 @@ class Answer:
         """What an event added, as the stream sends it."""
         return [self.chunk(new)]
 
-    def failure(self, status: int, message: str, code: str | None, param: str | None) -> dict[str, Any]:
-        """The last chunk of a stream that a fault ends."""
-        return body_of(status, message, code, param)
+    def failure(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The last chunk of a stream that a fault ends; `body` is that of an error."""
+        return body
 
     def chunk(self, new: ChoiceDelta) -> dict[str, Any]:
         end = end_of(new.logprobs, new, new.tokens)

@@ -13,14 +13,13 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from speculon.config.serve import ServeConfig
 from speculon.errors import InvalidParameter, SpeculonError
 from speculon.server import answer_schemas, schemas
 from speculon.server.access_log import AccessRecord
 from speculon.server.answer import Answer
 from speculon.server.app_state import AppState
 from speculon.server.completions import read_chat, read_completion, render
-from speculon.server.errors import RESPONSES, failure, first_of, param_of, status_of
+from speculon.server.errors import RESPONSES, answer_to, failure, first_of
 from speculon.server.middleware import RequestMiddleware
 from speculon.server.model import ServedModel
 from speculon.server.model_routes import add_loads, add_models
@@ -44,8 +43,6 @@ def create_app(state: AppState, version: str) -> FastAPI:
     app = FastAPI(
         title="speculon", version=version, lifespan=state.lifespan, redoc_url=None, redirect_slashes=False
     )
-    if state.config.admin:
-        guard_admin(app, state.config)
     app.add_middleware(RequestMiddleware, config=state.config, finish=state.finish)
     if state.config.cors_origins:  # outermost: refusals of the middleware carry its headers, too
         app.add_middleware(
@@ -63,19 +60,7 @@ def create_app(state: AppState, version: str) -> FastAPI:
     add_refusals(app)
     add_pools(app, state)
     add_capture(app, state)
-    if state.config.admin:
-        from speculon.server.admin.routes import add_admin
-
-        add_admin(app, state)
     return app
-
-
-def guard_admin(app: FastAPI, config: ServeConfig) -> None:
-    """Within the middleware of requests, so that refusals are logged, too."""
-    from speculon.server.admin.auth import AdminGate
-    from speculon.server.admin.ui.login import login_page
-
-    app.add_middleware(AdminGate, config=config, login_page=login_page)
 
 
 def add_completions(app: FastAPI, state: AppState) -> None:
@@ -129,7 +114,7 @@ def add_pools(app: FastAPI, state: AppState) -> None:
     @app.delete("/v1/speculation/pools", status_code=204, responses=responses)
     async def forget(request: Request, pool: str | None = None, model: str | None = None) -> Response:
         """Delete the earlier answers that drafts may come from: those to a user, or all to this API key."""
-        state.check_open()
+        state.pool.check_open()
         # a misspelt parameter must not delete everything
         if len(items := request.query_params.multi_items()) > (pool is not None) + (model is not None):
             raise InvalidParameter("query", [name for name, _ in items], "takes pool and model, each once")
@@ -174,7 +159,8 @@ def add_operations(app: FastAPI, state: AppState) -> None:
     @app.get("/ready", responses=RESPONSES)
     async def ready() -> answer_schemas.Health:
         """Whether requests are taken: as `/health`, and 503 while the server ends."""
-        state.check_ready()
+        state.pool.check_open()
+        state.pool.check_health()
         return answer_schemas.Health(status="ready")
 
     @app.get("/ping", responses=RESPONSES)
@@ -229,8 +215,7 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(SpeculonError)
     async def refused(request: Request, error: SpeculonError) -> JSONResponse:
-        status, code = status_of(error)
-        return refuse(request, error.for_log, status, str(error), code, param_of(error), error.feature)
+        return refuse(request, error.for_log, *answer_to(error))
 
     @app.exception_handler(RequestValidationError)
     async def unreadable(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -269,16 +254,13 @@ async def begin(
     state: AppState, name: str | None, answer_id: str, tenant: str, read: Read, make: Make
 ) -> Answer:
     """Reads the request against its model, which may have to be loaded, and submits it to the engine."""
-    state.check_open()
+    state.pool.check_open()
     async with state.pool.use(name) as pooled:
         model = pooled.model
         generation = await state.read(partial(read, model))
         pooled.check_room(generation)  # no other request comes in between: `submit` takes its place at once
         answer = make(answer_id, generation, model, tenant)
-        try:
-            await pooled.submit(answer)
-        except InvalidParameter as error:
-            raise generation.renamed(error) from None
+        await answer.submit(pooled.engine)
         return answer
 
 

@@ -1,4 +1,4 @@
-"""The server's state behind its routes: the models, the capture, the metrics."""
+"""What all routes share: the models, the capture, the metrics."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from time import time
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from speculon.config import EngineConfig
-from speculon.errors import InvalidRequest, NotReady
+from speculon.errors import InvalidRequest
 from speculon.server.access_log import AccessRecord
-from speculon.server.answer import ABORT_SECONDS, Answer
+from speculon.server.answer import Answer
 from speculon.server.capture import Capture
-from speculon.server.catalogue import Catalogue
-from speculon.server.loader import Loader
 from speculon.server.metrics import Metrics
 from speculon.server.middleware import OPEN_PATHS
-from speculon.server.pool import ENDS, ModelPool
-from speculon.server.pooled import OnStage
+
+if TYPE_CHECKING:
+    from speculon.server.pool import ModelPool
 
 T = TypeVar("T")
 
@@ -39,12 +37,10 @@ class Observer(Protocol):
 class AppState:
     """The models behind HTTP, and what they have in common. They load while the port is open already."""
 
-    def __init__(self, catalogue: Catalogue, on_stage: OnStage | None = None, loader: Loader | None = None):
-        self.catalogue, self.observers = catalogue, list[Observer]()
-        self.config = EngineConfig(**catalogue.settings).serve
-        self.pool = ModelPool(catalogue, self.config, self.read, loader, on_stage)
+    def __init__(self, pool: ModelPool):
+        self.pool, self.config, self.observers = pool, pool.config, list[Observer]()
         self.capture = Capture.of(self.config)
-        self.metrics = Metrics(self.pool.models, self.capture)
+        self.metrics = Metrics(pool.models, self.capture)
         self.started = int(time())
         # templates and long prompts are read beside the event loop
         self._reader = ThreadPoolExecutor(1, "speculon-read")
@@ -64,29 +60,6 @@ class AppState:
             self._reader.shutdown(wait=False, cancel_futures=True)
             if self.capture is not None:
                 await self.capture.close()
-
-    @property
-    def draining(self) -> bool:
-        return self.pool.draining
-
-    def check_open(self) -> None:
-        """Raises `NotReady` once the server takes no more requests."""
-        if self.draining:
-            raise NotReady(ENDS)
-
-    def check_ready(self) -> None:
-        self.check_open()
-        self.pool.check_health()
-
-    def drain(self) -> None:
-        """Takes nothing more; requests that run beyond `drain_timeout` end there, with `abort`."""
-        self.pool.drain()
-        loop, timeout = asyncio.get_running_loop(), self.config.drain_timeout
-        fault = NotReady(ENDS)
-        for model in self.pool.models.values():
-            loop.call_later(timeout, model.engine.abort_all)
-            # an engine that hangs sends no last events
-            loop.call_later(timeout + ABORT_SECONDS, model.engine.fail_requests, fault)
 
     async def read(self, work: Callable[[], T]) -> T:
         """Runs `work` in a thread beside the event loop."""

@@ -89,9 +89,3 @@ class Catalogue:
         plain = [PLAIN.sub("-", one) for one in self.paths]
         at = list(self.paths).index(name)
         return plain[at] if plain.count(plain[at]) == 1 else f"{plain[at]}-{at + 1}"
-
-    def check_names(self, names: tuple[str, ...], setting: str) -> None:
-        """Raises `ConfigError` for a name in a setting that is no model of this server."""
-        for name in names:
-            if name not in self.paths:
-                raise ConfigError(f"{setting} = {name!r}: this server has {', '.join(map(repr, self.paths))}")

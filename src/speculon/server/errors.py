@@ -99,8 +99,10 @@ def clean(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def status_of(error: SpeculonError) -> tuple[int, str | None]:
-    return next((status, code) for cls, status, code in TABLE if isinstance(error, cls))
+def answer_to(error: SpeculonError) -> tuple[int, str, str | None, str | None, str | None]:
+    """(status, message, code, param, feature), as `body_of` takes them."""
+    status, code = next((status, code) for cls, status, code in TABLE if isinstance(error, cls))
+    return status, str(error), code, param_of(error), error.feature
 
 
 def param_of(error: SpeculonError) -> str | None:

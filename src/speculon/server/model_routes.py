@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
@@ -13,10 +13,13 @@ from speculon.errors import SpeculonError
 from speculon.server.answer import Answer
 from speculon.server.answer_schemas import CapabilityRow, CapabilityTable, ModelCard, ModelList
 from speculon.server.app_state import AppState
-from speculon.server.errors import RESPONSES, body_of, param_of, status_of
+from speculon.server.errors import RESPONSES, answer_to, body_of
 from speculon.server.model import OF_REQUESTS
-from speculon.server.pooled import PooledModel
 from speculon.server.streaming import line
+
+if TYPE_CHECKING:
+    from speculon.server.pool import ModelPool
+    from speculon.server.pooled import PooledModel
 
 PROGRESS: dict[int | str, dict[str, Any]] = {
     200: {
@@ -64,16 +67,13 @@ def add_loads(app: FastAPI, state: AppState) -> None:
     )
     async def load(model: str) -> StreamingResponse:
         """Load a model and wait for it; the events say how far it is."""
-        state.check_open()
-        events = progress(state, pool.find(model))
-        return StreamingResponse(
-            events, media_type="text/event-stream", headers={"cache-control": "no-cache"}
-        )
+        pool.check_open()
+        return progress(pool, pool.find(model))
 
     @app.post("/v1/models/{model:path}/unload", responses=RESPONSES)
     async def unload(model: str) -> ModelCard:
         """End a model after its running requests. The next request for it loads it again."""
-        state.check_open()
+        pool.check_open()
         found = pool.find(model)
         await pool.unload(found)
         return card(state, found)
@@ -109,11 +109,15 @@ def drafter_card(state: AppState, name: str, method: str) -> ModelCard:
     )
 
 
-async def progress(state: AppState, model: PooledModel) -> AsyncIterator[bytes]:
-    try:
-        async for change in state.pool.progress(model):
-            yield line(change)
-    except SpeculonError as error:
-        status, code = status_of(error)
-        yield line(body_of(status, str(error), code, param_of(error)))
-    yield Answer.DONE
+def progress(pool: ModelPool, model: PooledModel) -> StreamingResponse:
+    """The stages of a load as events."""
+
+    async def lines() -> AsyncIterator[bytes]:
+        try:
+            async for change in pool.progress(model):
+                yield line(change)
+        except SpeculonError as error:
+            yield line(body_of(*answer_to(error)))
+        yield Answer.DONE
+
+    return StreamingResponse(lines(), media_type="text/event-stream", headers={"cache-control": "no-cache"})

@@ -9,9 +9,11 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-from speculon.config.serve import ServeConfig
+from speculon.config import EngineConfig
 from speculon.errors import (
+    ConfigError,
     EngineError,
+    InvalidParameter,
     InvalidRequest,
     LoadFailed,
     NoRoom,
@@ -20,9 +22,10 @@ from speculon.errors import (
     UnknownModel,
     shorten,
 )
+from speculon.server.answer import ABORT_SECONDS
 from speculon.server.catalogue import Catalogue, OfModel
-from speculon.server.loader import GB, Loader, Share
-from speculon.server.pooled import OnStage, PooledModel, Read
+from speculon.server.loader import GB, Loader
+from speculon.server.pooled import OnStage, PooledModel
 
 RESERVE = 0.1  # guess: share of free memory that is left to the server itself and to other programs
 ENDS = "the server is about to end"
@@ -36,30 +39,24 @@ class ModelPool:
     A server with one model loads it at once, ends with its engine, and lets it measure free memory itself.
     """
 
-    def __init__(
-        self,
-        catalogue: Catalogue,
-        config: ServeConfig,
-        read: Read,
-        loader: Loader | None = None,
-        on_stage: OnStage | None = None,
-    ):
-        catalogue.check_names(config.pin, "pin")
-        self._config, self._read, self.loader = config, read, loader or Loader()
-        self._healed = catalogue.healed
+    def __init__(self, catalogue: Catalogue, loader: Loader | None = None, on_stage: OnStage | None = None):
+        self.catalogue, self.loader = catalogue, loader or Loader()
+        self.config = EngineConfig(**catalogue.settings).serve
+        for name in self.config.pin:
+            if name not in catalogue.paths:
+                known = ", ".join(map(repr, catalogue.paths))
+                raise ConfigError(f"pin = {name!r}: this server has {known}")
         self.drafters, self.single = dict(catalogue.drafters), len(catalogue.paths) == 1
-        owns = {name: catalogue.of_model(name) for name in catalogue.paths}
         self.models = {
             name: PooledModel(
                 name,
-                own,
+                catalogue.of_model(name),
                 self.loader,
-                read,
                 on_stage,
-                pinned=name in config.pin,
+                pinned=name in self.config.pin,
                 alone=self.single,
             )
-            for name, own in owns.items()
+            for name in catalogue.paths
         }
         self._names = catalogue.names()
         self.default = next(iter(self.models.values()))
@@ -142,7 +139,7 @@ class ModelPool:
         if task := self._loading.get(model.name):
             await asyncio.wait({task})
         if model.state == "loaded":
-            await model.drain(self._config.drain_timeout)
+            await model.drain(self.config.drain_timeout)
             await self._end(model, "on request")
         while model.state == "draining":
             await self._change_of(model)
@@ -161,7 +158,7 @@ class ModelPool:
         model.settled.clear()
         try:
             if was_loaded:
-                await model.drain(self._config.drain_timeout)
+                await model.drain(self.config.drain_timeout)
                 self._adopt(model, own)
                 await self._end(model, "for other settings")
             else:
@@ -185,10 +182,11 @@ class ModelPool:
             if model.state == "failed":
                 model.lost.set()
 
-    def named(self, name: str) -> PooledModel | None:
-        """The model of a name, if there is one."""
-        found = self._names.get(name)
-        return None if found is None else self.models[found]
+    def check_aliases(self, model: PooledModel, aliases: tuple[str, ...]) -> None:
+        """Raises `InvalidParameter` for a name of another model."""
+        for alias in aliases:
+            if self._names.get(alias, model.name) != model.name:
+                raise InvalidParameter("aliases", alias, f"a name of {self._names[alias]!r}")
 
     def _adopt(self, model: PooledModel, own: OfModel) -> None:
         for alias in model.own.pool.aliases:
@@ -219,7 +217,21 @@ class ModelPool:
         except SpeculonError as error:
             log.debug("%s", error)  # noted as a failure of the model, or the server is about to end
 
+    def check_open(self) -> None:
+        """Raises `NotReady` once the server takes no more requests."""
+        if self.draining:
+            raise NotReady(ENDS)
+
     def drain(self) -> None:
+        """Takes nothing more; requests that run beyond `drain_timeout` end there, with `abort`."""
+        self._close()
+        loop, timeout = asyncio.get_running_loop(), self.config.drain_timeout
+        for model in self.models.values():
+            loop.call_later(timeout, model.engine.abort_all)
+            # an engine that hangs sends no last events
+            loop.call_later(timeout + ABORT_SECONDS, model.engine.fail_requests, NotReady(ENDS))
+
+    def _close(self) -> None:
         """No model is loaded any more; requests that wait for a load are refused."""
         self.draining = True
         for task in self._loading.values():
@@ -229,7 +241,7 @@ class ModelPool:
 
     async def stop(self) -> None:
         """Ends every process."""
-        self.drain()
+        self._close()
         await asyncio.gather(*self._loading.values(), return_exceptions=True)
         await asyncio.gather(*(model.end() for model in self.models.values()))
 
@@ -264,7 +276,7 @@ class ModelPool:
         model.share = 0
         model.enter("loading")
         try:
-            own = await self._read(partial(self._healed, model.name, model.own))
+            own = await asyncio.to_thread(self.catalogue.healed, model.name, model.own)
             if own is not model.own:
                 self._adopt(model, own)
             settings = await self._place(model)
@@ -287,22 +299,22 @@ class ModelPool:
 
     async def _place(self, model: PooledModel) -> dict[str, Any]:
         """Gives a model its share of its device's memory; returns its settings with that limit."""
-        if self.single and self._config.memory_gb is None:
+        if self.single and self.config.memory_gb is None:
             return model.settings
         async with self._placing:
-            device = model.device = await self._read(partial(self.loader.device, model.config))
+            device = model.device = await asyncio.to_thread(self.loader.device, model.config)
             if device not in self.memory:
                 self.memory[device] = await self._limit(model)
-            share: Share = await self._read(partial(self.loader.share, model.settings, self.memory[device]))
+            share = await asyncio.to_thread(self.loader.share, model.settings, self.memory[device])
             await self._make_room(model, share.bytes)
             model.share = share.bytes
         return share.settings
 
     async def _limit(self, model: PooledModel) -> int:
         """Bytes for all models of a device, when its first one comes."""
-        if self._config.memory_gb is not None:
-            return int(self._config.memory_gb * GB)
-        free = await self._read(partial(self.loader.free_memory, model.config))
+        if self.config.memory_gb is not None:
+            return int(self.config.memory_gb * GB)
+        free = await asyncio.to_thread(self.loader.free_memory, model.config)
         return int(free * (1 - RESERVE))
 
     async def _make_room(self, model: PooledModel, needed: int) -> None:

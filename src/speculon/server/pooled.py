@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from time import monotonic, perf_counter, time
 from typing import Any, Literal
 
@@ -16,14 +15,13 @@ from speculon.config.speculation import OFF
 from speculon.engine.async_engine import MOST_PAUSE, STEADY_SECONDS
 from speculon.engine.messages import Ready
 from speculon.errors import EngineError, InvalidParameter, LoadFailed, NotReady, QueueFull, SpeculonError
-from speculon.server.answer import ABORT_SECONDS, Answer
+from speculon.server.answer import ABORT_SECONDS
 from speculon.server.catalogue import OfModel
 from speculon.server.loader import Loader
 from speculon.server.model import ServedModel, defaults_differ
 from speculon.server.request import GenerationRequest
 
 State = Literal["unloaded", "loading", "loaded", "draining", "failed"]
-Read = Callable[[Callable[[], Any]], Awaitable[Any]]  # runs work in a thread
 OnStage = Callable[[str, str], None]  # what is loaded, and how far it is
 
 IN_MEMORY: tuple[State, ...] = ("loading", "loaded", "draining")
@@ -39,7 +37,6 @@ class PooledModel:
         name: str,
         own: OfModel,
         loader: Loader,
-        read: Read,
         on_stage: OnStage | None = None,
         pinned: bool = False,
         alone: bool = False,
@@ -48,7 +45,7 @@ class PooledModel:
         self._found: dict[str, Any] = {}  # defaults of requests that the checkpoint brings
         self.name, self._pin = name, pinned  # pinned whatever its own settings are
         self.adopt(own)
-        self._loader, self._read, self._on_stage = loader, read, on_stage
+        self._loader, self._on_stage = loader, on_stage
         self._alone = alone  # the only model: its failure is the end of the server
         self.engine = loader.engine(own.settings, self._note_stage)
         self._built, self._started_with = own.settings, self.config.speculation  # of that engine
@@ -178,8 +175,8 @@ class PooledModel:
                 self.engine, self._built = self._loader.engine(settings, self._note_stage), settings
             self._begun, self._started_with = True, EngineConfig(**settings).speculation
             facts = await self.engine.start()
-            tokenizer = await self._read(partial(self._loader.tokenizer, self.config))
-            self._found = await self._read(partial(self._loader.sampling, self.config))
+            tokenizer = await asyncio.to_thread(self._loader.tokenizer, self.config)
+            self._found = await asyncio.to_thread(self._loader.sampling, self.config)
         except SpeculonError as error:
             await self.fail(error)
             raise
@@ -252,10 +249,6 @@ class PooledModel:
             raise InvalidParameter("n", request.params.n, limit)
         if request.sequences > room:
             raise QueueFull(f"{request.sequences} sequences requested, the queue has room for {max(0, room)}")
-
-    async def submit(self, answer: Answer) -> None:
-        """Submits every prompt of an answer to the engine, or none; there was room for it."""
-        answer.begin(await self.engine.submit(answer.adds()), self.config.serve.request_timeout)
 
     async def _notice_end(self) -> None:
         engine = self.engine

@@ -11,7 +11,6 @@ from typing import Any
 
 from speculon.server.answer import Answer
 from speculon.server.choice import ChoiceDelta
-from speculon.server.errors import body_of
 from speculon.server.response_schemas import ResponseRequest
 
 Item = dict[str, Any]
@@ -69,9 +68,8 @@ class ResponseAnswer(Answer):
         events += self._close("completed" if status == "completed" else "incomplete")
         return [*events, self._event(TYPES[status], response=self._response(status))]
 
-    def failure(self, status: int, message: str, code: str | None, param: str | None) -> Event:
-        error = body_of(status, message, code, param)["error"]
-        return self._event(TYPES["failed"], response=self._response("failed", error["message"]))
+    def failure(self, body: dict[str, Any]) -> Event:
+        return self._event(TYPES["failed"], response=self._response("failed", body["error"]["message"]))
 
     def whole(self, deltas: list[ChoiceDelta]) -> dict[str, Any]:
         for delta in deltas:

@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 from speculon.errors import EngineError, SpeculonError
 from speculon.server.access_log import AccessRecord
 from speculon.server.answer import Answer
-from speculon.server.errors import param_of, status_of
+from speculon.server.errors import answer_to, body_of
 from speculon.server.middleware import CLIENT_GONE, ClientGone
 
 T = TypeVar("T")
@@ -56,9 +56,9 @@ class EventStream(StreamingResponse):
         yield answer.DONE
 
     def _error_line(self, error: SpeculonError) -> bytes:
-        status, code = status_of(error)
-        self._record.status, self._record.reason = status, error.for_log
-        return line(self._answer.failure(status, str(error), code, param_of(error)))
+        failure = answer_to(error)
+        self._record.status, self._record.reason = failure[0], error.for_log
+        return line(self._answer.failure(body_of(*failure)))
 
 
 def line(chunk: dict[str, Any]) -> bytes:

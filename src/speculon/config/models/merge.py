@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from speculon.config.engine import EngineConfig
-from speculon.config.models.fields import HOMES, POOL, SAMPLING, Home, PoolSettings, conflict, home_of
+from speculon.config.models.fields import HOMES, SAMPLING, Home, PoolSettings, conflict, home_of
 from speculon.config.speculation import AUTO, OFF, RequestSpeculation
 from speculon.errors import ConfigError, ModelNotFound, shorten
 
@@ -63,7 +63,7 @@ class ModelSettings:
     keywords: dict[str, Any]
     sampling: dict[str, Any]  # defaults of requests: the fields that a source sets, and no others
     pool: PoolSettings
-    warnings: tuple[str, ...]  # of values that were left out, each with its place and the reason
+    left_out: Mapping[str, str]  # field whose value was left out -> a message with its place and the reason
     settings: Mapping[str, Setting]  # by field, where a source sets it
 
     def origin(self, field: str) -> str:
@@ -85,6 +85,10 @@ class ModelSettings:
         return frozenset(field for field in fields if self.value(field) != new.value(field))
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self.left_out.values()))
+
+    @property
     def speculation(self) -> dict[str, Any]:
         """What a request that sets nothing of its speculation gets: the fields that a source sets."""
         return {
@@ -94,8 +98,8 @@ class ModelSettings:
         }
 
 
-def merge(sources: Sequence[Source], methods: Methods) -> tuple[dict[str, Setting], tuple[str, ...]]:
-    """The setting of each field that a source sets, and a warning for each that is left out.
+def merge(sources: Sequence[Source], methods: Methods) -> tuple[dict[str, Setting], dict[str, str]]:
+    """The setting of each field that a source sets, and a message for each field whose value is left out.
 
     Raises `ConfigError` for a conflict that a flag or the environment is part of.
     """
@@ -108,14 +112,14 @@ def merge(sources: Sequence[Source], methods: Methods) -> tuple[dict[str, Settin
     resolved.method()
     resolved.without_effect()
     resolved.orders()
-    return resolved.settings, tuple(resolved.warnings)
+    return resolved.settings, resolved.left_out
 
 
 class Resolved:
     """Settings from which each check takes what cannot be right, if it comes from a file."""
 
     def __init__(self, settings: dict[str, Setting], methods: Methods):
-        self.settings, self.warnings = settings, list[str]()
+        self.settings, self.left_out = settings, dict[str, str]()
         self._methods, self._lowest = methods, len(HOMES)
         self._missing = ""  # why a drafter was left out
 
@@ -136,7 +140,7 @@ class Resolved:
         if isinstance(setting.value, Mapping) and len(reasons) < len(setting.value):
             kept = {method: path for method, path in setting.value.items() if method not in reasons}
             self.settings["draft"] = Setting("draft", kept, setting.source, setting.rank)
-            self.warnings[-1] += f"; what is left is {kept}"
+            self.left_out["draft"] += f"; what is left is {kept}"
 
     def method(self) -> None:
         """A method that needs a drafter and has none becomes `auto`, which uses what there is."""
@@ -203,8 +207,9 @@ class Resolved:
 
     def _leave_out(self, settings: Sequence[Setting], reason: str) -> None:
         """The default takes their place, not the value of a source behind: that is for other models."""
-        self.warnings.append(f"{', '.join(map(str, settings))} left out: {reason}")
+        message = f"{', '.join(map(str, settings))} left out: {reason}"
         for one in settings:
+            self.left_out[one.field] = message
             self.settings[one.field] = Setting(one.field, default_of(one.field), DEFAULT, self._lowest)
 
 
@@ -238,7 +243,3 @@ def keywords_of(given: Mapping[str, Any], settings: Mapping[str, Setting]) -> di
 
 def of_table(settings: Mapping[str, Setting], table: str) -> dict[str, Any]:
     return {name: one.value for name, one in settings.items() if HOMES[name].table == table}
-
-
-def pool_settings(settings: Mapping[str, Setting]) -> PoolSettings:
-    return PoolSettings(**of_table(settings, POOL))

@@ -12,7 +12,7 @@ from pydantic_settings import EnvSettingsSource, SettingsError
 
 from speculon.config.engine import TABLES, EngineConfig, refuse_unknown_variables
 from speculon.config.file import line_of, place, settings_file, syntax_error
-from speculon.config.models.fields import HOMES, SAMPLING, check_field, conflict, home_of
+from speculon.config.models.fields import HOMES, POOL, SAMPLING, PoolSettings, check_field, conflict, home_of
 from speculon.config.models.merge import (
     Methods,
     ModelSettings,
@@ -22,7 +22,6 @@ from speculon.config.models.merge import (
     keywords_of,
     merge,
     of_table,
-    pool_settings,
 )
 from speculon.config.models.written import edited, plain, read_exactly, replace, writing
 from speculon.config.serve import ServeConfig
@@ -70,24 +69,25 @@ class ModelSettingsFile:
 
         Raises `ConfigError` for a wrong value, and for a conflict with a flag or the environment.
         """
-        given, tables = given or {}, self.tables()
-        name = names_in(tables).get(name, name)
-        sources = self._sources(name, tables.get(name), given)
-        settings, warnings = merge(sources, self.methods)
-        keywords = keywords_of(given, settings)
-        for warning in warnings:
+        found = self._merged(self._text(), name, given or {})
+        for warning in found.warnings:
             if warning not in self._warned:
-                log.warning("%s: %s", name, warning)
-        self._warned.update(warnings)
-        return ModelSettings(
-            name=name,
-            config=EngineConfig(**keywords),
-            keywords=keywords,
-            sampling=of_table(settings, SAMPLING),
-            pool=pool_settings(settings),
-            warnings=warnings,
-            settings=settings,
-        )
+                log.warning("%s: %s", found.name, warning)
+        self._warned.update(found.warnings)
+        return found
+
+    def settings_after(
+        self, name: str, changes: Mapping[str, Any], given: Mapping[str, Any] | None = None
+    ) -> ModelSettings:
+        """The settings that a model has once `update` has made these changes; nothing is written.
+
+        Raises `InvalidParameter` for a field that is refused, `ConfigError` for a conflict with a flag.
+        """
+        found = self._merged(self._changed(self._text(), name, self._checked(changes)), name, given or {})
+        for field, value in changes.items():
+            if field in found.left_out:
+                raise InvalidParameter(field, value, found.left_out[field])
+        return found
 
     def update(self, name: str, changes: Mapping[str, Any]) -> None:
         """Sets fields of one model; None takes a field away. All of it is written, or nothing.
@@ -97,27 +97,47 @@ class ModelSettingsFile:
         """
         if not name.strip():
             raise InvalidParameter("name", name, "a name has at least one character")
-        fields = {field: plain(field, value) for field, value in changes.items()}
-        for field, value in fields.items():
-            self._check_new(field, value)
-
-        def change(tables: Tables) -> None:
-            table = {**tables.get(name, {}), **fields}
-            tables[name] = {field: value for field, value in table.items() if value is not None}
-            refuse_conflicts(tables[name], fields)
-
-        self._write(name, change)
+        fields = self._checked(changes)
+        self._write(lambda text: self._changed(text, name, fields))
 
     def remove(self, name: str) -> None:
         """Takes a model's table away. Raises `InvalidParameter` where there is none."""
 
-        def change(tables: Tables) -> None:
+        def without(text: str) -> str:
+            tables = self._read(text)
             if tables.pop(name, None) is None:
                 raise InvalidParameter("name", name, f"{self.path} has no settings of that model")
+            return self._edited(text, name, tables)
 
-        self._write(name, change)
+        self._write(without)
 
-    def _sources(self, name: str, table: Mapping[str, Any] | None, given: Mapping[str, Any]) -> list[Source]:
+    def _merged(self, text: str, name: str, given: Mapping[str, Any]) -> ModelSettings:
+        tables = self._read(text)
+        name = names_in(tables).get(name, name)
+        settings, left_out = merge(self._sources(text, name, tables.get(name), given), self.methods)
+        keywords = keywords_of(given, settings)
+        return ModelSettings(
+            name=name,
+            config=EngineConfig(**keywords),
+            keywords=keywords,
+            sampling=of_table(settings, SAMPLING),
+            pool=PoolSettings(**of_table(settings, POOL)),
+            left_out=left_out,
+            settings=settings,
+        )
+
+    def _changed(self, text: str, name: str, fields: Mapping[str, Any]) -> str:
+        """The text with these fields of a model. Raises `InvalidParameter` for a conflict."""
+        tables = self._read(text)
+        table = {**tables.get(name, {}), **fields}
+        tables[name] = {field: value for field, value in table.items() if value is not None}
+        refuse_conflicts(tables[name], fields)
+        names_in(tables)
+        return self._edited(text, name, tables)
+
+    def _sources(
+        self, text: str, name: str, table: Mapping[str, Any] | None, given: Mapping[str, Any]
+    ) -> list[Source]:
         refuse_unknown_variables()
         flags, environment = flat(given), flat(environment_values())
         own: dict[str, Any] = {}
@@ -129,7 +149,7 @@ class ModelSettingsFile:
         sources = [
             Source("flag", flags),
             Source("environment", environment),
-            Source("model's settings", own, True, lambda field: place([TOP, name, field], self.path)),
+            Source("model's settings", own, True, lambda field: self._place(text, [TOP, name, field])),
             Source("", flat(read_toml(beside)), True, lambda field: place(keys_of(field), beside)),
         ]
         for source in sources:
@@ -171,9 +191,12 @@ class ModelSettingsFile:
             raise self._fault(text, [TOP, str(error.value)], str(error)) from None
         return found
 
-    def _fault(self, text: str, keys: list[str], message: str) -> ConfigError:
+    def _place(self, text: str, keys: list[str]) -> str | None:
         line = line_of(text, keys)
-        return ConfigError(f"{self.path}{f', line {line}' if line else ''}: {message}")
+        return f"{self.path}, line {line}" if line else None
+
+    def _fault(self, text: str, keys: list[str], message: str) -> ConfigError:
+        return ConfigError(f"{self._place(text, keys) or self.path}: {message}")
 
     def _check(self, field: str, value: Any) -> None:
         """Raises `InvalidParameter` for what is wrong whatever the other fields are."""
@@ -181,25 +204,25 @@ class ModelSettingsFile:
         if field == "method" and value not in self.methods.known:
             raise InvalidParameter(field, value, f"known are {', '.join(sorted(self.methods.known))}")
 
-    def _check_new(self, field: str, value: Any) -> None:
-        """As for a field that is read; and a drafter must be there."""
-        if value is None:
-            home_of(field)
-            return
-        self._check(field, value)
-        if field == "draft" and (reasons := absences(value, self.methods)):
-            raise InvalidParameter(field, value, "; ".join(reasons.values()))
+    def _checked(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """New values, as TOML has them: right by themselves, and a drafter is there."""
+        fields = {field: plain(field, value) for field, value in changes.items()}
+        for field, value in fields.items():
+            if value is None:
+                home_of(field)
+                continue
+            self._check(field, value)
+            if field == "draft" and (reasons := absences(value, self.methods)):
+                raise InvalidParameter(field, value, "; ".join(reasons.values()))
+        return fields
 
-    def _write(self, name: str, change: Callable[[Tables], None]) -> None:
-        """Changes one model's table in what the file has now. A refused change leaves the file as it is."""
+    def _write(self, changed: Callable[[str], str]) -> None:
+        """Changes the text that the file has now. A refused change leaves the file as it is."""
         try:
             with writing(self.path) as path:
                 for _ in range(ATTEMPTS):
                     text = self._text()
-                    tables = self._read(text)
-                    change(tables)
-                    names_in(tables)
-                    if replace(path, text, self._edited(text, name, tables)):
+                    if replace(path, text, changed(text)):
                         return
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be written: {error.strerror or error}") from None

@@ -14,7 +14,6 @@ def engine_of(engine: EngineClient) -> Engine | None:
     facts, load, counters = engine.facts, engine.load, engine.counters
     if facts is None:
         return None
-    monitor = counters.monitor
     return Engine(
         **dict(counts_of([counters])),
         sequences_running=load.running,
@@ -26,14 +25,7 @@ def engine_of(engine: EngineClient) -> Engine | None:
         steps=counters.steps,
         cost_curve=engine.costs,
         memory_bytes=facts.memory,
-        monitor=MonitorView(
-            replayed=monitor.replayed,
-            equal=monitor.equal,
-            ties=monitor.ties,
-            faults=monitor.faults,
-            dropped=monitor.dropped,
-            waiting=monitor.waiting,
-        ),
+        monitor=MonitorView.model_validate(counters.monitor, from_attributes=True),
     )
 
 

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from time import perf_counter, time
 
+from speculon.errors import InvalidRequest, UnknownRequest
 from speculon.sequence import Event
 from speculon.server.access_log import AccessRecord
 from speculon.server.admin.schemas import RequestView, TokenRow, TokenView
@@ -103,13 +104,16 @@ class RequestLog:
         running = [self._view(kept) for kept in reversed(self._running.values())]
         return running + [kept.ended for kept in self._recent if kept.ended is not None]
 
-    def find(self, request_id: str) -> Kept | None:
-        """By the answer's id, or by that of the header."""
-        recent = [*self._running.values(), *self._recent]
-        return next((one for one in recent if request_id in (one.id, one.request_id)), None)
+    def find(self, request_id: str) -> Kept:
+        """By the answer's id, or by that of the header. Raises `UnknownRequest`."""
+        for kept in (*self._running.values(), *self._recent):
+            if request_id in (kept.id, kept.request_id):
+                return kept
+        raise UnknownRequest(f"request {request_id!r}: neither running nor among the latest")
 
-    def text_of(self, kept: Kept) -> RequestView:
-        """With the beginning of the prompt and the answer, where texts are kept."""
+    def view(self, request_id: str) -> RequestView:
+        """With the beginning of the prompt and the answer, where texts are kept. Raises `UnknownRequest`."""
+        kept = self.find(request_id)
         view = kept.ended or self._view(kept)
         if not self.texts:
             return view
@@ -118,7 +122,13 @@ class RequestLog:
         answers = [tokenizer.continuation(context, [row[0] for row in rows]) for rows in kept.rows.values()]
         return view.model_copy(update={"prompt": tokenizer.decode(kept.prompt), "answer": "\n".join(answers)})
 
-    def tokens_of(self, kept: Kept) -> TokenView:
+    def tokens(self, request_id: str) -> TokenView:
+        """The tokens of a request that asked for `speculation.explain`. Raises `InvalidRequest`."""
+        kept = self.find(request_id)
+        if not self.texts:
+            raise InvalidRequest("texts are not shown: admin_texts is off")
+        if not kept.explained:
+            raise InvalidRequest(f"request {request_id!r} did not set speculation.explain")
         text = kept.tokenizer.token_text
         choices = [
             [

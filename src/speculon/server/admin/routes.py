@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 from fastapi import APIRouter, FastAPI
 from fastapi.responses import StreamingResponse
+from starlette.middleware import Middleware
 
-from speculon.errors import SpeculonError
+from speculon.server.admin.auth import AdminGate
 from speculon.server.admin.schemas import (
     Change,
     Drafter,
@@ -19,19 +19,20 @@ from speculon.server.admin.schemas import (
     TokenView,
 )
 from speculon.server.admin.service import Admin
-from speculon.server.answer import Answer
+from speculon.server.admin.ui.login import login_page
 from speculon.server.app_state import AppState
-from speculon.server.errors import RESPONSES, body_of, param_of, status_of
-from speculon.server.streaming import line
+from speculon.server.errors import RESPONSES
+from speculon.server.model_routes import progress
 
 
 def add_admin(app: FastAPI, state: AppState) -> Admin:
-    """The routes of an administration, which is in `app.state.admin`, too."""
+    """The routes of an administration, and what guards them."""
     admin = Admin(state, app.version)
-    app.state.admin = admin
+    # within the middleware of requests, so that refusals are logged, too
+    app.user_middleware.append(Middleware(AdminGate, config=state.config, login_page=login_page))
     router = APIRouter(prefix="/admin/api", responses=RESPONSES)  # `AdminGate` guards it
     add_looks(router, admin)
-    add_models(router, admin)
+    add_models(router, admin, state)
     app.router.routes.extend(router.routes)  # an included router hides their paths from the access log
     return admin
 
@@ -45,25 +46,25 @@ def add_looks(router: APIRouter, admin: Admin) -> None:
     @router.get("/requests")
     async def requests() -> list[RequestView]:
         """Requests that run, and the latest that have ended."""
-        return admin.requests()
+        return admin.requests.views()
 
     @router.get("/requests/{request_id}")
     async def request(request_id: str) -> RequestView:
         """One request, with texts where these are kept."""
-        return admin.request(request_id)
+        return admin.requests.view(request_id)
 
     @router.get("/requests/{request_id}/tokens")
     async def tokens(request_id: str) -> TokenView:
         """The fate of each token, of a request with `speculation.explain`."""
-        return admin.tokens(request_id)
+        return admin.requests.tokens(request_id)
 
     @router.get("/log")
     async def log(lines: int = 200) -> list[LogLine]:
         """The latest lines of the log, the oldest first."""
-        return admin.log(lines)
+        return admin.ring.latest(lines)
 
 
-def add_models(router: APIRouter, admin: Admin) -> None:
+def add_models(router: APIRouter, admin: Admin, state: AppState) -> None:
     @router.get("/models")
     async def models() -> list[ModelView]:
         """Every model with its settings."""
@@ -77,8 +78,7 @@ def add_models(router: APIRouter, admin: Admin) -> None:
     @router.post("/models/{model:path}/load", response_class=StreamingResponse)
     async def load(model: str) -> StreamingResponse:
         """Load a model; the events say how far it is."""
-        admin.find(model)
-        return stream(loading(admin, model))
+        return progress(state.pool, state.pool.find(model))
 
     @router.post("/models/{model:path}/unload")
     async def unload(model: str) -> ModelView:
@@ -95,17 +95,3 @@ def add_models(router: APIRouter, admin: Admin) -> None:
         """Change settings of a model."""
         # a change that has begun is not cut off in the middle by its client
         return await asyncio.shield(admin.change(model, body.changes))
-
-
-def stream(events: AsyncIterator[bytes]) -> StreamingResponse:
-    return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-
-
-async def loading(admin: Admin, model: str) -> AsyncIterator[bytes]:
-    try:
-        async for change in admin.load(model):
-            yield line(change)
-    except SpeculonError as error:
-        status, code = status_of(error)
-        yield line(body_of(status, str(error), code, param_of(error)))
-    yield Answer.DONE

@@ -4,36 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from time import time
 from typing import Any
 
 from speculon.config.models import ModelSettings, ModelSettingsFile, needs_new_worker
 from speculon.config.speculation import AUTO
-from speculon.errors import (
-    ConfigError,
-    InvalidParameter,
-    InvalidRequest,
-    LoadFailed,
-    SpeculonError,
-    UnknownRequest,
-)
+from speculon.errors import ConfigError, InvalidParameter, InvalidRequest, LoadFailed, SpeculonError
 from speculon.server.access_log import AccessRecord
 from speculon.server.admin import settings as of_settings
 from speculon.server.admin.lines import LogRing
 from speculon.server.admin.overview import counts_of, engine_of
 from speculon.server.admin.requests import RequestLog
-from speculon.server.admin.schemas import (
-    DeviceMemory,
-    Drafter,
-    LogLine,
-    ModelOverview,
-    ModelView,
-    Overview,
-    RequestView,
-    TokenView,
-)
+from speculon.server.admin.schemas import DeviceMemory, Drafter, ModelOverview, ModelView, Overview
 from speculon.server.app_state import AppState
 from speculon.server.catalogue import OfModel
 from speculon.server.pooled import PooledModel
@@ -45,7 +29,7 @@ class Admin:
     def __init__(self, state: AppState, version: str = ""):
         self._version = version
         self._state, self._pool = state, state.pool
-        self._requests = RequestLog(state.config.shows_texts)
+        self.requests = RequestLog(state.config.shows_texts)
         self.ring = LogRing()
         self._changing = asyncio.Lock()  # of settings, one after the other
         state.observers.append(self)
@@ -57,13 +41,13 @@ class Admin:
         logging.getLogger("speculon").removeHandler(self.ring)
 
     def begin(self, record: AccessRecord) -> None:
-        self._requests.begin(record)
+        self.requests.begin(record)
 
     def end(self, record: AccessRecord) -> None:
-        self._requests.end(record)
+        self.requests.end(record)
 
     def overview(self) -> Overview:
-        tokens, rates = self._requests.tokens_by_model(), self._requests.rates()
+        tokens, rates = self.requests.tokens_by_model(), self.requests.rates()
         models = [
             ModelOverview(
                 name=name,
@@ -161,30 +145,21 @@ class Admin:
         Raises `InvalidParameter` for a refused field, `ConfigError` for a conflict or a file that cannot be
         written, `LoadFailed` where the new settings do not load.
         """
-        self._state.check_open()
+        self._pool.check_open()
         model = self._pool.find(name)
         if not changes:
             raise InvalidParameter("changes", {}, "name at least one field")
         if (why := self._lock_of(model)) is not None:
             raise InvalidRequest(why)
         async with self._changing:
-            self._state.check_open()  # it may have waited for another change
+            self._pool.check_open()  # it may have waited for another change
             before = await asyncio.to_thread(self._settings_of, model)
             of_settings.check_unlocked(before, changes)
             given = self._given(model)
-            after = await asyncio.to_thread(of_settings.tried, self._file, model.name, given, changes)
-            self._check_names(model, after.pool.aliases)
+            after = await asyncio.to_thread(self._file.settings_after, model.name, changes, given)
+            self._pool.check_aliases(model, after.pool.aliases)
             await self._apply(model, before, after, changes)
-        return await self.model(model.name)  # `after` names places in a copy of the file
-
-    def find(self, name: str) -> PooledModel:
-        """Raises `UnknownModel`."""
-        return self._pool.find(name)
-
-    async def load(self, name: str) -> AsyncIterator[dict[str, Any]]:
-        """Loads a model; yields the stages. Raises the fault of the load."""
-        async for change in self._pool.progress(self._pool.find(name)):
-            yield change
+        return await self.model(model.name)
 
     async def unload(self, name: str) -> ModelView:
         """Raises `InvalidRequest` for the only model, `ConfigError` for a faulty file: nothing is done."""
@@ -194,30 +169,9 @@ class Admin:
             await self._pool.unload(model)
             return self._view(model, found)
 
-    def requests(self) -> list[RequestView]:
-        """Those that run, then the latest 200 that have ended, without texts."""
-        return self._requests.views()
-
-    def request(self, request_id: str) -> RequestView:
-        """One request, with texts where these are kept. Raises `UnknownRequest`."""
-        return self._requests.text_of(self._found(request_id))
-
-    def tokens(self, request_id: str) -> TokenView:
-        """The tokens of a request that asked for `speculation.explain`. Raises `InvalidRequest`."""
-        kept = self._found(request_id)
-        if not self._requests.texts:
-            raise InvalidRequest("texts are not shown: admin_texts is off")
-        if not kept.explained:
-            raise InvalidRequest(f"request {request_id!r} did not set speculation.explain")
-        return self._requests.tokens_of(kept)
-
-    def log(self, lines: int = 200) -> list[LogLine]:
-        """Raises `InvalidParameter`."""
-        return self.ring.latest(lines)
-
     @property
     def _file(self) -> ModelSettingsFile:
-        file = self._state.catalogue.writable
+        file = self._pool.catalogue.writable
         if file is None:
             raise InvalidRequest("this server was started without a file for the settings of models")
         return file
@@ -229,22 +183,16 @@ class Admin:
         return None
 
     def _given(self, model: PooledModel) -> dict[str, Any]:
-        catalogue = self._state.catalogue
+        catalogue = self._pool.catalogue
         return {**catalogue.settings, "model": catalogue.paths[model.name]}
 
     def _settings_of(self, model: PooledModel) -> ModelSettings:
         return self._file.settings_of(model.name, self._given(model))
 
-    def _check_names(self, model: PooledModel, aliases: tuple[str, ...]) -> None:
-        for alias in aliases:
-            other = self._pool.named(alias)
-            if other is not None and other is not model:
-                raise InvalidParameter("aliases", alias, f"a name of {other.name!r}")
-
     async def _apply(
         self, model: PooledModel, before: ModelSettings, after: ModelSettings, changes: Mapping[str, Any]
     ) -> None:
-        new = OfModel(self._state.catalogue.with_path(model.name, after.keywords), after.sampling, after.pool)
+        new = OfModel(self._pool.catalogue.with_path(model.name, after.keywords), after.sampling, after.pool)
         old = model.own
         # the first table of a model changes `model`, and the catalogue has its path
         changed = before.changed(after) - {"model"}
@@ -254,14 +202,8 @@ class Admin:
         except SpeculonError as error:
             raise LoadFailed(f"the settings were not changed: {model.name!r} did not load: {error}") from None
         try:
-            self._state.check_open()  # while the server ends, a load may have been left out
+            self._pool.check_open()  # while the server ends, a load may have been left out
             await asyncio.to_thread(self._file.update, model.name, changes)
         except (ConfigError, InvalidParameter):
             await self._pool.replace(model, old, reloads=reloads)
             raise
-
-    def _found(self, request_id: str) -> Any:
-        kept = self._requests.find(request_id)
-        if kept is None:
-            raise UnknownRequest(f"request {request_id!r}: neither running nor among the latest")
-        return kept

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from speculon.config.models import HOMES, Methods, ModelSettings, ModelSettingsFile, needs_new_worker
+from speculon.config.models import HOMES, Methods, ModelSettings, needs_new_worker
 from speculon.config.models.fields import home_of
+from speculon.config.models.merge import default_of
 from speculon.config.speculation import USUAL_DRAFTS
-from speculon.errors import ConfigError, InvalidParameter
+from speculon.errors import InvalidParameter
 from speculon.server.admin.schemas import FieldView
 
 PLAIN_JSON: TypeAdapter[Any] = TypeAdapter(Any)
@@ -68,34 +67,6 @@ def check_unlocked(found: ModelSettings, changes: Mapping[str, Any]) -> None:
             raise InvalidParameter(name, value, why)
 
 
-def tried(
-    file: ModelSettingsFile, name: str, given: Mapping[str, Any], changes: Mapping[str, Any]
-) -> ModelSettings:
-    """The settings after these changes, from a copy of the file. Nothing of the file is changed.
-
-    Raises `InvalidParameter` for what is refused, and `ConfigError` for a conflict with a flag.
-    """
-    with tempfile.TemporaryDirectory(prefix="speculon-admin-") as folder:
-        copy = Path(folder) / file.path.name
-        if file.path.is_file():
-            copy.write_bytes(file.path.read_bytes())
-        trial = ModelSettingsFile(copy, file.methods)
-        try:
-            trial.update(name, changes)
-            found = trial.settings_of(name, given)
-            trial.names()
-        except ConfigError as error:
-            raise ConfigError(str(error).replace(str(copy), str(file.path))) from None
-    for warning in found.warnings:
-        left_out = [
-            field for field in changes if warning.startswith(f"{field} = ") or f", {field} = " in warning
-        ]
-        if left_out:
-            message = warning.replace(str(copy), str(file.path))
-            raise InvalidParameter(left_out[0], changes[left_out[0]], message)
-    return found
-
-
 @cache
 def schema_of(name: str) -> dict[str, Any]:
     schema = HOMES[name].model.model_json_schema()
@@ -103,10 +74,6 @@ def schema_of(name: str) -> dict[str, Any]:
     if "$ref" in json.dumps(found):
         found["$defs"] = schema.get("$defs", {})
     return found
-
-
-def default_of(name: str) -> Any:
-    return HOMES[name].model.model_fields[name].get_default(call_default_factory=True)
 
 
 def as_json(value: Any) -> Any:

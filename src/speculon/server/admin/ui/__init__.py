@@ -10,7 +10,6 @@ from speculon.errors import ConfigError
 from speculon.server.admin.auth import PREFIX
 
 if TYPE_CHECKING:
-    from speculon.server.admin.service import Admin
     from speculon.server.app_state import AppState
 
 MISSING = "admin = true: the dashboard's packages are not installed: pip install 'speculon[admin]'"
@@ -25,11 +24,12 @@ def check_installed() -> None:
         raise ConfigError(MISSING) from None
 
 
-def mount(app: FastAPI, state: AppState, admin: Admin) -> None:
-    """Adds the pages to the server's application; once per process, as NiceGUI has one application."""
+def mount(app: FastAPI, state: AppState) -> None:
+    """Adds `/admin/api` and the pages to the server's application; once per process, as NiceGUI has one."""
     from nicegui import ui
 
     from speculon.server.admin.figures import Figures
+    from speculon.server.admin.routes import add_admin
     from speculon.server.admin.ui import log, models, overview, playground, requests, token_view
     from speculon.server.admin.ui.shell import Context, Page, add_page, add_pages
 
@@ -40,6 +40,7 @@ def mount(app: FastAPI, state: AppState, admin: Admin) -> None:
         Page("playground", "/playground", "compare", playground.build),
         Page("log", "/log", "subject", log.build),
     )
+    admin = add_admin(app, state)
     context = Context(app, state, Figures(admin.overview), admin)
     add_pages(pages, context)
     # reached from a request, and no entry of the navigation

@@ -20,7 +20,7 @@ async def build(view: View) -> None:
 
     def update() -> None:
         nonlocal last
-        lines = view.log.since(last)
+        lines = view.context.admin.ring.since(last)
         if lines:
             shown.push("\n".join(map(text_of, lines)))
             last = lines[-1].number

@@ -50,7 +50,7 @@ async def build(view: View) -> None:
 
 def card(model: ModelView, view: View, refresh: Any, dialogs: ui.element) -> ui.label:
     """Returns its line of text."""
-    words, admin = view.words, view.context.admin
+    words, admin, pool = view.words, view.context.admin, view.context.state.pool
     with ui.card().classes("sp-card").props(f"data-model={json.dumps(model.name)}"):
         with ui.row().classes("items-center"):
             ui.label(model.name).classes("text-lg").props("role=heading aria-level=2")
@@ -67,7 +67,7 @@ def card(model: ModelView, view: View, refresh: Any, dialogs: ui.element) -> ui.
 
             async def load() -> None:
                 try:
-                    async for _ in admin.load(model.name):  # `update` shows the stages
+                    async for _ in pool.progress(pool.find(model.name)):  # `update` shows the stages
                         pass
                 except SpeculonError as error:
                     status.text = str(error)

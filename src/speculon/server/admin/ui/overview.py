@@ -19,7 +19,7 @@ NOT_KNOWN = "–"
 
 
 async def build(view: View) -> None:
-    words, figures = view.words, view.figures
+    words, figures = view.words, view.context.figures
     with ui.element("div").classes("sp-numbers"):
         labels = {name: number(words(f"overview.{name}")) for name in NUMBERS}
     with ui.element("div").classes("sp-grid"):

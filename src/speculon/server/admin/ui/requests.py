@@ -64,7 +64,7 @@ async def build(view: View) -> None:
     table.bind_filter_from(search, "value")
 
     def update() -> None:
-        rows = [row_of(one, view) for one in admin.requests()]
+        rows = [row_of(one, view) for one in admin.requests.views()]
         if rows != table.rows:
             table.rows = rows
 

@@ -10,7 +10,6 @@ from nicegui import ui
 from starlette.requests import Request
 
 from speculon.server.admin.figures import Figures
-from speculon.server.admin.lines import LogRing
 from speculon.server.admin.service import Admin
 from speculon.server.admin.ui.words import LANGUAGES, Words, language_of
 from speculon.server.app_state import AppState
@@ -58,14 +57,6 @@ class View:
     words: Words
     theme: str
     context: Context
-
-    @property
-    def figures(self) -> Figures:
-        return self.context.figures
-
-    @property
-    def log(self) -> LogRing:
-        return self.context.admin.ring
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ def tokens(rows: Sequence[TokenRow], words: Words) -> None:
 async def build(view: View) -> None:
     words, name = view.words, ui.context.client.request.query_params.get("id", "")
     try:
-        found: TokenView = view.context.admin.tokens(name)
+        found: TokenView = view.context.admin.requests.tokens(name)
     except SpeculonError as error:
         ui.label(str(error)).props("role=alert")
         return
