@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -67,37 +68,14 @@ class Metrics:
         self._registry.register(PoolCollector(models))
         if capture is not None:
             self._registry.register(CaptureCollector(capture))
-        registry = self._registry
-        self._responses = Counter(
-            "speculon_http_requests", "HTTP responses", ["route", "status"], registry=registry
-        )
-        self._finished = Counter(
-            "speculon_requests", "requests with an answer, by finish reason", ["finish"], registry=registry
-        )
-        self._first = Histogram(
-            "speculon_time_to_first_token_seconds",
-            "from request to first token",
-            buckets=SECONDS,
-            registry=registry,
-        )
-        self._gap = Histogram(
-            "speculon_inter_token_seconds",
-            "between two batches of tokens",
-            buckets=SECONDS,
-            registry=registry,
-        )
-        self._token = Histogram(
-            "speculon_time_per_output_token_seconds",
-            "per token after the first batch",
-            buckets=SECONDS,
-            registry=registry,
-        )
-        self._whole = Histogram(
-            "speculon_request_seconds",
-            "from request to the end of the answer",
-            buckets=SECONDS,
-            registry=registry,
-        )
+        count = partial(Counter, namespace="speculon", registry=self._registry)
+        self._responses = count("http_requests", "HTTP responses", ["route", "status"])
+        self._finished = count("requests", "requests with an answer, by finish reason", ["finish"])
+        seconds = partial(Histogram, namespace="speculon", buckets=SECONDS, registry=self._registry)
+        self._first = seconds("time_to_first_token_seconds", "from request to first token")
+        self._gap = seconds("inter_token_seconds", "between two batches of tokens")
+        self._token = seconds("time_per_output_token_seconds", "per token after the first batch")
+        self._whole = seconds("request_seconds", "from request to the end of the answer")
 
     def register(self, collector: Collector) -> None:
         """Its series are on the page, too."""
@@ -329,10 +307,7 @@ def by(counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:
 
 def by_method(counts: Mapping[tuple[str, int], int]) -> Mapping[str, int]:
     """Sums over positions."""
-    sums: dict[str, int] = {}
-    for (method, _), count in counts.items():
-        sums[method] = sums.get(method, 0) + count
-    return sums
+    return {method: sum(n for (name, _), n in counts.items() if name == method) for method, _ in counts}
 
 
 def counter(name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Metric:

@@ -15,13 +15,10 @@ from speculon.server.schemas import (
     MAX_TOP_LOGPROBS,
     Body,
     CacheControl,
+    Common,
     Count,
     Extensible,
-    Finite,
-    Prediction,
-    Speculation,
     ToolName,
-    Whole,
 )
 
 
@@ -47,7 +44,7 @@ class Item(Extensible):
 
 
 class FunctionTool(Body):
-    type: Literal["function"]
+    type: Literal["function"]  # first: of several faults the first is named
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -80,28 +77,18 @@ class ResponseStreamOptions(Body):
 Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
-class ResponseRequest(Body):
-    model: str | None = Field(None, description="as `/v1/models` lists it")
+class ResponseRequest(Common):
     input: str | Annotated[list[Item], FIRST, Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = Field(None, description="a system message before the input")
     max_output_tokens: Count | None = None
-    temperature: Finite | None = None
-    top_p: Finite | None = None
-    top_k: Whole | None = None
-    min_p: Finite | None = None
-    seed: Whole | None = None
-    stop: str | Annotated[list[str], FIRST] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), AS_WHOLE] | None = None
     include: Annotated[list[Include], FIRST] | None = Field(None, max_length=8)
     tools: Annotated[list[FunctionTool], FIRST] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    prediction: Prediction | None = None
-    speculation: Speculation | None = None
     store: bool | None = Field(None, description="no response is stored; false: it is not captured either")
     previous_response_id: str | None = Field(None, description="refused: no response is stored")
     conversation: str | dict[str, Any] | None = Field(None, description="refused: no response is stored")
@@ -112,9 +99,6 @@ class ResponseRequest(Body):
     reasoning: dict[str, Any] | None = None
     max_tool_calls: Count | None = None
     service_tier: str | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
 
 

@@ -20,6 +20,7 @@ from speculon.server.response_schemas import (
 )
 from speculon.server.schemas import (
     ChatRequest,
+    Common,
     Function,
     FunctionCall,
     JsonSchema,
@@ -34,11 +35,7 @@ from speculon.server.schemas import (
 NOT_STORED = "responses are not stored on this server: send the whole conversation as input"
 LOGPROBS = "message.output_text.logprobs"
 # fields that a chat has under the same name
-SAME = (
-    *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stream", "parallel_tool_calls"),
-    *("chat_template_kwargs", "prediction", "speculation", "store"),
-    *("user", "safety_identifier", "prompt_cache_key"),
-)
+SAME = (*Common.model_fields, "parallel_tool_calls", "chat_template_kwargs", "store")
 ECHOED = ("instructions", "metadata", "text", "tool_choice", "tools", "user")  # by `ResponseAnswer`
 # a chat's fields -> those of a response; longer names first
 NAMES = {

@@ -172,14 +172,11 @@ class Ignored(Body):
     earlier answers to draft from.
     """
 
-    user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = Field(
         None, description="false: this request is not captured, where the server captures its traffic"
     )
     service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
@@ -188,21 +185,32 @@ class Ignored(Body):
     num_ctx: Count | None = None
 
 
-class Sampling(Ignored):
+class Common(Body):
+    """What chats, completions and responses have under the same names."""
+
     model: str | None = Field(None, description="as `/v1/models` lists it")
     temperature: Finite | None = None
     top_p: Finite | None = None
     top_k: Whole | None = None
     min_p: Finite | None = None
+    seed: Whole | None = None
+    stop: str | Annotated[list[str], FIRST] | None = None
+    stream: bool | None = None
+    prediction: Prediction | None = None
+    speculation: Speculation | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class Sampling(Ignored, Common):
     n: Samples | None = None
     best_of: Samples | None = Field(None, description="must equal n")
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = Field(None, description="is `max_tokens`")
     min_tokens: Count | None = None
-    stop: str | Annotated[list[str], FIRST] | None = None
     stop_token_ids: Annotated[list[TokenId], FIRST] | None = None
     ignore_eos: bool | None = None
-    seed: Whole | None = None
     presence_penalty: Finite | None = None
     frequency_penalty: Finite | None = None
     repetition_penalty: Finite | None = None
@@ -224,11 +232,8 @@ class Sampling(Ignored):
         None, description="whether the tokenizer adds its own to a prompt; not to a chat, by default"
     )
     truncate_prompt_tokens: None = Field(None, description="not supported: a prompt is never cut")
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    prediction: Prediction | None = None
-    speculation: Speculation | None = None
 
 
 ManyTokenIds = Annotated[list[TokenIds], FIRST, Field(min_length=1, max_length=MAX_PROMPTS)]
