@@ -393,3 +393,20 @@ def test_the_registry_knows_which_methods_read_drafters() -> None:
     assert METHODS.with_draft == {"draft_model", "pard", "eagle3", "dflash"}
     assert {"off", "suffix", "ngram"} <= METHODS.without_draft
     assert not METHODS.without_draft & (METHODS.with_draft | {"auto", "mtp"})
+
+
+# changes that are tried
+
+
+def test_a_change_is_tried_without_a_file() -> None:
+    file = ModelSettingsFile(Path(FILE), METHODS)
+    found = file.settings_after("m", {"max_num_seqs": 3})
+    assert found.config.max_num_seqs == 3 and found.origin("max_num_seqs").endswith(f"{FILE}, line 2")
+    assert not Path(FILE).exists()
+
+
+def test_a_change_that_would_be_left_out_names_its_field() -> None:
+    file = ModelSettingsFile(Path(FILE), METHODS)
+    with pytest.raises(InvalidParameter, match="needs a drafter") as caught:
+        file.settings_after("m", {"temperature": 0, "method": "eagle3"})
+    assert (caught.value.name, caught.value.value) == ("method", "eagle3")
