@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from speculon.engine.messages import Add
-from speculon.engine.output_queue import OutputQueue
+from speculon.engine.waiting import OutputQueue
 from speculon.sequence import Event
 from speculon.server.choice import Choice, ChoiceDelta
 from speculon.server.deltas import Delta, merge_deltas
