@@ -20,7 +20,6 @@ SpeculonError
 │   ├── UnsupportedModel            an architecture trait that is not supported, by name
 │   └── WrongPair                   a drafter that does not fit the target
 ├── DataError(ValueError)           texts to learn from that cannot be read or used, with file and line
-├── RecordError(ValueError)         a record of rounds that cannot be read, with file and line
 └── EngineError(RuntimeError)       a fault inside; the engine stays usable
     ├── NotReady                    the model is being loaded, the engine hangs, or the server is about to end
     │   ├── LoadFailed              a model of the server could not be loaded; a later request tries again
@@ -158,10 +157,6 @@ class UnsupportedModel(ModelError):
 
 class WrongPair(ModelError):
     """A drafter that does not fit the target; names what differs."""
-
-
-class RecordError(SpeculonError, ValueError):
-    """A record of rounds that cannot be read, or is incomplete; names the file, and the line if known."""
 
 
 class DataError(SpeculonError, ValueError):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard, cast, overload
 from speculon.checkpoints.generation import sampling_defaults
 from speculon.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
 from speculon.engine.build import build_engine
-from speculon.engine.shared import AsyncRequestGroup, Call, RequestGroup, SharedEngine, Threads
+from speculon.engine.waiting import Call, Stepper
 from speculon.errors import ConfigError, InvalidParameter, InvalidRequest
 from speculon.outputs import Completion, RequestOutput, absorb
 from speculon.sequence import Event
@@ -66,11 +66,10 @@ class LLM:
         self.engine = build_engine(EngineConfig(**settings), progress, texts=tokenizer is not None)
         self.config = self.engine.config
         defaults = sampling_defaults(self.config)
-        defaults.pop(
-            "max_tokens", None
-        )  # a limit of servers: here it would refuse prompts that leave less room
+        # a limit of servers: here it would refuse prompts that leave less room
+        defaults.pop("max_tokens", None)
         self.default_params = SamplingParams(**defaults)  # of calls without `params`
-        self._shared, self._threads = SharedEngine(self.engine), Threads()
+        self._stepper = Stepper(self.engine)
 
     def __enter__(self) -> Self:
         return self
@@ -110,16 +109,14 @@ class LLM:
         called as texts grow. When one prompt is refused nothing is written for any.
         """
         calls, outputs = self._read(prompts, params, speculation)
-        group = RequestGroup(self._shared)
-        try:
-            group.add(calls)
-            for i, event in group:
+        with self._stepper.requests(calls) as queue:
+            index = {request_id: i for i, request_id in enumerate(queue.requests)}
+            for event in self._stepper.events(queue):
+                i = index[event.request_id]
                 absorb(outputs[i], event)
                 if on_token and event.tokens:
                     on_token(i, len(event.tokens))
-        finally:
-            group.close()
-        self._shared.check_when_idle()
+        self._stepper.check_when_idle()
         return self._finished(calls, outputs)
 
     async def agenerate(
@@ -131,10 +128,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """`generate` for an event loop. Cancelling the task aborts its requests."""
         calls, outputs = await asyncio.to_thread(self._read, prompts, params, speculation)
-        async with AsyncRequestGroup(self._shared, self._threads) as group:
-            await group.begin(calls)
-            async for i, event in group:
-                absorb(outputs[i], event)
+        async with self._stepper.requests_of_task(calls) as queue:
+            results = dict(zip(queue.requests, outputs, strict=True))
+            while events := await queue.take():
+                for event in events:
+                    absorb(results[event.request_id], event)
         return self._finished(calls, outputs)
 
     @overload
@@ -190,11 +188,11 @@ class LLM:
         params = one_sample(params or self.default_params)
         prompt_ids = await asyncio.to_thread(self._encode, prompt)
         text = Stream.of(self.tokenizer, params, prompt_ids)
-        async with AsyncRequestGroup(self._shared, self._threads) as group:
-            await group.begin([Call(prompt_ids, params, speculation)])
-            async for _, event in group:
-                if new := new_text(text, event):
-                    yield new
+        async with self._stepper.requests_of_task([Call(prompt_ids, params, speculation)]) as queue:
+            while events := await queue.take():
+                for event in events:
+                    if new := new_text(text, event):
+                        yield new
 
     def events(
         self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: Speculation = None
@@ -216,7 +214,7 @@ class LLM:
         """Deletes the earlier answers that are remembered under a name, or all; returns how many pools there
         were.
         """
-        with self._shared.turn() as engine:
+        with self._stepper.turn() as engine:
             return engine.forget_pools(pool)
 
     def replay(self) -> MonitorCounts:
@@ -224,7 +222,7 @@ class LLM:
 
         Requests of other threads are not delayed by more than one forward.
         """
-        self._shared.replay()
+        self._stepper.replay()
         return replace(self.engine.counters.monitor)
 
     def close(self) -> None:
@@ -232,7 +230,7 @@ class LLM:
 
         The end of a `with` block does this, and so does the end of the process.
         """
-        self._shared.close()
+        self._stepper.close()
 
     def _stream_to(
         self, output: RequestOutput, params: SamplingParams, speculation: Speculation
@@ -240,16 +238,17 @@ class LLM:
         """Yields what each step brings to `output`, which has it already; with the account also when this is
         closed early.
         """
-        group = RequestGroup(self._shared)
-        try:
-            group.add([Call(output.prompt_token_ids, one_sample(params), speculation)])
-            for _, event in group:
-                absorb(output, event)
-                yield event
-        finally:
-            for event in group.close():
-                absorb(output, event)
-            self._write_text(output, params)
+        call = Call(output.prompt_token_ids, one_sample(params), speculation)
+        with self._stepper.requests([call]) as queue:
+            try:
+                for event in self._stepper.events(queue):
+                    absorb(output, event)
+                    yield event
+            finally:
+                queue.close()
+                for event in queue.unread:
+                    absorb(output, event)
+                self._write_text(output, params)
 
     def _read(
         self,

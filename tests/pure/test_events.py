@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,11 @@ from speculon.core import (
     no_draft,
 )
 from speculon.engine import events as module
-from speculon.engine.events import Events
-from speculon.errors import ConfigError, RecordError
-from speculon.events import Recording, older, read
+from speculon.engine.events import Events, older
+from speculon.errors import ConfigError
 from speculon.sequence import Attempt, Round, Span
 from tests.builders import make_sequence
+from tests.recording import Recording, read
 
 FACTS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_context": 128, "pages": 8}
 SECRET = 987654  # a token id
@@ -137,88 +136,6 @@ def test_a_recorded_token_would_be_seen(path: Path) -> None:
 
 def test_without_the_setting_there_is_none() -> None:
     assert Events.of(EngineConfig(), **FACTS) is None
-
-
-# reading
-
-
-BROKEN = [
-    pytest.param(
-        lambda lines: [lines[0], lines[1][:40] + "\n", *lines[2:]],
-        r"events.jsonl, line 2: Invalid JSON",
-        id="half a line",
-    ),
-    pytest.param(
-        lambda lines: [*lines[:2], "{}\n", *lines[2:]],
-        r"line 3: time: Field required",
-        id="a field is missing",
-    ),
-    pytest.param(
-        lambda lines: [*lines[:-1], lines[-1].replace('"running"', '"runing"')],
-        r"line 4: run",
-        id="a wrong name",
-    ),
-    pytest.param(
-        lambda lines: [lines[0].replace('events":2', 'events":3'), *lines[1:]],
-        r"line 1: version 3; .* reads version 2",
-        id="version",
-    ),
-    pytest.param(
-        lambda lines: lines[1:], r"line 1: no record of rounds begins like this", id="no first line"
-    ),
-    pytest.param(lambda lines: [], r"line 1: no record", id="empty"),
-    pytest.param(lambda lines: ["[1]\n"], r"line 1: no record", id="another file"),
-    pytest.param(lambda lines: ["\xff\xfe\x00\n"], r"line 1: no record", id="no text"),
-    pytest.param(lambda lines: [lines[0][:50]], r"line 1: no record", id="nothing but half a first line"),
-]
-
-
-@pytest.mark.parametrize(("damage", "message"), BROKEN)
-def test_a_broken_record_is_reported_by_file_and_line(
-    path: Path, damage: Callable[[list[str]], list[str]], message: str
-) -> None:
-    written(path)
-    path.write_text("".join(damage(path.read_text().splitlines(keepends=True))), encoding="latin-1")
-    with pytest.raises(RecordError, match=message):
-        read(path)
-
-
-@pytest.mark.parametrize(
-    "end", [b"", b"\n", b"\0" * 64, b"\0" * 64 + b"\n"], ids=["cut", "ended", "zeros", "zeros ended"]
-)
-def test_a_record_is_read_up_to_its_last_whole_line(path: Path, end: bytes) -> None:
-    """A file system that lost power may leave zeros."""
-    written(path)
-    path.write_bytes(path.read_bytes()[:-20] + end)
-    recording = read(path)
-    assert len(recording.rounds) == 2 and recording.cut
-
-
-def test_a_missing_file_is_reported(path: Path) -> None:
-    with pytest.raises(RecordError, match="events.jsonl: No such file"):
-        read(path)
-
-
-def test_a_record_without_matches_and_stops_is_read(path: Path) -> None:
-    """As they were written before there were any."""
-    written(path)
-    lines = (
-        path.read_text()
-        .replace('"match":5,"stop":"confidence"', "")
-        .replace(',"stop":"no_match"', "")
-        .replace(",}", "}")
-    )
-    assert '"match"' not in lines and '"stop"' not in lines
-    path.write_text(lines)
-    first, second = read(path).rounds[0].texts[0].proposals
-    assert (first.found, first.match, first.stop, second.found, second.match, second.stop) == (
-        0,
-        0,
-        None,
-        3,
-        0,
-        None,
-    )
 
 
 # size

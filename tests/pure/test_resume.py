@@ -9,7 +9,7 @@ import pytest
 from speculon.config import RequestSpeculation, SamplingParams, SpeculationConfig
 from speculon.core import Finish, TokenLogprobs
 from speculon.engine.messages import Add
-from speculon.engine.output_queue import OutputQueue, Progress
+from speculon.engine.waiting import OutputQueue, Progress, RequestTable
 from speculon.sequence import Event
 
 GREEDY = {"temperature": 0}
@@ -83,17 +83,19 @@ def test_log_probabilities_of_the_prompt_come_once() -> None:
     assert progress.resumable and progress.rest().params.prompt_logprobs is None
 
 
-class NoEngine:
-    def abort(self, request_id: str) -> None:
+class NoHost:
+    def abort(self, request_ids: list[str]) -> None:
         raise AssertionError
 
-    def remove(self, request_id: str, *, abort: bool) -> None:
-        assert not abort, "it has ended"
+    def end(self, queue: OutputQueue) -> None:
+        assert not queue.open, "it has ended"
 
 
 def test_a_queue_is_resumed_as_a_whole_or_not_at_all() -> None:
     adds = [Add("a", [1], SamplingParams(temperature=0)), Add("b", [1], SamplingParams())]
-    queue = OutputQueue(NoEngine(), adds)
+    queue, table = OutputQueue(NoHost()), RequestTable()
+    for add in adds:
+        table.add(Progress(add), queue)
     queue.put(Event("a", 0, (4,)))
     assert queue.resumable and [add.request_id for add in queue.rest()] == ["a", "b"]
     queue.put(Event("a", 0, (5,), finish=Finish("length")))

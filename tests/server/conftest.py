@@ -8,7 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from speculon.events import read
+from tests.recording import read
 from tests.server.outside import REAL, Outside, started
 
 EVENTS = "events.jsonl"

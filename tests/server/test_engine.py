@@ -18,7 +18,7 @@ from speculon.config import EngineConfig, SamplingParams
 from speculon.engine import async_engine, worker
 from speculon.engine.async_engine import AsyncEngine
 from speculon.engine.messages import Abort, Add, Admitted, Outputs, Refused, Statistics, Stop
-from speculon.engine.output_queue import OutputQueue
+from speculon.engine.waiting import OutputQueue
 from speculon.errors import EmptyPrompt, EngineError, InvalidParameter, InvalidRequest, SpeculonError
 from tests.server.inside import ThreadEngine, cut
 from tests.server.scripted import ScriptedEngine

@@ -11,7 +11,7 @@ import httpx2 as httpx
 import openai
 import pytest
 
-from speculon.events import SequenceRound, read
+from tests.recording import SequenceRound, read
 from tests.server.conftest import EVENTS
 from tests.server.inside import served
 from tests.server.outside import LOCAL_HTTP, Outside

@@ -15,11 +15,11 @@ from speculon.config import SamplingParams
 from speculon.control.policies import POLICIES
 from speculon.core import Draft
 from speculon.engine.engine import Engine
-from speculon.events import read
 from speculon.proposers import registry
 from speculon.proposers.suffix import Suffix
 from speculon.sequence import Sequence
 from tests.builders import spread
+from tests.recording import read
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft
 from tests.tiny.scripted import Key, Result, drain, make_engine, run, script

@@ -27,7 +27,7 @@ from speculon import LLM, SamplingParams
 from speculon.cli import app
 from speculon.commands.chat import Turn, read_turn
 from speculon.commands.drafts import OWN, DraftStream, drawn
-from speculon.engine.shared import uninterrupted
+from speculon.engine.waiting import uninterrupted
 from speculon.errors import InvalidParameter, InvalidRequest
 from speculon.outputs import Completion
 from speculon.text import UNSURE, Tokenizer, final_text
@@ -334,7 +334,7 @@ def test_ctrl_c_inside_a_step_leaves_the_engine_usable(
         count = 0
         llm.generate(content, GREEDY)
     monkeypatch.undo()
-    assert not llm.engine.has_work and not llm._shared._groups
+    assert not llm.engine.has_work and not len(llm._stepper._requests)
     llm.engine.check_integrity()
     whole = llm.session(GREEDY).send(content).token_ids
     if session.turns:  # with the tokens of the step in which it happened
@@ -358,7 +358,7 @@ def test_ctrl_c_before_the_first_step_leaves_nothing_running(
     monkeypatch.setattr(llm.engine, "add_request", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.session(GREEDY).send("hello")
-    assert not llm.engine.has_work and not llm._shared._groups and not llm.engine._requests
+    assert not llm.engine.has_work and not len(llm._stepper._requests) and not llm.engine._requests
 
 
 # in a terminal

@@ -13,9 +13,9 @@ import pytest
 from speculon.config import SamplingParams
 from speculon.core import Reason
 from speculon.engine.engine import Engine
-from speculon.events import Recording, SequenceRound, read
 from speculon.sequence import Sequence
 from speculon.telemetry import RequestStats
+from tests.recording import Recording, SequenceRound, read
 from tests.tiny.conftest import tiny_target
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script
 from tests.tiny.test_parity import assert_same, mixed, plain, requests_of

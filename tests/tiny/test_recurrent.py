@@ -20,13 +20,13 @@ from speculon.cli import app
 from speculon.config import EngineConfig, SamplingParams
 from speculon.engine.engine import Engine
 from speculon.errors import ConfigError, UnsupportedModel
-from speculon.events import read
 from speculon.kv.budget import Budget
 from speculon.kv.states import StateSpan, StateStep
 from speculon.models import convolution, recurrent
 from speculon.models.fuse import Fused
 from speculon.models.load import context_limit, wrap_model
 from speculon.sequence import Plan
+from tests.recording import read
 from tests.tiny.checkpoint import byte_tokenizer
 from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import build, tiny_model

@@ -8,7 +8,7 @@ import pytest
 
 from speculon.config import RequestSpeculation, SamplingParams
 from speculon.engine.messages import Add
-from speculon.engine.output_queue import Progress
+from speculon.engine.waiting import Progress
 from speculon.sequence import Event
 from tests.tiny.forms import FORMS, engine_of
 from tests.tiny.scripted import Key, Result, drain

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from speculon import LLM, SamplingParams
-from speculon.engine.shared import SharedEngine
+from speculon.engine.waiting import Stepper
 from speculon.errors import EngineError, InvalidParameter
-from speculon.events import read
+from tests.recording import read
 from tests.tiny.checkpoint import write_checkpoint
 
 THREADS, CALLS = 8, 20  # the soak has more calls
@@ -133,17 +133,17 @@ def without_turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every thread uses the engine when it likes."""
 
     @contextmanager
-    def turn(shared: SharedEngine) -> Iterator[Any]:
-        yield shared._engine
+    def turn(stepper: Stepper) -> Iterator[Any]:
+        yield stepper._engine
 
     class Open(threading.Condition):
         def wait(self, timeout: float | None = None) -> bool:
             return True
 
     with monkeypatch.context() as patch:
-        patch.setattr(SharedEngine, "turn", turn)
+        patch.setattr(Stepper, "turn", turn)
         patch.setattr(
-            SharedEngine, "_owner", property(lambda shared: None, lambda shared, value: None), raising=False
+            Stepper, "_owner", property(lambda stepper: None, lambda stepper, value: None), raising=False
         )
         yield
 
@@ -342,18 +342,18 @@ def test_a_call_that_waits_while_it_is_closed_is_refused_or_aborted(tmp_path: Pa
     llm, free = LLM(str(write_checkpoint(tmp_path / "model")), warmup=False), threading.Event()
 
     def holder(_: int) -> None:
-        with llm._shared.turn():
+        with llm._stepper.turn():
             free.wait(30)
 
     with ThreadPoolExecutor(3) as pool:
         holding = pool.submit(holder, 0)
-        while llm._shared._owner is None:
+        while llm._stepper._owner is None:
             pass
         closing = pool.submit(llm.close)
-        while not llm._shared._calling:
+        while not llm._stepper._calling:
             pass
         late = pool.submit(llm.generate, "abc", LONG)
-        while llm._shared._calling < 2:
+        while llm._stepper._calling < 2:
             pass
         free.set()
         for done in (holding, closing):

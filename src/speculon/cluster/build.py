@@ -35,7 +35,7 @@ QUIET = LoggingConfig(enable_access_log=False)  # the server has a log of its ow
 CONNECTIONS = 100_000  # of an ingress: the queue's limit refuses requests, with an error of ours
 
 
-class Engine(Replica):
+class DeployedReplica(Replica):
     """One replica as Ray Serve makes it."""
 
     async def __init__(self, settings: dict[str, Any]):  # type: ignore[misc]
@@ -90,7 +90,7 @@ def build(given: Mapping[str, Any]) -> Application:
         }
     drain = engine.serve.drain_timeout
     engines = serve.deployment(
-        Engine,
+        DeployedReplica,
         name="Engine",
         ray_actor_options={"num_cpus": cluster.cpus, "num_gpus": cluster.gpus},
         max_ongoing_requests=engine.max_num_seqs + engine.serve.max_queue,

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 from speculon.cluster.messages import FromReplica, ReplicaLost, ReplicaStatistics, Taken, pool_of
 from speculon.cluster.routing import Routing
-from speculon.config import EngineConfig
 from speculon.core import Load
+from speculon.engine.client import EngineClient
 from speculon.engine.messages import Add, Admitted, Outputs, Ready, Refused
-from speculon.engine.output_queue import OutputQueue
-from speculon.errors import EngineError, InvalidParameter, NotReady, SpeculonError
+from speculon.engine.waiting import OutputQueue
+from speculon.errors import EngineError, NotReady, SpeculonError
 from speculon.telemetry import EngineCounters
 
 POLL_SECONDS = 0.5  # between two looks at the replicas
@@ -49,46 +49,27 @@ class Replicas(Protocol):
     async def forget_pools(self, tenant: str, pool: str | None, only: str | None = None) -> int: ...
 
 
-class ReplicatedEngine:
-    """The public side of `AsyncEngine`, over replicas.
+class ReplicatedEngine(EngineClient):
+    """Replicas on several machines, as one engine.
 
     Requests without a seed get one, so that another replica can continue them; not those that ask for
     rejection sampling or block verification, whose texts depend on the drafts.
     """
 
-    restarts = 0  # a replica is replaced as a whole
-
     def __init__(
         self, replicas: Replicas, settings: dict[str, Any], on_stage: Callable[[str], None] | None = None
     ):
-        self._replicas, self._on_stage = replicas, on_stage or (lambda name: None)
-        self._acceptance = EngineConfig(**settings).speculation.acceptance
-        self._open: dict[str, OutputQueue] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # what reads the replica of a request, by its id
-        self._sending: set[asyncio.Task[None]] = set()
-        self._polling: asyncio.Task[None] | None = None
+        super().__init__(settings, on_stage)
+        self._replicas = replicas
+        self._following: dict[str, asyncio.Task[None]] = {}  # what reads the replica of a request, by its id
         self.replicas: dict[str, ReplicaStatistics] = {}
         self._seen: set[str] = set()  # every replica that has served
         # when, whose and which: a replica that started before may have read the answers from another's folder
         self._deletions: deque[tuple[float, str, str | None]] = deque(maxlen=MOST_DELETIONS)
-        self.resumed = 0  # requests that another replica continued
-        self.draining = False
-        self.error: SpeculonError | None = None
-        self.ended, self.settled = asyncio.Event(), asyncio.Event()
 
     @property
     def routing(self) -> Routing:
         return self._replicas.routing
-
-    @property
-    def alive(self) -> bool:
-        return self.error is None
-
-    @property
-    def facts(self) -> Ready | None:
-        """Those of one replica, with the batches of all; None where no replica serves."""
-        found = [one.facts for one in self.replicas.values()]
-        return replace(found[0], max_num_seqs=sum(one.max_num_seqs for one in found)) if found else None
 
     @property
     def restarting(self) -> bool:
@@ -100,76 +81,32 @@ class ReplicatedEngine:
             return f"the engine has ended: {self.error}"
         return None if self.replicas else "no replica serves"
 
-    @property
-    def load(self) -> Load:
-        loads = [one.load for one in self.replicas.values()]
-        return Load(
-            sum(load.running for load in loads),
-            sum(load.waiting for load in loads),
-            sum(load.free_pages for load in loads),
-        )
-
-    @property
-    def costs(self) -> dict[int, float]:
-        return next((one.costs for one in self.replicas.values()), {})
-
-    @property
-    def counters(self) -> EngineCounters:
-        """Of all replicas that serve, together."""
-        total = EngineCounters()
-        for one in self.replicas.values():
-            total.add(one.counters)
-        return total
-
-    @property
-    def open_requests(self) -> int:
-        return len(self._open)
-
-    @property
-    def open_sequences(self) -> int:
-        return sum(queue.open_sequences for queue in set(self._open.values()))
-
     async def start(self) -> Ready:
         """Returns once a replica serves."""
         self._on_stage("waiting for a replica")
-        self._polling = asyncio.create_task(self._poll())
-        while (facts := self.facts) is None:
-            await self.settled.wait()
-            if self.error is not None:
-                raise self.error
-        return facts
+        self._run(self._poll())
+        return await self._wait_until_served()
 
     async def submit(self, adds: Seq[Add]) -> OutputQueue:
-        """Queues all of these requests or none; raises by name what cannot be served."""
-        if self.error is not None:
-            raise self.error
-        if taken := next((add.request_id for add in adds if add.request_id in self._open), None):
-            raise InvalidParameter("request_id", taken, "is in use")
-        adds = [self._with_seed(add) for add in adds]
-        queue = OutputQueue(self, adds, self._acceptance)
-        for add in adds:
-            self._open[add.request_id] = queue
-            task = self._tasks[add.request_id] = asyncio.create_task(self._follow(add, queue))
-            task.add_done_callback(partial(self._forget, add.request_id))
-        try:
-            await queue.admitted()
-        except BaseException:
-            queue.close()
-            raise
-        return queue
+        return await super().submit([self._with_seed(add) for add in adds])
 
-    def remove(self, request_id: str, *, abort: bool) -> None:
-        """Drops the events that are still to come of a request."""
-        self._open.pop(request_id, None)
-        if abort and (task := self._tasks.get(request_id)):
-            task.cancel()
+    async def _begin_requests(self, queue: OutputQueue) -> None:
+        for request_id, request in queue.requests.items():
+            task = self._following[request_id] = asyncio.create_task(self._follow(request.add, queue))
+            task.add_done_callback(partial(self._forget, request_id))
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request; its last event comes to its queue."""
-        self._abort([request_id])
+    def end(self, queue: OutputQueue) -> None:
+        for request_id in self._requests.remove(queue):
+            if task := self._following.get(request_id):
+                task.cancel()
 
-    def abort_all(self) -> None:
-        self._abort([*self._open])
+    def abort(self, request_ids: list[str]) -> None:
+        async def send() -> None:
+            with contextlib.suppress(NotReady):  # there is nothing left to end
+                await self._replicas.abort(request_ids)
+
+        if request_ids:
+            self._run(send())
 
     async def forget_pools(self, tenant: str, pool: str | None) -> int:
         """Deletes earlier answers on every replica; returns how many pools there were, a copy counts once."""
@@ -181,42 +118,22 @@ class ReplicatedEngine:
     async def stop(self) -> None:
         """The replicas stay; running requests are lost."""
         self.fail(EngineError("the engine has been stopped"))
-        tasks = [*self._tasks.values(), *self._sending, *([self._polling] if self._polling else [])]
+        tasks = [*self._following.values(), *self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.replicas = {}
-
-    def fail(self, error: SpeculonError) -> None:
-        if self.error is not None:
-            return
-        self.error = error
-        self.ended.set()
-        self.settled.set()
-        self.fail_requests(error)
-
-    def fail_requests(self, error: SpeculonError, queues: set[OutputQueue] | None = None) -> None:
-        for queue in set(self._open.values()) if queues is None else queues:
-            queue.fail(error)
+        self._note([])
 
     def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:
-        if self._tasks.get(request_id) is task:
-            del self._tasks[request_id]
+        if self._following.get(request_id) is task:
+            del self._following[request_id]
 
     def _with_seed(self, add: Add) -> Add:
-        rule = add.speculation.rule(self._acceptance) if add.speculation else self._acceptance
+        acceptance = self._config.speculation.acceptance
+        rule = add.speculation.rule(acceptance) if add.speculation else acceptance
         if add.params.seed is not None or add.params.greedy or rule in ("rejection", "block"):
             return add
         return replace(add, params=add.params.model_copy(update={"seed": secrets.randbits(63)}))
-
-    def _abort(self, request_ids: list[str]) -> None:
-        async def send() -> None:
-            with contextlib.suppress(NotReady):  # there is nothing left to end
-                await self._replicas.abort(request_ids)
-
-        task = asyncio.ensure_future(send())
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
 
     async def _follow(self, add: Add, queue: OutputQueue) -> None:
         """Reads the replica that has the request, and the next one where it is lost."""
@@ -243,7 +160,7 @@ class ReplicatedEngine:
 
     def _rest(self, add: Add, queue: OutputQueue, fault: ReplicaLost) -> Add:
         """What another replica is to write. Raises `NotReady` where that would be another text."""
-        progress = queue.progress(add.request_id)
+        progress = queue.requests[add.request_id]
         if not progress.resumable:
             raise NotReady(f"{fault}; no other replica can continue this request")
         log.warning("%s; %s continues elsewhere", fault, add.request_id)
@@ -274,12 +191,26 @@ class ReplicatedEngine:
                 self._seen.add(one.replica)
 
     def _note(self, found: list[ReplicaStatistics]) -> None:
+        """The numbers are those of all replicas that serve, together; facts and costs those of one."""
         self.replicas = {one.replica: one for one in found}
         self.routing.serve(self.replicas)
+        self.counters = EngineCounters()
+        for one in found:
+            self.counters.add(one.counters)
+        loads = [one.load for one in found]
+        self.load = Load(
+            sum(load.running for load in loads),
+            sum(load.waiting for load in loads),
+            sum(load.free_pages for load in loads),
+        )
         if found:
+            sequences = sum(one.facts.max_num_seqs for one in found)
+            self.facts, self.costs = replace(found[0].facts, max_num_seqs=sequences), found[0].costs
             self.settled.set()
         else:
-            self.settled.clear()
+            self.facts, self.costs = None, {}
+            if self.alive:
+                self.settled.clear()
 
 
 class Reading:
@@ -296,7 +227,7 @@ class Reading:
         async with contextlib.aclosing(stream):
             async for message in stream:
                 self._handle(message)
-        if self._queue.progress(self._add.request_id).written:
+        if self._queue.requests[self._add.request_id].written:
             raise ReplicaLost(f"{self.replica}: the stream has ended early")
         if self.replica is not None:
             self._routing.wrote(self.replica, self._text, pool_of(self._add))

@@ -66,8 +66,7 @@ class Replica:
 
     def abort(self, request_ids: list[str]) -> None:
         """Of these requests those that are here; their last events are still sent."""
-        for request_id in request_ids:
-            self._engine.abort(request_id)
+        self._engine.abort(request_ids)
 
     async def forget_pools(self, tenant: str, pool: str | None, only: str | None = None) -> int:
         """Here, and in the folders of replicas that have ended; nothing where `only` another is meant."""

@@ -1,4 +1,4 @@
-"""The asynchronous engine: an engine in a process of its own, whose outputs come as streams of events.
+"""The engine in a process of its own, whose outputs come as streams of events.
 
 A thread would share the interpreter with templates, JSON and streams: beside them a step of 8 ms took 13 to
 31 ms.
@@ -11,17 +11,15 @@ import contextlib
 import itertools
 import logging
 import multiprocessing as mp
-from collections.abc import Callable, Coroutine
-from collections.abc import Sequence as Seq
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any
 
-from speculon.config import EngineConfig
 from speculon.core import Load
+from speculon.engine.client import EngineClient
 from speculon.engine.messages import (
     Abort,
-    Add,
     Admitted,
     ForgetPools,
     FromServer,
@@ -33,10 +31,10 @@ from speculon.engine.messages import (
     Stage,
     Statistics,
 )
-from speculon.engine.output_queue import OutputQueue
 from speculon.engine.process import EngineProcess
-from speculon.errors import EngineError, InvalidParameter, InvalidRequest, NotReady, SpeculonError
-from speculon.telemetry import EngineCounters
+from speculon.engine.waiting import OutputQueue
+from speculon.engine.worker import main as run_worker
+from speculon.errors import EngineError, InvalidRequest, NotReady, SpeculonError
 
 MOST_LOST_LOADS = 5  # guess: processes in a row that may be lost while they load
 # guesses: how long a process has to serve for the next one to start at once, and the longest pause before it
@@ -45,7 +43,7 @@ STEADY_SECONDS, MOST_PAUSE = 30.0, 60.0
 log = logging.getLogger("speculon")
 
 
-class AsyncEngine:
+class AsyncEngine(EngineClient):
     """One model in a process of its own, for one event loop.
 
     >>> engine = AsyncEngine({"model": "smollm2"})
@@ -57,32 +55,16 @@ class AsyncEngine:
     """
 
     def __init__(self, settings: dict[str, Any], on_stage: Callable[[str], None] | None = None):
-        self._settings, self._on_stage = settings, on_stage or (lambda name: None)
-        config = EngineConfig(**settings)
-        self._model, self._acceptance = config.model, config.speculation.acceptance
-        self._timeout, self._restart = config.serve.engine_timeout, bool(config.serve.restart_engine)
-        self._open: dict[str, OutputQueue] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        super().__init__(settings, on_stage)
+        serve = self._config.serve
+        self._timeout, self._restart = serve.engine_timeout, bool(serve.restart_engine)
         self._forgetting: dict[int, asyncio.Future[int]] = {}
         self._numbers = itertools.count()
-        self._ready: asyncio.Future[Ready] | None = None
         self._process: EngineProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._loaded_at = self._lost_at = 0.0
         self._pause = 0.0  # seconds before the next process is started
         self._lost_loads = 0  # processes in a row that were lost while they loaded
-        self.counters, self.load = EngineCounters(), Load(0, 0, 0)
-        self.costs: dict[int, float] = {}  # sequences -> ms of a plain step
-        self.facts: Ready | None = None  # None while a process loads
-        self.restarts = self.resumed = 0  # processes after the first; requests that one of them resumed
-        self.draining = False  # set where no other process is to be started
-        self.error: SpeculonError | None = None  # why the engine has ended
-        self.ended = asyncio.Event()  # set with `error`
-        self.settled = asyncio.Event()  # set where no process is started again
-
-    @property
-    def alive(self) -> bool:
-        return self.error is None
 
     @property
     def restarting(self) -> bool:
@@ -99,27 +81,17 @@ class AsyncEngine:
 
     @property
     def trouble(self) -> str | None:
-        """Why no request can be served now; None where it can."""
         if self.error is not None:
             return f"the engine has ended: {self.error}"
         if self.facts is None:
             return "the model is being loaded again" if self.restarting else "the model is being loaded"
         return f"the engine has not answered for {self._silent:.0f} s" if self.hung else None
 
-    @property
-    def open_requests(self) -> int:
-        return len(self._open)
-
-    @property
-    def open_sequences(self) -> int:
-        return sum(queue.open_sequences for queue in set(self._open.values()))
-
     async def start(self) -> Ready:
         """Loads the model, which takes seconds to minutes; raises what `LLM` would raise."""
-        self._ready = asyncio.get_running_loop().create_future()
         self._begin()
         self._supervisor = asyncio.create_task(self._supervise())
-        return await asyncio.shield(self._ready)
+        return await self._wait_until_served()
 
     def _begin(self) -> None:
         self._process = EngineProcess(*self._launch(), self._handle, self._lose)
@@ -135,33 +107,23 @@ class AsyncEngine:
         theirs.close()
         return process, ours
 
-    async def submit(self, adds: Seq[Add]) -> OutputQueue:
-        """Queues all of these requests or none; raises by name what cannot be served.
+    async def _begin_requests(self, queue: OutputQueue) -> None:
+        for request in queue.requests.values():
+            await self._send(request.add)
 
-        Close the queue when done with it.
-        """
-        if self.error is not None:
-            raise self.error
-        if taken := next((add.request_id for add in adds if add.request_id in self._open), None):
-            raise InvalidParameter("request_id", taken, "is in use")
-        queue = OutputQueue(self, adds, self._acceptance)
-        self._open.update({add.request_id: queue for add in adds})
-        try:
-            for add in adds:
-                await self._send(add)
-            await queue.admitted()
-        except BaseException:
-            queue.close()
-            raise
-        return queue
+    def abort(self, request_ids: list[str]) -> None:
+        async def send() -> None:
+            with contextlib.suppress(SpeculonError):  # there is nothing left to end
+                for request_id in request_ids:
+                    await self._send(Abort(request_id))
 
-    def remove(self, request_id: str, *, abort: bool) -> None:
-        """Drops the events that are still to come of a request."""
-        if self._open.pop(request_id, None) is not None and abort:
-            self.abort(request_id)
+        if request_ids:
+            self._run(send())
+
+    def end(self, queue: OutputQueue) -> None:
+        self.abort(self._requests.remove(queue))
 
     async def forget_pools(self, tenant: str, pool: str | None) -> int:
-        """Deletes the earlier answers of one pool, or of all of a tenant; returns how many pools."""
         if self.error is not None:
             raise self.error
         number = next(self._numbers)
@@ -173,28 +135,9 @@ class AsyncEngine:
         finally:
             del self._forgetting[number]
 
-    def abort(self, request_id: str) -> None:
-        """Sends the abort of a request; its last event comes to its queue."""
-
-        async def send() -> None:
-            with contextlib.suppress(SpeculonError):  # there is nothing left to end
-                await self._send(Abort(request_id))
-
-        self._run(send())
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def abort_all(self) -> None:
-        """Aborts every request; its last event comes to its queue."""
-        for request_id in self._open:
-            self.abort(request_id)
-
     async def idle(self) -> None:
         """Returns once no request is open."""
-        while self._open and self.alive:
+        while self.open_requests and self.alive:
             await asyncio.sleep(0.02)
 
     async def stop(self) -> None:
@@ -255,8 +198,8 @@ class AsyncEngine:
         self.facts, self.load = None, Load(0, 0, 0)
         self.restarts += 1
         self.settled.clear()
-        log.error("%s; it is started again (restart %d of %s)", fault, self.restarts, self._model)
-        lost = {queue for queue in self._open.values() if not queue.resumable}
+        log.error("%s; it is started again (restart %d of %s)", fault, self.restarts, self._config.model)
+        lost = {queue for queue in self._requests.queues if not queue.resumable}
         self.fail_requests(NotReady(f"{fault}; it is started again, and this request is lost"), lost)
 
     async def _resume(self, queues: set[OutputQueue]) -> None:
@@ -264,7 +207,7 @@ class AsyncEngine:
         with contextlib.suppress(SpeculonError):  # this process is lost, too: the next one is asked
             for queue in queues:
                 for add in queue.rest():
-                    if self._open.get(add.request_id) is queue:
+                    if self._requests.get(add.request_id) is queue:
                         self.resumed += 1
                         await self._send(add)
 
@@ -285,19 +228,17 @@ class AsyncEngine:
     def _handle(self, message: FromWorker) -> None:
         match message:
             case Outputs(events):
-                for event in events:
-                    if queue := self._open.get(event.request_id):
-                        queue.put(event)
+                self._requests.put(events)
             case Statistics(counters, load, _, costs):
                 self.costs = costs
                 self.counters, self.load = counters, load
             case Admitted(request_id):
-                if queue := self._open.get(request_id):
+                if queue := self._requests.get(request_id):
                     queue.admit(request_id)
             case Refused(request_id, error):
                 if not request_id:  # one that cannot load would fail once more
                     self.fail(error) if self.facts is None else self._lose(error)
-                elif queue := self._open.get(request_id):
+                elif queue := self._requests.get(request_id):
                     queue.fail(error)
             case PoolsForgotten(number, pools):
                 if (reply := self._forgetting.get(number)) and not reply.done():
@@ -309,34 +250,11 @@ class AsyncEngine:
                 self.settled.set()
                 if self.restarts:
                     log.warning("the engine serves again, after %.1f s", self._loaded_at - self._lost_at)
-                    self._run(self._resume({queue for queue in self._open.values() if queue.resumable}))
-                if self._ready is not None and not self._ready.done():
-                    self._ready.set_result(message)
-
-    def fail(self, error: SpeculonError) -> None:
-        """The engine has ended, for this reason; so has every open request."""
-        if self.error is not None:
-            return
-        self.error = error
-        self.ended.set()
-        self.settled.set()
-        if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(error)
-            self._ready.exception()  # read once, or asyncio reports it as never retrieved
-        self.fail_requests(error)
+                    self._run(self._resume({queue for queue in self._requests.queues if queue.resumable}))
 
     def fail_requests(self, error: SpeculonError, queues: set[OutputQueue] | None = None) -> None:
-        """These (None: all that are open) end with this error, and whatever waits for a reply."""
-        for queue in set(self._open.values()) if queues is None else queues:
-            queue.fail(error)
+        """Whatever waits for a reply ends with it, too."""
+        super().fail_requests(error, queues)
         for reply in self._forgetting.values():
             if not reply.done():
                 reply.set_exception(error)
-
-
-def run_worker(pipe: Connection, settings: dict[str, Any]) -> None:
-    """The engine's process. What it imports here takes seconds, so the server does not import it."""
-    from speculon.engine.build import build_engine
-    from speculon.engine.worker import main
-
-    main(pipe, settings, build_engine)

@@ -1,54 +1,128 @@
-"""An engine as the server calls it: one process, or replicas on several machines."""
+"""An engine as the server calls it: one process (`AsyncEngine`), or replicas on several machines."""
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import Any
 
+from speculon.config import EngineConfig
 from speculon.core import Load
 from speculon.engine.messages import Add, Ready
-from speculon.engine.output_queue import OutputQueue
-from speculon.errors import SpeculonError
+from speculon.engine.waiting import OutputQueue, Progress, RequestTable
+from speculon.errors import InvalidParameter, SpeculonError
 from speculon.telemetry import EngineCounters
 
 
-class EngineClient(Protocol):
-    """`AsyncEngine` says what each of them does."""
+class EngineClient(ABC):
+    """What both have in common: open requests, and the end. For one event loop."""
 
-    draining: bool
-    error: SpeculonError | None
-    ended: asyncio.Event
-    settled: asyncio.Event
+    def __init__(self, settings: dict[str, Any], on_stage: Callable[[str], None] | None = None):
+        self._settings, self._on_stage = settings, on_stage or (lambda name: None)
+        self._config = EngineConfig(**settings)
+        self._requests = RequestTable()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.facts: Ready | None = None  # None while nothing serves
+        self.counters, self.load = EngineCounters(), Load(0, 0, 0)
+        self.costs: dict[int, float] = {}  # sequences -> ms of a plain step
+        self.restarts = self.resumed = 0  # processes after the first; requests that another engine resumed
+        self.draining = False  # set where no other process is to be started
+        self.error: SpeculonError | None = None  # why the engine has ended
+        self.ended = asyncio.Event()  # set with `error`
+        self.settled = asyncio.Event()  # set where it serves, or will never serve again
 
-    # read only, so that an implementation may compute them
     @property
-    def facts(self) -> Ready | None: ...
-    @property
-    def load(self) -> Load: ...
-    @property
-    def counters(self) -> EngineCounters: ...
-    @property
-    def costs(self) -> dict[int, float]: ...
-    @property
-    def restarts(self) -> int: ...
-    @property
-    def resumed(self) -> int: ...
-    @property
-    def alive(self) -> bool: ...
-    @property
-    def restarting(self) -> bool: ...
-    @property
-    def trouble(self) -> str | None: ...
-    @property
-    def open_requests(self) -> int: ...
-    @property
-    def open_sequences(self) -> int: ...
+    def alive(self) -> bool:
+        return self.error is None
 
-    async def start(self) -> Ready: ...
-    async def submit(self, adds: Seq[Add]) -> OutputQueue: ...
-    async def forget_pools(self, tenant: str, pool: str | None) -> int: ...
-    def abort_all(self) -> None: ...
-    async def stop(self) -> None: ...
-    def fail(self, error: SpeculonError) -> None: ...
-    def fail_requests(self, error: SpeculonError, queues: set[OutputQueue] | None = None) -> None: ...
+    @property
+    @abstractmethod
+    def restarting(self) -> bool:
+        """Whether nothing serves now, and something will again."""
+
+    @property
+    @abstractmethod
+    def trouble(self) -> str | None:
+        """Why no request can be served now; None where it can."""
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._requests)
+
+    @property
+    def open_sequences(self) -> int:
+        return sum(queue.open_sequences for queue in self._requests.queues)
+
+    @abstractmethod
+    async def start(self) -> Ready:
+        """Returns once it serves; raises why it never will."""
+
+    async def submit(self, adds: Seq[Add]) -> OutputQueue:
+        """Queues all of these requests or none; raises by name what cannot be served.
+
+        Close the queue when done with it.
+        """
+        if self.error is not None:
+            raise self.error
+        if taken := next((add.request_id for add in adds if self._requests.get(add.request_id)), None):
+            raise InvalidParameter("request_id", taken, "is in use")
+        queue = OutputQueue(self)
+        for add in adds:
+            self._requests.add(Progress(add, self._config.speculation.acceptance), queue)
+        try:
+            await self._begin_requests(queue)
+            await queue.admitted()
+        except BaseException:
+            queue.close()
+            raise
+        return queue
+
+    @abstractmethod
+    async def _begin_requests(self, queue: OutputQueue) -> None: ...
+
+    @abstractmethod
+    def abort(self, request_ids: list[str]) -> None:
+        """Sends the abort of these requests; their last events come to their queues."""
+
+    @abstractmethod
+    def end(self, queue: OutputQueue) -> None:
+        """Drops the events that are still to come, and ends the open requests."""
+
+    def abort_all(self) -> None:
+        self.abort(self._requests.names)
+
+    @abstractmethod
+    async def forget_pools(self, tenant: str, pool: str | None) -> int:
+        """Deletes the earlier answers of one pool, or of all of a tenant; returns how many pools."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Ends it, or lets go of it; running requests are lost."""
+
+    def fail(self, error: SpeculonError) -> None:
+        """The engine has ended, for this reason; so has every open request."""
+        if self.error is not None:
+            return
+        self.error = error
+        self.ended.set()
+        self.settled.set()
+        self.fail_requests(error)
+
+    def fail_requests(self, error: SpeculonError, queues: set[OutputQueue] | None = None) -> None:
+        """These (None: all that are open) end with this error."""
+        for queue in self._requests.queues if queues is None else queues:
+            queue.fail(error)
+
+    async def _wait_until_served(self) -> Ready:
+        while self.facts is None:
+            await self.settled.wait()
+            if self.error is not None:
+                raise self.error
+        return self.facts
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -63,7 +63,7 @@ class _Request:
 
 
 class Engine:
-    """Serves many sequences at once with one target. One thread may use it at a time (`SharedEngine`).
+    """Serves many sequences at once with one target. One thread may use it at a time (`Stepper`).
 
     Without a tokenizer it takes token ids alone, and refuses stop strings and bad words.
     """

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from speculon.core import Draft, Verdict
 from speculon.errors import ConfigError
-from speculon.events import MARK, VERSION, begins_well, older
 from speculon.sequence import Attempt, Round, Span
 
 if TYPE_CHECKING:
     from speculon.config import EngineConfig
 
+VERSION = 2
+MARK = "speculon_events"  # the first key of a first line
+BEGINNING = f'{{"{MARK}":'.encode()
 PAUSE = 0.25  # seconds between two writes: what a kill may cost
 MOST_HELD = 2**24  # bytes that wait for a slow disk; beyond, rounds are lost and counted
 PATIENCE = 5.0  # seconds at the end for what still waits
@@ -52,7 +54,7 @@ class Writer:
         self.open = True
         try:
             for name in (path, older(path)):
-                if name.exists() and not begins_well(name):
+                if name.exists() and not is_record(name):
                     raise ConfigError(
                         f"events = {str(path)!r}: {name} is no record of rounds, and would be lost"
                     )
@@ -124,6 +126,17 @@ class Writer:
     def _write(self, data: bytes) -> None:
         while data:
             data = data[os.write(self._file, data) :]
+
+
+def older(path: Path) -> Path:
+    """Where the part before the last rotation lies."""
+    return path.with_name(path.name + ".1")
+
+
+def is_record(path: Path) -> bool:
+    """Whether a file is a record, of whatever version, or empty."""
+    with path.open("rb") as file:
+        return file.read(len(BEGINNING)) in (b"", BEGINNING)
 
 
 class Events:

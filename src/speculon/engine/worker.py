@@ -6,17 +6,14 @@ import gc
 import logging
 import signal
 import sys
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from time import monotonic
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from speculon.capabilities import Capabilities
-from speculon.config import EngineConfig, RequestSpeculation, SamplingParams
-from speculon.core import Load
+from speculon.config import EngineConfig
 from speculon.engine.messages import (
     Abort,
     Add,
@@ -25,7 +22,6 @@ from speculon.engine.messages import (
     FromServer,
     Outputs,
     PoolsForgotten,
-    Ready,
     Refused,
     Stage,
     Statistics,
@@ -34,9 +30,11 @@ from speculon.engine.messages import (
 from speculon.errors import EngineError, SpeculonError
 from speculon.logs import LogFormatter
 from speculon.sequence import Event
-from speculon.telemetry import EngineCounters
 
-Build = Callable[[EngineConfig, Callable[[str], None]], "ServedEngine"]
+if TYPE_CHECKING:
+    from speculon.engine.engine import Engine
+
+Build = Callable[[EngineConfig, Callable[[str], None]], "Engine"]
 
 STATISTICS_SECONDS = 0.25  # between two messages with the counters; `serve.engine_timeout` is longer
 # without work before the pages are counted: a request that comes soon must not wait for that
@@ -48,10 +46,14 @@ RETRIES = 1  # of a step that failed; it left everything as it was
 log = logging.getLogger("speculon")
 
 
-def main(pipe: Connection, settings: dict[str, Any], build: Build) -> None:
+def main(pipe: Connection, settings: dict[str, Any], build: Build | None = None) -> None:
     """Builds the engine of `settings` (fields of `EngineConfig`) and runs it until the server stops it."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the server finishes running requests first
         signal.signal(number, signal.SIG_IGN)
+    if build is None:
+        from speculon.engine.build import build_engine  # takes seconds: not in the server's process
+
+        build = build_engine
     try:
         engine = build(EngineConfig(**settings), lambda stage: pipe.send(Stage(stage)))
         with closing(engine):  # processes of multiprocessing run no finalisers
@@ -78,42 +80,10 @@ def run(worker: Worker) -> None:
         sys.exit(1)
 
 
-class ServedEngine(Protocol):
-    """The part of `Engine` that a worker uses."""
-
-    counters: EngineCounters
-
-    @property
-    def has_work(self) -> bool: ...
-    @property
-    def load(self) -> Load: ...
-    @property
-    def has_replays(self) -> bool: ...
-    @property
-    def open_requests(self) -> list[str]: ...
-    def facts(self) -> Ready: ...
-    def plain_costs(self) -> dict[int, float]: ...
-    def capabilities(self) -> Capabilities: ...
-    def add_request(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        speculation: RequestSpeculation | None = None,
-        request_id: str | None = None,
-        written: Mapping[int, Seq[int]] | None = None,
-    ) -> str: ...
-    def step(self) -> list[Event]: ...
-    def replay(self) -> None: ...
-    def abort(self, request_id: str) -> list[Event]: ...
-    def forget_pools(self, pool: str | None = None, tenant: str = "") -> int: ...
-    def check_integrity(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class Worker:
     """Steps one engine. No step waits for a client: the server reads all messages at once."""
 
-    def __init__(self, engine: ServedEngine, pipe: Connection):
+    def __init__(self, engine: Engine, pipe: Connection):
         self.engine, self._pipe = engine, pipe
         self._statistics_at = 0.0  # when they were sent last
         self._failures = 0  # steps that failed in a row

@@ -12,7 +12,7 @@ from typing import Any
 
 from speculon.engine.client import EngineClient
 from speculon.engine.messages import Add
-from speculon.engine.output_queue import OutputQueue
+from speculon.engine.waiting import OutputQueue
 from speculon.errors import InvalidParameter
 from speculon.sequence import Event
 from speculon.server.choice import Choice, ChoiceDelta
