@@ -25,8 +25,7 @@ from speculon.train import losses
 from speculon.train.data import Rows
 from speculon.train.dataset import Dataset
 from speculon.train.draft_model import DraftModelTraining
-from speculon.train.eagle3 import Eagle3Training
-from speculon.train.eagle3_head import Eagle3Head
+from speculon.train.eagle3 import Eagle3Head, Eagle3Training
 from speculon.train.run import train
 from speculon.train.settings import DraftSettings, HeadSettings
 from speculon.train.teacher import Teacher
@@ -152,7 +151,7 @@ def test_a_step_without_its_own_rows_is_found(
     def forgetful(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
         return losses.attention_reference(q, keys[:1], values[:1])
 
-    monkeypatch.setattr("speculon.train.eagle3_head.attention", forgetful)
+    monkeypatch.setattr("speculon.train.eagle3.attention", forgetful)
     with pytest.raises(AssertionError, match="not close"):
         test_training_computes_what_a_chain_of_drafts_does({}, teacher, tmp_path)
 

@@ -19,17 +19,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from speculon.checkpoints.dflash_config import DFlashConfig
-from speculon.checkpoints.eagle3_config import TargetShape, check_pair
+from speculon.checkpoints.drafter_config import TargetShape, check_pair
 from speculon.checkpoints.families import read_dflash_config
 from speculon.checkpoints.locate import locate
 from speculon.config import SpeculationConfig
 from speculon.core import Draft, Needs, Stop, Verdict, no_draft
 from speculon.errors import ConfigError
 from speculon.models.captured_drafts import Forward
-from speculon.models.dflash import DFlashModel, Drawing
+from speculon.models.dflash import DFlashNetwork, Drawing, dflash_needs, load_dflash
 from speculon.models.dflash_attention import block_view
-from speculon.models.dflash_load import dflash_needs, load_dflash
-from speculon.models.draft_runs import run_of_blocks
+from speculon.models.draft_runs import run_of
 from speculon.models.fusion import Fusion
 from speculon.proposers.base import States, TargetFacts
 from speculon.proposers.chain import Piece, catch_up, draft_at_once, draft_chain, independent, mark
@@ -56,8 +55,8 @@ class DFlashDrafter:
         self.vocab_size, self.max_rows = target.vocab_size, target.rows or sys.maxsize
         self.compile = target.compile
         self.needs: Needs = dflash_needs(config, target.model, target.rows, target.scored, target.compile)
-        self.model: DFlashModel
-        self.run: Forward  # of the model
+        self.network: DFlashNetwork
+        self.run: Forward  # of the network
         self.fusion: Fusion
 
     @classmethod
@@ -78,9 +77,9 @@ class DFlashDrafter:
         return cls(read, target, config.draft_min_confidence)
 
     def load(self) -> None:
-        self.model = load_dflash(self.config, self.target)
+        self.network = load_dflash(self.config, self.target)
         layers = self.needs.layers[1:]
-        self.run, self.fusion = run_of_blocks(self.model, layers, self.target, self.compile)
+        self.run, self.fusion = run_of(self.network, layers, self.target, self.compile)
 
     def admit(self, seq: Sequence) -> None:
         """Nothing yet: the prompt's states are read with the first draft."""
@@ -101,8 +100,8 @@ class DFlashDrafter:
         if pieces := [(seq, start, end - 1) for seq, start, end in rest if start < end - 1]:
             read(pieces)
         budgets = [min(k, self.config.max_drafts) for k in budgets]
-        drawing = Drawing.of(self.model, self.vocab_size, self._blocks(seqs, budgets, lease.after(1)))
-        if self.model.markov is None and all(map(independent, seqs)):
+        drawing = Drawing.of(self.network, self.vocab_size, self._blocks(seqs, budgets, lease.after(1)))
+        if self.network.markov_head is None and all(map(independent, seqs)):
             logits, sure = drawing.all_logits()
             return draft_at_once(NAME, seqs, budgets, logits, self.min_confidence, sure)
 
@@ -110,7 +109,7 @@ class DFlashDrafter:
             previous = [drafts[i][-1] if drafts[i] else seqs[i].tokens[-1] for i in which]
             return drawing.logits(which, len(drafts[which[0]]), previous)
 
-        chances = None if self.model.confidence is None else lambda: drawing.sure
+        chances = None if self.network.confidence_head is None else lambda: drawing.sure
         return draft_chain(NAME, seqs, budgets, forward, self.min_confidence, chances)
 
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: States) -> None:
@@ -123,7 +122,7 @@ class DFlashDrafter:
         """Writes the drafter's keys and values of committed positions."""
         positions = [position for _, start, end in pieces for position in range(start, end)]
         at = torch.tensor(positions, device=self.target.device)
-        self.model.write_context(lease.taps(pieces), at, lease.after(1).view(pieces))
+        self.network.write_context(lease.taps(pieces), at, lease.after(1).view(pieces))
         mark(NAME, pieces)
 
     def _blocks(self, seqs: list[Sequence], ks: list[int], own: DraftLease) -> list[Tensor]:
@@ -133,7 +132,7 @@ class DFlashDrafter:
         ids: list[int] = []
         positions: list[int] = []
         for seq, n, rows in blocks:
-            ids += [seq.tokens[n], *[self.model.mask_token_id] * (rows - 1)]
+            ids += [seq.tokens[n], *[self.config.mask_token_id] * (rows - 1)]
             positions += range(n, n + rows)
         flat = torch.tensor([ids, positions], device=self.target.device)
         states = self.run(flat[0], flat[1], block_view(own, blocks))

@@ -2,7 +2,7 @@
 
 The states of every position lie in pages, as its own keys and values do, so a sequence may be preempted,
 start behind a prefix that was found, or be computed again: nothing that it needs is ever lost. See
-`models.eagle` for which row lies where.
+`models.eagle3` for which row lies where.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from speculon.checkpoints.eagle3_config import Eagle3Config, TargetShape, check_pair
+from speculon.checkpoints.drafter_config import TargetShape, check_pair
+from speculon.checkpoints.eagle3_config import Eagle3Config
 from speculon.checkpoints.families import read_eagle3_config
 from speculon.checkpoints.locate import locate
 from speculon.config import SpeculationConfig
 from speculon.core import Draft, Needs, Stop, Verdict, no_draft
 from speculon.errors import ConfigError
 from speculon.models.captured_drafts import Forward
-from speculon.models.draft_runs import run_of_head
-from speculon.models.eagle import EagleHead, agreement
-from speculon.models.eagle_load import head_needs, load_head
+from speculon.models.draft_runs import run_of
+from speculon.models.eagle3 import Eagle3Network, agreement, head_needs, load_head
 from speculon.models.fusion import Fusion
 from speculon.proposers.base import States, TargetFacts
 from speculon.proposers.chain import Piece, catch_up, draft_chain, mark
@@ -63,7 +63,7 @@ class Eagle3Drafter:
             head_config, self.tap_layouts[0], target.model, target.rows, target.scored, target.compile
         )
         self.compile = target.compile
-        self.head: EagleHead
+        self.head: Eagle3Network
         self.run: Forward  # of the head
         self.fusion: Fusion
 
@@ -87,7 +87,7 @@ class Eagle3Drafter:
     def load(self) -> None:
         self.head = load_head(self.head_config, self.target)
         layers = self.needs.layers[1:]
-        self.run, self.fusion = run_of_head(self.head, layers, self.target, self.compile)
+        self.run, self.fusion = run_of(self.head, layers, self.target, self.compile)
         if len(self.tap_layouts) > 1 and self.tokenizer is not None:
             self.needs = replace(
                 self.needs, taps=self._better_reading(self.tokenizer.encode(PROBE)[: self.target.max_context])
