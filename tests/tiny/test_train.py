@@ -31,6 +31,7 @@ from speculon.train.settings import DraftSettings, HeadSettings
 from speculon.train.teacher import Teacher
 from tests.tiny.conftest import TINY, tiny_model
 from tests.tiny.eagle_reference import forward, fuse
+from tests.tiny.loss_reference import attention_reference, kl_reference
 from tests.tiny.training import QUICK, Silent, make_world, settings
 
 FORMS = [
@@ -94,7 +95,7 @@ def test_attention_matches_its_reference(steps: int, rows: int) -> None:
     q, *both = (torch.randn(2, heads, rows, 8, dtype=torch.float64) for heads in (4, *[2] * (2 * steps)))
     found, expected = (
         gradients(lambda q, *kv, form=form: form(q, list(kv[:steps]), list(kv[steps:])), q, *both)
-        for form in (losses.attention, losses.attention_reference)
+        for form in (losses.attention, attention_reference)
     )
     assert len(found) == 2 + 2 * steps
     for one, other in zip(found, expected, strict=True):
@@ -111,10 +112,10 @@ def test_the_loss_matches_its_reference() -> None:
     )
     entropy = -(p * p.log()).sum(-1)
     found = gradients(lambda h, w: losses.kl(h, w, p, entropy, weights), hidden, head)
-    expected = gradients(lambda h, w: losses.kl_reference(h @ w.T, p, weights), hidden, head)
+    expected = gradients(lambda h, w: kl_reference(h @ w.T, p, weights), hidden, head)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-    same = losses.kl_reference(p.log(), p, weights)
+    same = kl_reference(p.log(), p, weights)
     assert abs(float(same)) < 1e-5
 
 
@@ -149,7 +150,7 @@ def test_a_step_without_its_own_rows_is_found(
     teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forgetful(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        return losses.attention_reference(q, keys[:1], values[:1])
+        return attention_reference(q, keys[:1], values[:1])
 
     monkeypatch.setattr("speculon.train.eagle3.attention", forgetful)
     with pytest.raises(AssertionError, match="not close"):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,39 +14,46 @@ from speculon.train.data import Rows
 from speculon.train.networks import network_sizes, write_network
 from speculon.train.settings import BlockShape, FlashSettings, SparkSettings
 from speculon.train.teacher import Teacher
+from speculon.train.training import Training
 
 Drafter = TypeVar("Drafter", bound=DFlashDrafter)
-Settings = TypeVar("Settings", FlashSettings, SparkSettings)
+Settings = TypeVar("Settings", bound=BlockShape)
 
 TAPS = 5  # evenly spread over the target's layers, as published
 HEAD_NORMS = ("q_norm", "k_norm")
 
 
-class BlockTraining(Generic[Settings]):
-    """What both have in common: blocks at the end of a row, and taps."""
+class BlockTraining(Training[Settings, Drafter]):
+    """What both have in common: one proposer runs every block drafter."""
+
+    proposer = "dflash"
 
     def __init__(self, settings: Settings):
-        self.settings: Settings = settings
+        super().__init__(settings)
         self.taps = settings.tap_ids or TAPS
 
     @property
     def spare(self) -> int:
-        """Tokens at the end of a row that predict nothing."""
         return self.settings.block
 
     def check(self, teacher: Teacher) -> None:
         """Raises InvalidParameter or UnsupportedModel for a form that does not fit the target."""
         check_blocks(self.settings, teacher)
 
-    def write(self, drafter: DFlashDrafter, teacher: Teacher, target: str, folder: Path) -> None:
+    def write(self, drafter: Drafter, teacher: Teacher, target: str, folder: Path) -> None:
         """In the formats in which DFlash and DSpark are published."""
         write_network(drafter, published_config(drafter), folder)
 
 
-class DFlashTraining(BlockTraining[FlashSettings]):
+class DFlashTraining(BlockTraining[FlashSettings, DFlashDrafter]):
     """How `train dflash` makes its drafter, and writes it at the end."""
 
     method = "dflash"
+
+    @property
+    def drafts(self) -> int:
+        """The anchor's row does not draft."""
+        return self.settings.block - 1
 
     def drafter(self, teacher: Teacher, rows: Rows) -> DFlashDrafter:
         """Random layers between the target's embeddings and output head, both of which stay the target's."""
@@ -55,12 +61,8 @@ class DFlashTraining(BlockTraining[FlashSettings]):
         config, soft = block_config(settings, teacher), settings.loss == "kl"
         return started(DFlashDrafter(config, settings.anchors, settings.decay_length, soft), teacher)
 
-    def speculation(self, folder: Path) -> Mapping[str, Any]:
-        """Settings under which `LLM` drafts with what was written."""
-        return speculation_with(folder, self.settings.block - 1)
 
-
-class DSparkTraining(BlockTraining[SparkSettings]):
+class DSparkTraining(BlockTraining[SparkSettings, DSparkDrafter]):
     """How `train dspark` makes its drafter: DFlash's network with a Markov and a confidence head."""
 
     method = "dspark"
@@ -74,15 +76,6 @@ class DSparkTraining(BlockTraining[SparkSettings]):
         with torch.no_grad():
             drafter.markov_head.start_from(drafter.embed, drafter.head)
         return drafter
-
-    def speculation(self, folder: Path) -> Mapping[str, Any]:
-        """Settings under which `LLM` drafts with what was written."""
-        return speculation_with(folder, self.settings.block)
-
-
-def speculation_with(folder: Path, drafts: int) -> dict[str, Any]:
-    """Of both: one proposer runs every block drafter."""
-    return {"method": "dflash", "draft": {"dflash": str(folder)}, "num_speculative_tokens": drafts}
 
 
 def check_blocks(settings: BlockShape, teacher: Teacher) -> None:

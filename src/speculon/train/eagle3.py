@@ -25,6 +25,7 @@ from speculon.train.networks import WEIGHTS, network_sizes, write_network
 from speculon.train.settings import HeadSettings
 from speculon.train.step_drafter import StepDrafter
 from speculon.train.teacher import Batch, Teacher
+from speculon.train.training import Training
 
 Past = list[tuple[Tensor, Tensor]]  # keys and values [B, KV, N, D] of each step so far
 
@@ -72,18 +73,17 @@ def attend(past: Past, query: Tensor, key: Tensor, value: Tensor, scaling: float
     return attention(query.to(value.dtype).transpose(1, 2), list(keys), list(values)).transpose(1, 2)
 
 
-class Eagle3Training:
+class Eagle3Training(Training[HeadSettings, Eagle3Head]):
     """How `train eagle3` makes its drafter, and writes it at the end."""
 
-    method = "eagle3"
+    method = proposer = "eagle3"
 
     def __init__(self, settings: HeadSettings):
-        self.settings = settings
+        super().__init__(settings)
         self.taps = settings.tap_ids
 
     @property
     def spare(self) -> int:
-        """Tokens at the end of a row that predict nothing."""
         return self.settings.ttt
 
     def check(self, teacher: Teacher) -> None:
@@ -121,14 +121,6 @@ class Eagle3Training:
             tables["d2t"] = used - torch.arange(len(used))  # an offset: target id = draft id + d2t
             tables["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, used, True)
         write_network(drafter, speculators_config(config, target), folder, tables)
-
-    def speculation(self, folder: Path) -> Mapping[str, Any]:
-        """Settings under which `LLM` drafts with what was written."""
-        return {
-            "method": self.method,
-            "draft": {self.method: str(folder)},
-            "num_speculative_tokens": self.settings.ttt,
-        }
 
 
 def refuse_other_form(start: str, config: Eagle3Config, vocab: int) -> None:
