@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from speculon.checkpoints.eagle3_config import Eagle3Config, TargetShape, check_offsets, check_pair
+from speculon.checkpoints.drafter_config import TargetShape, check_offsets, check_pair
+from speculon.checkpoints.eagle3_config import Eagle3Config
 from speculon.checkpoints.families import UNSUPPORTED, family_of, read_eagle3_config
 from speculon.errors import (
     CorruptWeights,

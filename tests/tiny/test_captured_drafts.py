@@ -22,7 +22,7 @@ from speculon.models.captured_drafts import (
     trials,
     view_of,
 )
-from speculon.models.drafter_parts import rope_config
+from speculon.models.drafter_layers import rope_config
 from speculon.models.target import STATES_OF_ROW
 from tests.tiny.blocks import ask as ask_for_blocks
 from tests.tiny.blocks import drafter_of, watch_blocks, wrong_blocks
@@ -140,7 +140,7 @@ def short(rows: int) -> int:
 
 def without_positions(self: CapturedDraft, rows: int) -> Any:
     *inputs, positions = self.inputs
-    return self._start(*(kept[:rows] for kept in inputs), torch.zeros_like(positions[:rows]))
+    return self.network.begin(*(kept[:rows] for kept in inputs), torch.zeros_like(positions[:rows]))
 
 
 def unfinished(self: CapturedDraft, x: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,8 @@ import torch
 from speculon.engine.engine import Engine
 from speculon.kv.store import SpanView
 from speculon.models import compiled as compiling
-from speculon.models import compiled_drafts, compiled_layers, linear, programs
-from speculon.models.compiled_drafts import CompiledBlocks, CompiledHead, RowsLayers
+from speculon.models import compiled_drafts, linear, programs
+from speculon.models.compiled_drafts import CompiledBlocks, CompiledHead, HeadLayers, RowsLayers
 from speculon.models.dflash_attention import Sight, hidden_keys, visible
 from speculon.models.linear import Layout, Linear, packed
 from tests.tiny.blocks import ask as ask_for_blocks
@@ -135,8 +135,10 @@ def why_not(engine: Engine, method: str) -> str:
     return row.reason
 
 
-def unrotated(heads: torch.Tensor, *_: Any) -> torch.Tensor:
-    return heads
+def rotated_from_zero(layers: Any) -> Any:
+    """A program in which all rows are at position 0; positions are the last input of each row."""
+    count = 2 if isinstance(layers, HeadLayers) else 1
+    return lambda *given: layers(*given[:count], torch.zeros_like(given[count]), *given[count + 1 :])
 
 
 def unmasked(*_: Any) -> None:
@@ -144,9 +146,9 @@ def unmasked(*_: Any) -> None:
 
 
 PLANTED: dict[str, tuple[str, dict[str, Any], Any, str, Any]] = {
-    "head: positions": ("eagle3", {}, compiled_layers, "rotate", unrotated),
+    "head: positions": ("eagle3", {}, compiling, "program", lambda layers, *_: rotated_from_zero(layers)),
     "head: the wrong residual": ("eagle3", {}, None, "norm_before_residual", True),
-    "blocks: positions": ("dflash", {}, compiled_drafts, "rotate", unrotated),
+    "blocks: positions": ("dflash", {}, compiling, "program", lambda layers, *_: rotated_from_zero(layers)),
     "blocks: causal rows unmasked": ("dflash", {"windows": (4, None)}, compiled_drafts, "mask_of", unmasked),
 }
 
@@ -197,7 +199,7 @@ def test_programs_of_other_windows_are_not_used(tmp_path: Path) -> None:
         drafter: Any = engine_with(
             "dflash", tmp_path / f"{i}", compile=False, windows=windows
         ).proposers.find("dflash")
-        keys.add(programs.key_of(RowsLayers(drafter.model)))
+        keys.add(programs.key_of(RowsLayers(drafter.network)))
     assert len(keys) == 3
 
 

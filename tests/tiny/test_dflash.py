@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from speculon.config import SamplingParams
-from speculon.models import dflash, dflash_load
-from speculon.models.dflash_heads import RecurrentMarkov
+from speculon.models import dflash
+from speculon.models.dflash_heads import RecurrentMarkovHead
 from speculon.models.load import wrap_model
 from tests.builders import spread
 from tests.tiny.blocks import Watch, ask, drafter_of, folder_of, watch_blocks, wrong_blocks
@@ -333,13 +333,13 @@ def layout_a_as_b(patch: pytest.MonkeyPatch) -> None:
 
 
 def causal_block(patch: pytest.MonkeyPatch) -> None:
-    sight_of = dflash_load.sight_of
-    patch.setattr(dflash_load, "sight_of", lambda *args: replace(sight_of(*args), causal=True))
+    sight_of = dflash.sight_of
+    patch.setattr(dflash, "sight_of", lambda *args: replace(sight_of(*args), causal=True))
 
 
 def window_by_row(patch: pytest.MonkeyPatch) -> None:
-    sight_of = dflash_load.sight_of
-    patch.setattr(dflash_load, "sight_of", lambda *args: replace(sight_of(*args), anchored=False))
+    sight_of = dflash.sight_of
+    patch.setattr(dflash, "sight_of", lambda *args: replace(sight_of(*args), anchored=False))
 
 
 def off_by_one(patch: pytest.MonkeyPatch) -> None:
@@ -354,24 +354,25 @@ def pushed_aside(patch: pytest.MonkeyPatch) -> None:
 
 def masks_at_the_anchor(patch: pytest.MonkeyPatch) -> None:
     """Each block is a position late."""
-    call = dflash.DFlashModel.__call__
-    patch.setattr(dflash.DFlashModel, "__call__", lambda self, ids, at, view: call(self, ids, at + 1, view))
+    network = dflash.DFlashNetwork
+    forward = network.forward
+    patch.setattr(network, "forward", lambda self, ids, at, view: forward(self, ids, at + 1, view))
 
 
 def unnormed_context(patch: pytest.MonkeyPatch) -> None:
-    load = dflash_load.load_dflash
+    load = dflash.load_dflash
 
     def without(*args: Any) -> Any:
         model = load(*args)
-        model.context_norm = lambda x: x
+        model.hidden_norm = lambda x: x
         return model
 
     patch.setattr("speculon.proposers.dflash.load_dflash", without)
 
 
 def forgotten_state(patch: pytest.MonkeyPatch) -> None:
-    call = RecurrentMarkov.__call__
-    patch.setattr(RecurrentMarkov, "__call__", lambda self, e, h, state: call(self, e, h, 0 * state))
+    step = RecurrentMarkovHead.step
+    patch.setattr(RecurrentMarkovHead, "step", lambda self, e, h, state: step(self, e, h, 0 * state))
 
 
 def anchor_forever(patch: pytest.MonkeyPatch) -> None:

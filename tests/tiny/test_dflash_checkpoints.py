@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from speculon.checkpoints.dflash_config import DFlashConfig
-from speculon.checkpoints.eagle3_config import TargetShape, check_pair
+from speculon.checkpoints.drafter_config import TargetShape, check_pair
 from speculon.checkpoints.families import family_of, read_dflash_config, read_eagle3_config
 from speculon.errors import (
     ConfigError,

@@ -17,8 +17,8 @@ from torch import Tensor
 from speculon.config import SamplingParams
 from speculon.core import Reason
 from speculon.errors import SpeculonError, UnsupportedModel
-from speculon.models import eagle, eagle_load
-from speculon.models.eagle import EagleHead, FirstLayer
+from speculon.models import drafter_layers, eagle3
+from speculon.models.eagle3 import Eagle3Network, FirstLayer
 from tests.builders import spread
 from tests.tiny.checkpoint_formats import FORMATS, LLAMA3, TAPLESS, write_eagle3
 from tests.tiny.heads import (
@@ -278,7 +278,7 @@ def test_taps_that_can_be_read_in_two_ways_are_tried_in_both(
 ) -> None:
     tap_layouts = (0, 2, 3), (-1, 1, 2)
     head = write_eagle3(tmp_path, deep_model().config, "specforge", taps=tap_layouts[0])
-    agreement = eagle.agreement
+    agreement = eagle3.agreement
 
     def favour(*args: Any) -> float:
         assert 0 <= agreement(*args) <= 1
@@ -345,29 +345,29 @@ def swapped(patch: pytest.MonkeyPatch) -> None:
 
     def begin(self: FirstLayer, x: Tensor, tables: Any) -> Any:
         embedded, state = x.chunk(2, -1)
-        return self.attention.begin(cat([self.state_norm(state), self.embed_norm(embedded)], -1), tables)
+        return self.rotated(cat([self.hidden_norm(state), self.input_layernorm(embedded)], -1), tables)
 
     patch.setattr(FirstLayer, "begin", begin)
 
 
 def fed_back_normed(patch: pytest.MonkeyPatch) -> None:
-    call = EagleHead.__call__
-    patch.setattr(EagleHead, "__call__", lambda self, *args: self.norm(call(self, *args)))
+    forward = Eagle3Network.forward
+    patch.setattr(Eagle3Network, "forward", lambda self, *args: self.norm(forward(self, *args)))
 
 
 def inherited_theta(patch: pytest.MonkeyPatch) -> None:
-    rope_config = eagle_load.rope_config
+    rope_config = drafter_layers.rope_config
 
     def inherit(config: Any) -> Any:
         made = rope_config(config)
         made.rope_parameters = {"rope_type": "default", "rope_theta": 500000.0}
         return made
 
-    patch.setattr(eagle_load, "rope_config", inherit)
+    patch.setattr(drafter_layers, "rope_config", inherit)
 
 
 def absolute_ids(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(eagle_load, "ids_of", lambda path, vocab, offsets, device: offsets)
+    patch.setattr(drafter_layers, "ids_of", lambda path, vocab, offsets, device: offsets)
 
 
 def pushed_aside(patch: pytest.MonkeyPatch) -> None:

@@ -25,13 +25,13 @@ from speculon.train import losses
 from speculon.train.data import Rows
 from speculon.train.dataset import Dataset
 from speculon.train.draft_model import DraftModelTraining
-from speculon.train.eagle3 import Eagle3Training
-from speculon.train.eagle3_head import Eagle3Head
+from speculon.train.eagle3 import Eagle3Head, Eagle3Training
 from speculon.train.run import train
 from speculon.train.settings import DraftSettings, HeadSettings
 from speculon.train.teacher import Teacher
 from tests.tiny.conftest import TINY, tiny_model
 from tests.tiny.eagle_reference import forward, fuse
+from tests.tiny.loss_reference import attention_reference, kl_reference
 from tests.tiny.training import QUICK, Silent, make_world, settings
 
 FORMS = [
@@ -95,7 +95,7 @@ def test_attention_matches_its_reference(steps: int, rows: int) -> None:
     q, *both = (torch.randn(2, heads, rows, 8, dtype=torch.float64) for heads in (4, *[2] * (2 * steps)))
     found, expected = (
         gradients(lambda q, *kv, form=form: form(q, list(kv[:steps]), list(kv[steps:])), q, *both)
-        for form in (losses.attention, losses.attention_reference)
+        for form in (losses.attention, attention_reference)
     )
     assert len(found) == 2 + 2 * steps
     for one, other in zip(found, expected, strict=True):
@@ -112,10 +112,10 @@ def test_the_loss_matches_its_reference() -> None:
     )
     entropy = -(p * p.log()).sum(-1)
     found = gradients(lambda h, w: losses.kl(h, w, p, entropy, weights), hidden, head)
-    expected = gradients(lambda h, w: losses.kl_reference(h @ w.T, p, weights), hidden, head)
+    expected = gradients(lambda h, w: kl_reference(h @ w.T, p, weights), hidden, head)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-    same = losses.kl_reference(p.log(), p, weights)
+    same = kl_reference(p.log(), p, weights)
     assert abs(float(same)) < 1e-5
 
 
@@ -150,9 +150,9 @@ def test_a_step_without_its_own_rows_is_found(
     teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forgetful(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        return losses.attention_reference(q, keys[:1], values[:1])
+        return attention_reference(q, keys[:1], values[:1])
 
-    monkeypatch.setattr("speculon.train.eagle3_head.attention", forgetful)
+    monkeypatch.setattr("speculon.train.eagle3.attention", forgetful)
     with pytest.raises(AssertionError, match="not close"):
         test_training_computes_what_a_chain_of_drafts_does({}, teacher, tmp_path)
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from speculon.errors import InvalidParameter
-from speculon.train import block_network, trainer
+from speculon.models.dflash_heads import RecurrentMarkovHead
+from speculon.train import block_drafter, trainer
 from speculon.train.block_drafter import Blocks, DFlashDrafter, draw_blocks
-from speculon.train.block_heads import RecurrentMarkovHead
 from speculon.train.data import Rows
 from speculon.train.dataset import Dataset
 from speculon.train.dflash import DFlashTraining, DSparkTraining
@@ -93,7 +93,7 @@ def reference_states(
 
 
 def drawn(drafter: DFlashDrafter, batch: Batch) -> Blocks:
-    return draw_blocks(batch.weights, drafter.anchors, drafter.form.drafts, batch.draw)
+    return draw_blocks(batch.weights, drafter.anchors, drafter.config.max_drafts, batch.draw)
 
 
 def compare_with_the_formulas(world: Path, name: str, form: dict[str, Any], folder: Path) -> None:
@@ -102,10 +102,12 @@ def compare_with_the_formulas(world: Path, name: str, form: dict[str, Any], fold
     method.write(drafter, teacher, "somewhere", folder)
     anchors = drawn(drafter, batch).anchors
     states = reference_states(drafter, teacher, batch, anchors, folder)
-    found = drafter(batch.ids, batch.taps, anchors)
+    found = drafter.block_states(batch.ids, batch.taps, anchors)
     for (row, anchor), expected in states.items():
         place = anchors[row].tolist().index(anchor)
-        torch.testing.assert_close(found[row, place], expected[-drafter.form.drafts :], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            found[row, place], expected[-drafter.config.max_drafts :], rtol=1e-3, atol=1e-4
+        )
     head, gamma = teacher.head.weight, method.settings.decay_length
     tensors = dict(drafter.named_parameters())
     if name == "dflash":
@@ -139,8 +141,8 @@ def test_a_causal_mask_in_the_block_is_found(
         ]
         return torch.cat(each, 2)
 
-    attend = block_network.attend
-    monkeypatch.setattr(block_network, "attend", causal)
+    attend = block_drafter.attend
+    monkeypatch.setattr(block_drafter, "attend", causal)
     with pytest.raises(AssertionError, match="not close"):
         compare_with_the_formulas(world, name, {}, tmp_path)
 
@@ -162,8 +164,8 @@ def test_a_block_that_sees_its_anchors_taps_is_found(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They do not exist when the block is drafted."""
-    seen = block_network.attend
-    monkeypatch.setattr(block_network, "attend", lambda *given: seen(*given[:-1], given[-1] + 1))
+    seen = block_drafter.attend
+    monkeypatch.setattr(block_drafter, "attend", lambda *given: seen(*given[:-1], given[-1] + 1))
     with pytest.raises((AssertionError, RuntimeError)):
         compare_with_the_formulas(world, "dflash", {}, tmp_path)
 
@@ -184,9 +186,9 @@ def test_a_recurrent_head_that_forgets_is_found(
 def test_chunks_of_anchors_change_nothing(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, drafter, batch = made(world, "dflash", {"anchors": 20})
     anchors = drawn(drafter, batch).anchors
-    whole = drafter(batch.ids, batch.taps, anchors)
-    monkeypatch.setattr(block_network, "CHUNK", 3)
-    torch.testing.assert_close(drafter(batch.ids, batch.taps, anchors), whole)
+    whole = drafter.block_states(batch.ids, batch.taps, anchors)
+    monkeypatch.setattr(block_drafter, "CHUNK", 3)
+    torch.testing.assert_close(drafter.block_states(batch.ids, batch.taps, anchors), whole)
 
 
 def test_anchors_are_drawn_where_the_next_token_is_learned() -> None:
@@ -254,7 +256,10 @@ def test_a_drafter_learns_and_drafts_in_the_engine(world: Path, name: str) -> No
     assert (config["block_size"], config["num_target_layers"]) == (4, 2)
     if name == "dflash":
         assert config["architectures"] == ["DFlashDraftModel"]
-        assert config["dflash_config"] == {"mask_token_id": fresh.form.mask, "target_layer_ids": [0, 1]}
+        assert config["dflash_config"] == {
+            "mask_token_id": fresh.config.mask_token_id,
+            "target_layer_ids": [0, 1],
+        }
     else:
         assert config["architectures"] == ["Qwen3DSparkModel"]
         assert config["target_layer_ids"] == [0, 1] and config["markov_rank"] == 256

@@ -29,13 +29,13 @@ from speculon.text import Tokenizer
 from speculon.train import mtp as training
 from speculon.train.data import Rows
 from speculon.train.evaluate import evaluate
-from speculon.train.losses import kl_reference
 from speculon.train.mtp import MtpTraining
 from speculon.train.mtp_network import MtpDrafter
 from speculon.train.run import documents_of, train
 from speculon.train.settings import MtpSettings
 from speculon.train.step_drafter import StepDrafter
 from speculon.train.teacher import Batch, Teacher
+from tests.tiny.loss_reference import kl_reference
 from tests.tiny.mtp_forms import FORMS, target_of, watch_mtp, written
 from tests.tiny.scripted import drain, make_engine
 from tests.tiny.training import QUICK, Interrupted, Silent, make_mtp_world, make_world, settings

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from speculon.checkpoints.names import AUTHORS, DTYPE_NAMES
+from speculon.checkpoints.drafter_config import AUTHORS, DrafterConfig
 from speculon.errors import WrongPair
 
 W1, W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
@@ -18,50 +17,24 @@ MarkovType = Literal["vanilla", "gated", "rnn"]
 WindowStart = Literal["row", "before_row", "before_anchor"]
 
 
-@dataclass(frozen=True, slots=True)
-class DFlashConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DFlashConfig(DrafterConfig):
     """A DFlash drafter, or a DSpark one, which has a Markov head or a confidence head as well.
 
-    Widths come from its tensors, the rest from its config.
+    Its taps are in the order of fc's columns.
     """
 
-    path: Path
-    files: tuple[Path, ...]
-    format: str  # of which project: z-lab | specforge | speculators | deepspec | meta
-    # the tensor's name here (`layers.0.self_attn.q_proj.weight`, `fc.weight`) -> its name in the files
-    names: dict[str, str]
-    hidden: int  # H
-    target_hidden: int  # Ht
-    taps: int  # k: fc.weight is [H, k * Ht]
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab_size: int | None  # V; None where neither config nor tensors tell
-    draft_vocab_size: int | None  # Vd; V where all of it is drafted from
-    eps: float
-    act: str
-    rope: dict[str, Any]  # as transformers' `rope_parameters`; the drafter's own, never the target's
-    windows: tuple[int | None, ...]  # W of each layer's attention
-    window_start: WindowStart
+    window_start: WindowStart = "row"
     causal: tuple[bool, ...]  # of each layer: whether a row of the block sees no later row
-    tap_ids: tuple[int, ...] | None  # as the config has them, in the order of fc's columns
-    after: bool  # id j is the output of layer j, else its input
-    target_layers: int | None  # N of the target that it was trained for
+    after: bool = True  # id j is the output of layer j, else its input
+    target_layers: int | None = None  # N of the target that it was trained for
     block_size: int  # rows of a block, the anchor among them
     sample_from_anchor: bool  # row k drafts the token after its position, else that at its position
     mask_token_id: int
-    max_context: int | None
     markov: MarkovType | None = None
     markov_rank: int = 0  # r
     confidence: bool = False  # whether a head predicts each draft's chance of acceptance
     confidence_with_markov: bool = False  # and reads the embedding of the previous token, too
-    speculative_tokens: int | None = None  # K that its author suggests
-    verifier: tuple[str, ...] = ()  # architectures of the target it was trained for, where stated
-    notes: tuple[str, ...] = ()
-    dtype: str | None = None  # of most parameters
-    num_bytes: int = 0  # of the weight files
 
     @property
     def max_drafts(self) -> int:
@@ -72,42 +45,25 @@ class DFlashConfig:
     def family(self) -> str:
         return "DSpark" if self.markov or self.confidence else "DFlash"
 
-    def tap_layouts(self, num_layers: int) -> tuple[tuple[int, ...]]:
-        """The 0-based target layers whose outputs are tapped (-1: embeddings), in the order of fc's columns.
-
-        Raises `WrongPair` where one lies outside a target of `num_layers` layers, or it was trained for
-        another number of them.
-        """
+    def _likely_layouts(self, num_layers: int) -> tuple[tuple[int, ...], ...]:
+        """Raises `WrongPair` where it was trained for another number of layers."""
         if self.target_layers not in (None, num_layers):
             trained = f"a target of {self.target_layers} layers"
             raise WrongPair(f"{self.path}: was trained for {trained}, the target has {num_layers}")
-        taps = self._taps(num_layers)
-        if min(taps) < -1 or max(taps) >= num_layers:
-            layers = ", ".join(map(str, taps))
-            raise WrongPair(
-                f"{self.path}: reads layers {layers}, the target's layers go from 0 to {num_layers - 1}"
-            )
-        return (taps,)
-
-    def _taps(self, num_layers: int) -> tuple[int, ...]:
         if self.tap_ids is not None:
-            return self.tap_ids if self.after else tuple(j - 1 for j in self.tap_ids)
+            return (self.tap_ids if self.after else tuple(j - 1 for j in self.tap_ids),)
         if self.taps == 1:
-            return (num_layers // 2,)
+            return ((num_layers // 2,),)
         step = (num_layers - 4) / (self.taps - 1)
-        return tuple(round(1 + i * step) for i in range(self.taps))
+        return (tuple(round(1 + i * step) for i in range(self.taps)),)
 
     def summary(self, num_layers: int | None = None) -> str:
-        """One line for people; `num_layers` is the target's, where it is known."""
-        layers = f"{self.layers} layer{'s' * (self.layers > 1)} of {self.hidden:,}"
         taps = f"{self.taps} tap{'s' * (self.taps > 1)} of width {self.target_hidden:,}"
         block = f"blocks of {self.block_size} rows with up to {self.max_drafts} drafts"
-        parts = [layers, f"{taps} {self.describe_taps(num_layers)}", block]
+        parts = [self.shape, f"{taps} {self.describe_taps(num_layers)}", block]
         if self.draft_vocab_size is not None and self.vocab_size is not None:
             parts.append(f"{self.draft_vocab_size:,} of {self.vocab_size:,} tokens")
-        dtype = DTYPE_NAMES.get(self.dtype or "", self.dtype)
-        size = f"{dtype}, {self.num_bytes / 1e6:.1f} MB"
-        return f"{self.family} drafter by {AUTHORS[self.format]}: {', '.join(parts)}; {size}"
+        return f"{self.family} drafter by {AUTHORS[self.format]}: {', '.join(parts)}; {self.size}"
 
     def describe_taps(self, num_layers: int | None = None) -> str:
         if num_layers is not None:

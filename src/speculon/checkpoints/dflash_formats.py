@@ -1,30 +1,35 @@
-"""Configs of DFlash and DSpark drafters in the formats of five projects: sizes from tensors, the rest from
-the config.
-"""
+"""DFlash and DSpark drafters in five formats: sizes from tensors, settings from the config."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
-from speculon.checkpoints.dflash_config import DFlashConfig, WindowStart
-from speculon.checkpoints.dflash_shapes import (
+from speculon.checkpoints.dflash_config import GATE, JOINT, W1, W2, DFlashConfig, MarkovType, WindowStart
+from speculon.checkpoints.drafter_config import check_draft_ids
+from speculon.checkpoints.drafter_formats import (
+    KNOWN,
     check_shapes,
-    confidence_of,
-    known_names,
-    markov_of,
+    checked_layers,
+    common_fields,
+    note_mismatch,
+    read_windows,
     refuse_missing_matrices,
-    tap_sizes,
-    vocabularies,
+    suggested_tokens,
+    used_names,
 )
-from speculon.checkpoints.eagle3_config import check_draft_ids
-from speculon.checkpoints.eagle3_formats import read_rope, suggested_tokens, verifier_architectures
-from speculon.checkpoints.eagle3_shapes import attention_sizes, count_layers, note_mismatch
-from speculon.checkpoints.source import FIRST_Q, Source
-from speculon.errors import CorruptWeights, ModelError, UnsupportedModel
+from speculon.checkpoints.source import FIRST_Q, Shapes, Source
+from speculon.errors import CorruptWeights, MissingWeights, ModelError, UnsupportedModel
 
 NESTED = "dflash_config"
 MASK_IDS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
-TYPES = {"sliding_attention", "full_attention"}
+CONTEXT_NORM = "hidden_norm.weight"
+CONFIDENCE = "confidence_head.proj.weight"
+BLOCKS = re.compile(
+    rf"{KNOWN}|hidden_norm\.weight|markov_head\.(markov_w[12]\.weight|(gate|joint)_proj\.(weight|bias))"
+    r"|confidence_head\.proj\.(weight|bias)"
+)
 # what changes the result and is not computed here, and the value that changes nothing
 VARIANTS = {
     "input_embedding_scale": 1,
@@ -54,40 +59,24 @@ def is_dspark(source: Source) -> bool:
 
 def read_dflash(source: Source) -> DFlashConfig:
     """The config of a DFlash drafter. Raises `ModelError` where tensors and config contradict each other."""
-    if source.twice:
-        raise CorruptWeights(f"{source.folder}: {source.twice[0]} are the same tensor")
     refuse_variants(source)
-    body, notes = source.body, list[str]()
-    hidden, layers = source.shape(FIRST_Q)[1], count_layers(source)
-    head_dim, heads, kv_heads = attention_sizes(source, hidden, notes)
-    intermediate = source.shape("layers.0.mlp.gate_proj.weight")[0]
+    hidden, notes = source.shape(FIRST_Q)[1], list[str]()
+    common = common_fields(source, hidden, notes)
+    layers = common["layers"]
     tap_ids, after = read_taps(source)
     taps, target_hidden = tap_sizes(source, layers if tap_ids is None else len(tap_ids))
     markov, rank = markov_of(source, setting(source, "markov_head_type"), setting(source, "markov_rank"))
     confidence, with_markov = confidence_of(source, hidden, rank)
     vocab, drafted = vocabularies(source, notes)
     windows, causal, start = read_attention(source, layers)
-    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
-    for name, found in sizes.items():
-        note_mismatch(name, body.get(name), found, notes)
     config = DFlashConfig(
-        path=source.folder,
-        files=source.files,
+        **common,
         format=format_of(source),
         names=known_names(source),
-        hidden=hidden,
         target_hidden=target_hidden,
         taps=taps,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate=intermediate,
         vocab_size=vocab,
         draft_vocab_size=drafted,
-        eps=float(body.get("rms_norm_eps") or 1e-6),
-        act=body.get("hidden_act") or "silu",
-        rope=read_rope(source),
         windows=windows,
         window_start=start,
         causal=causal,
@@ -102,13 +91,9 @@ def read_dflash(source: Source) -> DFlashConfig:
         markov_rank=rank,
         confidence=confidence,
         confidence_with_markov=with_markov,
-        speculative_tokens=suggested_tokens(source),
-        verifier=verifier_architectures(source),
         notes=tuple(notes),
-        dtype=source.sizes.most_common(1)[0][0],
-        num_bytes=sum(file.stat().st_size for file in source.files),
     )
-    check_shapes(source, config)
+    check_shapes(source, config, {CONTEXT_NORM: (hidden,), **head_shapes(config)}, {}, inputs=hidden)
     check_draft_ids(source)
     refuse_missing_matrices(config)
     return config
@@ -147,11 +132,7 @@ def read_taps(source: Source) -> tuple[tuple[int, ...] | None, bool]:
     ids = setting(source, name)
     if ids is None and outputs:
         return None, True
-    if not isinstance(ids, list) or not ids or not all(type(j) is int for j in ids):
-        raise ModelError(f"{source.folder}: {name} = {ids!r} is no list of layers")
-    if len(set(ids)) < len(ids):
-        raise ModelError(f"{source.folder}: {name} = {ids} names a layer twice")
-    return tuple(ids), outputs
+    return tuple(checked_layers(source, name, ids)), outputs
 
 
 def read_block_size(source: Source) -> int:
@@ -192,7 +173,7 @@ def read_attention(
 
     Projects differ: see docs/drafters.md.
     """
-    windows = read_windows(source, layers)
+    windows = block_windows(source, layers)
     sliding = tuple(window is not None for window in windows)
     match format_of(source):
         case "speculators":
@@ -206,16 +187,102 @@ def read_attention(
     return windows, sliding if given is None else (bool(given),) * layers, "row"
 
 
-def read_windows(source: Source, layers: int) -> tuple[int | None, ...]:
+def block_windows(source: Source, layers: int) -> tuple[int | None, ...]:
     types = source.body.get("layer_types")
     window = setting(source, "swa_window_size") or source.body.get("sliding_window")
     if types is None:
         slides = source.part(NESTED).get("use_swa") or format_of(source) == "meta"
         types = ["sliding_attention" if slides else "full_attention"] * layers
-    if set(types[:layers]) - TYPES or len(types) < layers:
-        raise UnsupportedModel(
-            f"{source.folder}: layer_types of {layers} layers = {types}, which is not supported"
-        )
-    if "sliding_attention" in types[:layers] and (type(window) is not int or window < 1):
-        raise ModelError(f"{source.folder}: layer_types ask for a sliding_window, which is {window}")
-    return tuple(window if one == "sliding_attention" else None for one in types[:layers])
+    return read_windows(source, layers, types, window)
+
+
+def known_names(source: Source) -> dict[str, str]:
+    """The tensors that the formula uses. Any other is refused: left out, it would change the drafts."""
+    names, others = used_names(source, BLOCKS)
+    if others:
+        raise UnsupportedModel(f"{source.folder}: a DFlash drafter with {others[0]}, which is not supported")
+    return names
+
+
+def tap_sizes(source: Source, count: int) -> tuple[int, int]:
+    """How many taps `fc` takes, and the width of each."""
+    width = source.shape("fc.weight")[1]
+    if width % count:
+        raise ModelError(f"{source.folder}: fc takes {width:,} numbers, which is no multiple of {count} taps")
+    return count, width // count
+
+
+def vocabularies(source: Source, notes: list[str]) -> tuple[int | None, int | None]:
+    """Sizes of the target's vocabulary and of the draft's; None where nothing tells.
+
+    Raises `ModelError` where tensors disagree, or where draft ids have no target ids.
+    """
+    shapes, body = source.shapes, source.body
+    whole = agreed(source, {n: shapes[n][0] for n in ("t2d", "embed_tokens.weight") if shapes.get(n)})
+    vocab: int | None = whole or body.get("vocab_size") or shapes.get(W1, (None,))[0]
+    if vocab is not None:
+        note_mismatch("vocab_size", body.get("vocab_size"), vocab, notes)
+    named = {n: shapes[n][0] for n in ("lm_head.weight", "d2t", W2) if shapes.get(n)}
+    drafted: int | None = agreed(source, named) or body.get("draft_vocab_size") or vocab
+    for name, size in (("vocab_size", vocab), ("draft_vocab_size", drafted)):
+        if size is not None and type(size) is not int:
+            raise ModelError(f"{source.folder}: {name} = {size!r} is no number")
+    if vocab is not None and drafted is not None and drafted > vocab:
+        raise ModelError(f"{source.folder}: drafts from {drafted:,} tokens, but the vocabulary has {vocab:,}")
+    if drafted != vocab and "d2t" not in shapes:
+        of = f"{drafted:,} of {vocab:,}" if vocab and drafted else f"{drafted} of unknown"
+        raise MissingWeights(f"{source.folder}: drafts from {of} tokens, but no d2t says which")
+    return vocab, drafted
+
+
+def agreed(source: Source, sizes: Mapping[str, int]) -> int | None:
+    """The one size that these tensors have."""
+    if len(set(sizes.values())) > 1:
+        raise CorruptWeights(f"{source.folder}: vocabularies differ: {dict(sizes)}")
+    return next(iter(sizes.values()), None)
+
+
+def markov_of(source: Source, configured: str | None, rank: int | None) -> tuple[MarkovType | None, int]:
+    """Type and rank of its Markov head, by its tensors. A rank without tensors is refused."""
+    if not any(name.startswith("markov_head.") for name in source.shapes):
+        if rank:
+            raise MissingWeights(f"{source.folder}: markov_rank = {rank}, but there is no tensor {W1}")
+        return None, 0
+    found: MarkovType = "gated" if GATE in source.shapes else "rnn" if JOINT in source.shapes else "vanilla"
+    if configured not in (None, found):
+        raise ModelError(f"{source.folder}: markov_head_type is {configured!r}, its tensors are {found}")
+    return found, source.shape(W1)[1]
+
+
+def confidence_of(source: Source, hidden: int, rank: int) -> tuple[bool, bool]:
+    """Whether it has a confidence head, and whether that reads the previous token's embedding."""
+    if CONFIDENCE not in source.shapes:
+        return False, False
+    width = source.shape(CONFIDENCE)[-1]
+    if width not in (hidden, hidden + rank):
+        raise CorruptWeights(f"{source.folder}: {CONFIDENCE} takes {width}, not {hidden} or {hidden + rank}")
+    return True, width > hidden
+
+
+def head_shapes(config: DFlashConfig) -> Shapes:
+    """Those of the Markov head and the confidence head, where there are such."""
+    h, r, shapes = config.hidden, config.markov_rank, Shapes()
+    if config.markov:
+        assert config.vocab_size is not None and config.draft_vocab_size is not None
+        shapes |= {W1: (config.vocab_size, r), W2: (config.draft_vocab_size, r)}
+    if config.markov == "gated":
+        shapes |= {GATE: (r, h + r), "markov_head.gate_proj.bias": (r,)}
+    if config.markov == "rnn":
+        shapes |= {JOINT: (3 * r, 2 * r + h), "markov_head.joint_proj.bias": (3 * r,)}
+    if config.confidence:
+        width = h + r * config.confidence_with_markov
+        shapes |= {CONFIDENCE: (1, width), "confidence_head.proj.bias": (1,)}
+    return shapes
+
+
+def is_dflash(source: Source) -> bool:
+    """`fc` takes hidden states, a norm of its result lies outside the layers, and these take one state."""
+    fc, norm, q = (source.shapes.get(name) for name in ("fc.weight", CONTEXT_NORM, FIRST_Q))
+    if fc is None or norm is None or q is None or not len(fc) == len(q) == 2:
+        return False
+    return norm == (fc[0],) and q[1] == fc[0]

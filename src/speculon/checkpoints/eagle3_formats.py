@@ -1,27 +1,29 @@
-"""Configs of EAGLE-3 heads in the formats of six projects: sizes from tensors, settings from the config."""
+"""EAGLE-3 heads in the formats of six projects: sizes from tensors, settings from the config."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import re
+from dataclasses import replace
 
-from speculon.checkpoints.eagle3_config import Eagle3Config, check_draft_ids
-from speculon.checkpoints.eagle3_shapes import (
-    attention_sizes,
+from speculon.checkpoints.drafter_config import check_draft_ids
+from speculon.checkpoints.drafter_formats import (
+    KNOWN,
     check_shapes,
-    count_layers,
-    known_names,
+    checked_layers,
+    common_fields,
     note_mismatch,
-    tap_sizes,
-    vocabularies,
+    read_windows,
+    refuse_missing_matrices,
+    used_names,
 )
-from speculon.checkpoints.source import FIRST_Q, Source
-from speculon.errors import CorruptWeights, MissingWeights, ModelError, UnsupportedModel
+from speculon.checkpoints.eagle3_config import Eagle3Config
+from speculon.checkpoints.source import FIRST_Q, Shapes, Source, own_name
+from speculon.errors import MissingWeights, ModelError, UnsupportedModel
 
 TAP_IDS = "eagle_aux_hidden_state_layer_ids"
-STRETCHED = ("yarn", "llama3")  # types of RoPE that stretch an original length
-# `dynamic` and `longrope` are missing: their angles depend on the longest sequence of a batch
-ROPES = ("default", "linear", "proportional", *STRETCHED)
+HEADS = re.compile(rf"{KNOWN}|input_norm\.weight|fc_norm\.\d+\.weight|layers\.\d+\.hidden_norm\.weight")
+# left out, these would change the result
+INSIDE = re.compile(r"(fc|norm|lm_head|embed_tokens|input_norm|fc_norm|layers)\b")
 
 
 def format_of(source: Source) -> str:
@@ -38,55 +40,52 @@ def format_of(source: Source) -> str:
 
 def read_eagle3(source: Source) -> Eagle3Config:
     """The config of an EAGLE-3 head. Raises `ModelError` where tensors and config contradict each other."""
-    if source.twice:
-        raise CorruptWeights(f"{source.folder}: {source.twice[0]} are the same tensor")
-    body, notes = source.body, list[str]()
-    hidden, layers = source.shape(FIRST_Q)[1] // 2, count_layers(source)
-    head_dim, heads, kv_heads = attention_sizes(source, hidden, notes)
-    intermediate = source.shape("layers.0.mlp.gate_proj.weight")[0]
+    source, notes = with_usual_norms(source), list[str]()
+    hidden = source.shape(FIRST_Q)[1] // 2
+    common = common_fields(source, hidden, notes)
     tap_ids, after = read_taps(source, notes)
     taps, target_hidden = tap_sizes(source, tap_ids, hidden, notes)
-    vocab, drafted = vocabularies(source, hidden, target_hidden, notes)
+    vocab = target_vocabulary(source, notes)
     together, each = tap_norms(source, notes)
-    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
-    for name, found in sizes.items():
-        note_mismatch(name, body.get(name), found, notes)
     config = Eagle3Config(
-        path=source.folder,
-        files=source.files,
+        **common,
         format=format_of(source),
         names=known_names(source, notes),
-        hidden=hidden,
         target_hidden=target_hidden,
         taps=taps,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate=intermediate,
         vocab_size=vocab,
-        draft_vocab_size=drafted,
-        eps=float(body.get("rms_norm_eps") or 1e-6),
-        act=body.get("hidden_act") or "silu",
-        rope=read_rope(source),
-        windows=read_windows(source, layers, notes),
+        draft_vocab_size=draft_vocabulary(source, vocab, notes),
+        windows=head_windows(source, common["layers"], notes),
         norm_before_residual=norm_before_residual(source, notes),
         norm_before_fc=together,
         fc_norm=each,
         norm_output=bool(flag(source, "norm_output")),
-        logit_scale=float(body.get("logit_scale") or 1),
+        logit_scale=float(source.body.get("logit_scale") or 1),
         tap_ids=tap_ids,
         after=after,
-        speculative_tokens=suggested_tokens(source),
         max_context=read_context(source),
-        verifier=verifier_architectures(source),
         notes=tuple(notes),
-        dtype=source.sizes.most_common(1)[0][0],
-        num_bytes=sum(file.stat().st_size for file in source.files),
     )
-    check_shapes(source, config)
+    refuse_missing_matrices(config)
+    more: Shapes = {f"fc_norm.{tap}.weight": (target_hidden,) for tap in range(taps * each)}
+    more["layers.0.hidden_norm.weight"] = (hidden,)
+    check_shapes(source, config, more, {"input_norm.weight": (taps * target_hidden,)}, inputs=2 * hidden)
     check_draft_ids(source)
     return config
+
+
+def with_usual_norms(source: Source) -> Source:
+    """Layers after the first have one norm before attention, which some projects name hidden_norm."""
+    renamed = {}
+    for name in source.names:
+        at, found, _ = name.partition(".hidden_norm.")
+        usual = f"{at}.input_layernorm.weight"
+        if found and at != "layers.0" and usual not in source.names:
+            renamed[name] = usual
+    names = {renamed.get(ours, ours): theirs for ours, theirs in source.names.items()}
+    return replace(
+        source, names=names, shapes={renamed.get(name, name): shape for name, shape in source.shapes.items()}
+    )
 
 
 def flag(source: Source, *names: str) -> bool | None:
@@ -101,13 +100,56 @@ def read_taps(source: Source, notes: list[str]) -> tuple[tuple[int, ...] | None,
     ids, after = (top, False) if top else (nested, None)
     if not ids:
         return None, True
-    if not isinstance(ids, list) or not all(type(j) is int for j in ids):
-        raise ModelError(f"{source.folder}: {TAP_IDS} = {ids!r} is no list of layers")
-    if len(set(ids)) < len(ids):
-        raise ModelError(f"{source.folder}: {TAP_IDS} = {ids} names a layer twice")
+    ids = checked_layers(source, TAP_IDS, ids)
     if ids != sorted(ids):
         notes.append(f"the layers {ids} were put in order")
     return tuple(sorted(ids)), after
+
+
+def tap_sizes(
+    source: Source, tap_ids: tuple[int, ...] | None, hidden: int, notes: list[str]
+) -> tuple[int, int]:
+    """How many taps `fc` takes, and the width of each."""
+    width = source.shape("fc.weight")[1]
+    count = 3 if tap_ids is None else len(tap_ids)
+    if width % count:
+        which = "the usual 3" if tap_ids is None else f"{count}, of layers {', '.join(map(str, tap_ids))}"
+        raise ModelError(
+            f"{source.folder}: fc takes {width:,} numbers, which is not a multiple of the taps, {which}"
+        )
+    note_mismatch(
+        "target_hidden_size", source.body.get("target_hidden_size") or hidden, width // count, notes
+    )
+    for name in ("num_aux_hidden_states", "num_aux_layers"):
+        note_mismatch(name, source.config.get(name, source.part("eagle_config").get(name)), count, notes)
+    return count, width // count
+
+
+def target_vocabulary(source: Source, notes: list[str]) -> int:
+    shapes, configured = source.shapes, source.body.get("vocab_size")
+    rows = [shapes[name][0] for name in ("t2d", "embed_tokens.weight") if shapes.get(name)]
+    vocab = rows[0] if rows else configured
+    if not isinstance(vocab, int) or len(set(rows)) > 1:
+        raise ModelError(
+            f"{source.folder}: no vocab_size in the config, or t2d and embed_tokens differ: {rows}"
+        )
+    note_mismatch("vocab_size", configured, vocab, notes)
+    return vocab
+
+
+def draft_vocabulary(source: Source, vocab: int, notes: list[str]) -> int:
+    shapes = source.shapes
+    configured = source.body.get("draft_vocab_size") or source.body.get("truncated_vocab_size")
+    stored = next((shapes[name][0] for name in ("lm_head.weight", "d2t") if shapes.get(name)), None)
+    drafted: int = stored or configured or vocab
+    note_mismatch("draft_vocab_size", configured, drafted, notes)
+    if drafted > vocab:
+        raise ModelError(f"{source.folder}: drafts from {drafted:,} tokens, but the vocabulary has {vocab:,}")
+    if drafted < vocab and "d2t" not in shapes:
+        raise MissingWeights(
+            f"{source.folder}: drafts from {drafted:,} of {vocab:,} tokens, but no d2t says which"
+        )
+    return drafted
 
 
 def tap_norms(source: Source, notes: list[str]) -> tuple[bool, bool]:
@@ -134,54 +176,14 @@ def norm_before_residual(source: Source, notes: list[str]) -> bool:
     return bool(configured)
 
 
-def read_rope(source: Source) -> dict[str, Any]:
-    """The drafter's own RoPE as transformers' `rope_parameters`; never the target's."""
-    body, given = source.body, rope_table(source)
-    rope_type = given.get("rope_type") or given.get("type") or "default"
-    rope_type = (
-        "default" if rope_type == "mrope" else rope_type
-    )  # text tokens have equal positions on all axes
-    if rope_type not in ROPES:
-        supported = ", ".join(ROPES)
-        raise UnsupportedModel(f"{source.folder}: rope_type {rope_type!r} is not supported, but {supported}")
-    if rope_type in ("linear", *STRETCHED) and "factor" not in given:
-        raise ModelError(f"{source.folder}: rope_type {rope_type!r} without its factor")
-    rope = {name: value for name, value in given.items() if name != "type" and not name.startswith("mrope")}
-    theta = given.get("rope_theta") or body.get("rope_theta") or 10000.0
-    rope |= {"rope_type": rope_type, "rope_theta": float(theta)}
-    if body.get("partial_rotary_factor") is not None:
-        rope.setdefault("partial_rotary_factor", body["partial_rotary_factor"])
-    if rope_type in STRETCHED and body.get("max_position_embeddings"):
-        rope.setdefault("original_max_position_embeddings", body["max_position_embeddings"])
-    return rope
-
-
-def rope_table(source: Source) -> Mapping[str, Any]:
-    """The config's RoPE settings. Interleaved ones and those that differ between layers are refused."""
-    body = source.body
-    if body.get("is_neox_style") is False or body.get("rope_is_neox_style") is False:
-        raise UnsupportedModel(f"{source.folder}: interleaved RoPE (is_neox_style is false) is not supported")
-    given: Mapping[str, Any] = body.get("rope_parameters") or body.get("rope_scaling") or {}
-    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-        raise UnsupportedModel(f"{source.folder}: RoPE that differs between layers is not supported")
-    return given
-
-
-def read_windows(source: Source, layers: int, notes: list[str]) -> tuple[int | None, ...]:
+def head_windows(source: Source, layers: int, notes: list[str]) -> tuple[int | None, ...]:
     body = source.body
     types, window = body.get("layer_types"), body.get("sliding_window")
-    if not types:
-        if window and body.get("use_sliding_window"):
-            notes.append(f"a window of {window} without layer_types: attention is full")
-        return (None,) * layers
-    unknown = set(types[:layers]) - {"sliding_attention", "full_attention"}
-    if unknown or len(types) < layers:
-        raise UnsupportedModel(
-            f"{source.folder}: layer_types of {layers} layers = {types}, which is not supported"
-        )
-    if "sliding_attention" in types[:layers] and not isinstance(window, int):
-        raise ModelError(f"{source.folder}: layer_types ask for a sliding_window, which is {window}")
-    return tuple(window if one == "sliding_attention" else None for one in types[:layers])
+    if types:
+        return read_windows(source, layers, types, window)
+    if window and body.get("use_sliding_window"):
+        notes.append(f"a window of {window} without layer_types: attention is full")
+    return (None,) * layers
 
 
 def read_context(source: Source) -> int | None:
@@ -190,14 +192,12 @@ def read_context(source: Source) -> int | None:
     return found if type(found) is int and found > 0 else None
 
 
-def suggested_tokens(source: Source) -> int | None:
-    methods = source.part("speculators_config").get("proposal_methods")
-    first = methods[0] if isinstance(methods, list) and methods else {}
-    tokens = first.get("speculative_tokens") if isinstance(first, dict) else None
-    return tokens if isinstance(tokens, int) and tokens > 0 else None
-
-
-def verifier_architectures(source: Source) -> tuple[str, ...]:
-    verifier = source.part("speculators_config").get("verifier")
-    names = verifier.get("architectures") if isinstance(verifier, dict) else None
-    return tuple(name for name in names or () if isinstance(name, str))
+def known_names(source: Source, notes: list[str]) -> dict[str, str]:
+    """The tensors that the head's formula uses. An unknown one inside a layer is refused."""
+    names, others = used_names(source, HEADS)
+    inside = next((theirs for theirs in others if INSIDE.match(own_name(theirs))), None)
+    if inside:
+        raise UnsupportedModel(f"{source.folder}: an EAGLE-3 head with {inside}, which is not supported")
+    if others:
+        notes.append(f"not read: {', '.join(sorted(others)[:3])}{' and others' * (len(others) > 3)}")
+    return names

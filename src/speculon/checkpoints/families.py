@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from speculon.checkpoints.dflash_config import DFlashConfig
-from speculon.checkpoints.dflash_formats import read_dflash
-from speculon.checkpoints.dflash_shapes import CONTEXT_NORM, is_dflash
+from speculon.checkpoints.dflash_formats import CONTEXT_NORM, is_dflash, read_dflash
+from speculon.checkpoints.drafter_config import DTYPE_NAMES
 from speculon.checkpoints.eagle3_config import Eagle3Config
 from speculon.checkpoints.eagle3_formats import read_eagle3
 from speculon.checkpoints.gguf import is_gguf
 from speculon.checkpoints.headers import Checkpoint, read_checkpoint
 from speculon.checkpoints.mtp import MTP, MtpConfig, mtp_alone
-from speculon.checkpoints.names import DTYPE_NAMES
 from speculon.checkpoints.source import FIRST_Q, Source, open_source
 from speculon.errors import MissingWeights, ModelError, SpeculonError, UnsafeCheckpoint, UnsupportedModel
 

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from speculon.checkpoints.dflash_config import DFlashConfig
-from speculon.checkpoints.eagle3_config import (
-    Eagle3Config,
+from speculon.checkpoints.drafter_config import (
+    DrafterConfig,
     TargetShape,
     check_offsets,
     check_pair,
@@ -118,7 +117,7 @@ def check_fit(family: Family, target: Checkpoint) -> tuple[str, ...]:
     return check_model(family.checkpoint, target)
 
 
-def check_head(head: Eagle3Config | DFlashConfig, target: Checkpoint) -> tuple[str, ...]:
+def check_head(head: DrafterConfig, target: Checkpoint) -> tuple[str, ...]:
     shape = TargetShape.of(target)
     warnings = check_pair(head, shape)
     check_offsets(head.path, read_offsets(head), shape.vocab_size)

@@ -9,10 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from speculon.checkpoints.dflash_config import DFlashConfig
+from speculon.checkpoints.drafter_config import AUTHORS
 from speculon.checkpoints.eagle3_config import Eagle3Config
 from speculon.checkpoints.families import Family
 from speculon.checkpoints.headers import Checkpoint
-from speculon.checkpoints.names import AUTHORS
 from speculon.checkpoints.pairing import check_fit
 from speculon.commands.options import as_json_error
 from speculon.commands.screen import EXIT_REFUSED, output, print_json

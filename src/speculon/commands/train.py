@@ -89,11 +89,10 @@ def run(method: str, given: Given, as_json: bool) -> None:
     form = FORMS[method](**pick(FORMS[method], given))
     screen = Screen(as_json)
     screen.tell("importing torch")
-    from speculon.train import methods
-    from speculon.train.run import train
+    from speculon.train.run import METHODS, train
 
     try:
-        done = train(methods.METHODS[method](form), settings, screen)
+        done = train(METHODS[method](form), settings, screen)
     except KeyboardInterrupt:  # outside of training, which handles it
         errors().print(f"stopped; the same command resumes from {settings.folder}", markup=False)
         raise typer.Exit(EXIT_STOPPED) from None

@@ -6,7 +6,7 @@ before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from speculon.models.captured import (
     BUCKETS,
     GRAPH,
     RECORDERS,
-    Layer,
     Pieces,
     Recorder,
     check,
@@ -28,8 +27,7 @@ from speculon.models.captured import (
     reported,
     sizes,
 )
-from speculon.models.dflash import DFlashModel
-from speculon.models.eagle import EagleHead
+from speculon.models.drafter_layers import Network
 from speculon.models.target import STATES_OF_ROW, Target
 
 Forward = Callable[..., Tensor]  # inputs [T, ...] and a view -> states [T, H]
@@ -42,18 +40,10 @@ SEEN = 5  # positions of a trial's sequence before its rows
 class CapturedDraft(Pieces):
     """A drafter's network whose pieces are captured. A call of more rows than any captured one runs it."""
 
-    def __init__(
-        self,
-        network: Forward,
-        start: Callable[..., tuple[Tensor, Tables]],
-        finish: Callable[[Tensor], Tensor],
-        blocks: Sequence[Layer],
-        heads: int,
-        inputs: tuple[Tensor, ...],
-        record: Recorder,
-    ):
-        self.network, self._start, self._finish = network, start, finish
-        super().__init__(blocks, heads, inputs)
+    def __init__(self, network: Network, inputs: tuple[Tensor, ...], record: Recorder):
+        self.network = network
+        layers: Any = network.layers
+        super().__init__(layers, network.config.heads, inputs)
         self.record(record)
 
     def __call__(self, *arguments: Any) -> Tensor:  # [T, H]
@@ -67,66 +57,40 @@ class CapturedDraft(Pieces):
         return copied(after)
 
     def start(self, rows: int) -> tuple[Tensor, Tables]:
-        return self._start(*(kept[:rows] for kept in self.inputs))
+        return self.network.begin(*(kept[:rows] for kept in self.inputs))
 
     def finish(self, x: Tensor) -> Tensor:
-        return self._finish(x)
+        return self.network.end(x)
 
 
-def captured_head(head: EagleHead, layers: tuple[LayerSpec, ...], target: Target) -> Forward:
-    """The head captured; `layers` are those of its attention in the pages. Raises `CannotReplace`."""
+def captured_draft(network: Network, layers: tuple[LayerSpec, ...], target: Target) -> CapturedDraft:
+    """The network captured; `layers` are those of its attention in the pages.
 
-    def made(record: Recorder) -> CapturedDraft:
-        ids, positions = buffers(target.device)
-        states = head.norm.weight.new_zeros(BUCKETS[-1], len(head.norm.weight))
-        heads, inputs = head.first.attention.heads, (ids, states, positions)
-        return CapturedDraft(head, head.begin, head.end, head.blocks, heads, inputs, record)
-
-    return compared(head, target, made, head_steps(head, layers, target, of_buckets()))
-
-
-def captured_blocks(model: DFlashModel, layers: tuple[LayerSpec, ...], target: Target) -> Forward:
-    """The same of a block drafter."""
-
-    def made(record: Recorder) -> CapturedDraft:
-        inputs = buffers(target.device)
-        query, *_ = model.layers[0].begin(*model.begin(*inputs))
-        return CapturedDraft(model, model.begin, model.norm, model.layers, query.shape[1], inputs, record)
-
-    return compared(model, target, made, block_steps(layers, target, of_buckets()))
-
-
-def compared(
-    network: Forward, target: Target, make: Callable[[Recorder], CapturedDraft], steps: Iterable[Step]
-) -> CapturedDraft:
-    """The captured network. Raises `CannotReplace` where that fails, or it differs on a step."""
+    Raises `CannotReplace` where that fails, or it differs on a step.
+    """
     with torch.inference_mode(), reported():
-        made = make(RECORDERS[target.device.type](target.device))
-        for inputs, view in steps:
-            check([made(*inputs, view)], [network(*inputs, view)])
+        ids, positions = torch.zeros(2, BUCKETS[-1], dtype=torch.long, device=target.device)
+        inputs = inputs_of(network, ids, positions)
+        made = CapturedDraft(network, inputs, RECORDERS[target.device.type](target.device))
+        for given, view in steps_of(network, layers, target, of_buckets()):
+            check([made(*given, view)], [network(*given, view)])
     return made
 
 
-def head_steps(
-    head: EagleHead, layers: tuple[LayerSpec, ...], target: Target, all_lengths: Iterable[Lengths]
+def inputs_of(network: Network, ids: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    """What a network reads at ids and positions [T]; random states where it reads such."""
+    if not network.reads_states:
+        return ids, positions
+    states = torch.randn(len(ids), network.config.hidden).to(network.norm.weight)
+    return ids, states, positions
+
+
+def steps_of(
+    network: Network, layers: tuple[LayerSpec, ...], target: Target, all_lengths: Iterable[Lengths]
 ) -> Iterator[Step]:
-    """Steps of a head over sequences of so many rows."""
+    """Steps of a network over sequences of so many rows; those that read states are written to pages."""
     for ids, positions, store, lengths in trials(layers, target, all_lengths):
-        states = torch.randn(len(ids), len(head.norm.weight)).to(head.norm.weight)
-        yield (ids, states, positions), view_of(store, lengths, written=True)
-
-
-def block_steps(
-    layers: tuple[LayerSpec, ...], target: Target, all_lengths: Iterable[Lengths]
-) -> Iterator[Step]:
-    for ids, positions, store, lengths in trials(layers, target, all_lengths):
-        yield (ids, positions), view_of(store, lengths, written=False)
-
-
-def buffers(device: torch.device) -> tuple[Tensor, Tensor]:
-    """For token ids and positions."""
-    ids, positions = torch.zeros(2, BUCKETS[-1], dtype=torch.long, device=device)
-    return ids, positions
+        yield inputs_of(network, ids, positions), view_of(store, lengths, network.reads_states)
 
 
 def of_buckets() -> list[Lengths]:

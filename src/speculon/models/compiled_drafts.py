@@ -6,9 +6,11 @@ before.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +19,8 @@ from torch import Tensor, nn
 from speculon.core import LayerSpec
 from speculon.kv.store import View, as_index
 from speculon.models.attention import fold, running, unfold
-from speculon.models.block import Block, Tables, rotate, tables_of
-from speculon.models.captured_drafts import Forward, Step, block_steps, head_steps
+from speculon.models.block import Norm, tables_of
+from speculon.models.captured_drafts import Forward, Step, steps_of
 from speculon.models.compiled import (
     CompilePlan,
     PagedPrograms,
@@ -29,11 +31,11 @@ from speculon.models.compiled import (
     plan_for,
     reported,
 )
-from speculon.models.compiled_layers import Attend, DenseNorm, Exported, Layer, attention_of, linear_of
-from speculon.models.dflash import BlockLayer, DFlashModel
+from speculon.models.compiled_layers import DenseNorm, Exported, attention_of, linear_of
 from speculon.models.dflash_attention import Sight, visible
-from speculon.models.eagle import EagleHead, FirstLayer
+from speculon.models.drafter_layers import Network
 from speculon.models.grouping import FOLD_ROWS
+from speculon.models.linear import Linear, Packed
 from speculon.models.programs import Arguments
 from speculon.models.target import Target
 
@@ -42,73 +44,72 @@ OF_HEADS = ((1,), (5,), (3, 2), (12,), (1, 1), (4, 1, 2), (2,), (FOLD_ROWS + 1,)
 OF_BLOCKS = ((4,), (2,), (FOLD_ROWS,), (1,), (3, 2), (FOLD_ROWS + 1,))
 
 
-class PairsLayer(Layer):
-    """`FirstLayer` as a module that can be exported and compiled."""
-
-    def __init__(self, first: FirstLayer):
-        super().__init__(Block(first.attention, first.mlp, (first.embed_norm, None, first.mlp_norm, None)))
-        self.state_norm, self.norm_before_residual = DenseNorm(first.state_norm), first.norm_before_residual
-
-    def forward(self, x: Tensor, tables: Tables, attend: Attend) -> Tensor:  # [T, 2 H] -> [T, H]
-        embedded, state = x.chunk(2, -1)
-        normed = self.state_norm(state)
-        pairs = torch.cat([self.before(embedded), normed], -1)
-        x = (normed if self.norm_before_residual else state) + self.attended(pairs, tables, attend)
-        return x + self.mlp(self.before_mlp(x))
-
-
 class HeadLayers(Exported):
-    """`EagleHead` without its embedding, which may be the target's."""
+    """A network whose rows are written to pages, without its embedding, which may be the target's."""
 
     sizes = ("rows", "rows", "rows")
 
-    def __init__(self, head: EagleHead, layer_kinds: list[int]):
+    def __init__(self, network: Any, layer_kinds: list[int]):
         super().__init__()
-        self.layers = nn.ModuleList([PairsLayer(head.first), *map(Layer, head.more)])
-        self.rotary, self.head_dim, self.layer_kinds = head.rotary, head.first.attention.head_dim, layer_kinds
-        self.norm = DenseNorm(head.norm) if head.norm_output else nn.Identity()
+        self.layers, self.rotary, self.layer_kinds = exported(network.layers), network.rotary, layer_kinds
+        self.norm = DenseNorm(network.norm) if network.norm_output else nn.Identity()
 
     def forward(
         self, embedded: Tensor, states: Tensor, positions: Tensor, slots: Tensor | None, *pages: Tensor
     ) -> list[Tensor]:
         """The states [T, H] after each row; the rest as in `Layers`."""
         cos, sin = self.rotary(embedded, positions[None])
-        tables, x = tables_of(cos, sin, self.head_dim), torch.cat([embedded, states], -1)
+        tables = tables_of(cos, sin, self.layers[0].head_dim)
+        x = torch.cat([embedded, states], -1)
         for number, layer in enumerate(self.layers):
             x = layer(x, tables, attention_of(number, self.layer_kinds, slots, pages))
         return [self.norm(x)]
 
 
-class RowsLayer(nn.Module):
-    """`BlockLayer` as a module that can be exported and compiled."""
+class RowsLayers(Exported):
+    """A block drafter as it runs on the block of one sequence, without its embedding."""
 
-    def __init__(self, layer: BlockLayer):
+    sizes = ("rows", "rows")
+
+    def __init__(self, network: Any):
         super().__init__()
-        self.head_dim, self.act, self.sight = layer.head_dim, layer.mlp.act, layer.sight
-        self.q, self.kv, self.out = linear_of(layer.q), linear_of(layer.kv), linear_of(layer.out)
-        self.gate_up, self.down = linear_of(layer.mlp.gate_up), linear_of(layer.mlp.down)
-        self.norm, self.mlp_norm = DenseNorm(layer.norm), DenseNorm(layer.mlp_norm)
-        self.q_norm, self.k_norm = (
-            nn.Identity() if norm is None else DenseNorm(norm) for norm in (layer.q_norm, layer.k_norm)
-        )
+        self.layers, self.rotary = exported(network.layers), network.rotary
+        self.norm = DenseNorm(network.norm)
+        sights = [layer.sight for layer in network.layers]
+        self.layer_kinds = [sights.index(sight) for sight in sights]
 
-    def extra_repr(self) -> str:  # part of the key of programs
-        return f"{self.sight}"
+    def forward(self, embedded: Tensor, positions: Tensor, _: None, *pages: Tensor) -> list[Tensor]:
+        """The normed states [T, H]; `pages`: the keys that the first row sees in each layer, then values."""
+        cos, sin = self.rotary(embedded, positions[None])
+        tables = tables_of(cos, sin, self.layers[0].head_dim)
+        x, count = embedded, len(self.layer_kinds)
+        for number, layer in enumerate(self.layers):
+            x = layer(x, tables, partial(attend_block, layer.sight, pages[number], pages[count + number]))
+        return [self.norm(x)]
 
-    def forward(self, x: Tensor, tables: Tables, keys: Tensor, values: Tensor) -> Tensor:  # [T, H] -> [T, H]
-        normed = self.norm(x)
-        query = rotate(self.q_norm(self.q(normed).view(x.shape[0], -1, self.head_dim)), tables)
-        key, value = self.kv(normed).view(x.shape[0], 2, -1, self.head_dim).unbind(1)
-        key, group = rotate(self.k_norm(key), tables), query.shape[1] // key.shape[1]
-        k, v = (torch.cat(both).transpose(0, 1)[None] for both in ((keys, key), (values, value)))
-        mask = mask_of(self.sight, x.shape[0], keys.shape[0], x)
-        mask = None if mask is None else mask.repeat_interleave(group, 0)
-        seen = F.scaled_dot_product_attention(
-            fold(query, 1, group), k, v, attn_mask=mask, scale=self.head_dim**-0.5
-        )
-        x = x + self.out(unfold(seen, group).reshape(x.shape[0], -1))
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
-        return x + self.down(self.act(gate) * up)
+
+def exported(part: nn.Module) -> Any:
+    """A copy of frozen layers whose products and norms are modules that can be exported and compiled."""
+    made = copy.copy(part)
+    made._modules = {name: exported(child) for name, child in part._modules.items() if child is not None}
+    for name, value in vars(part).items():
+        if isinstance(value, Norm):
+            setattr(made, name, DenseNorm(value))
+        elif isinstance(value, Linear | Packed):
+            setattr(made, name, linear_of(value))
+    return made
+
+
+def attend_block(
+    sight: Sight, keys: Tensor, values: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float
+) -> Tensor:  # [T, H, Dh]
+    """The rows of one block over the pages that its first row sees, and over each other."""
+    group = query.shape[1] // key.shape[1]
+    k, v = (torch.cat(both).transpose(0, 1)[None] for both in ((keys, key), (values, value)))
+    mask = mask_of(sight, query.shape[0], keys.shape[0], query)
+    mask = None if mask is None else mask.repeat_interleave(group, 0)
+    seen = F.scaled_dot_product_attention(fold(query, 1, group), k, v, attn_mask=mask, scale=scaling)
+    return unfold(seen, group)
 
 
 def mask_of(sight: Sight, rows: int, pages: int, like: Tensor) -> Tensor | None:  # [n, S + n]
@@ -122,38 +123,16 @@ def mask_of(sight: Sight, rows: int, pages: int, like: Tensor) -> Tensor | None:
     return None if hidden is None else like.new_zeros(()).masked_fill(hidden, -torch.inf)
 
 
-class RowsLayers(Exported):
-    """`DFlashModel` as it runs on the block of one sequence, without its embedding."""
-
-    sizes = ("rows", "rows")
-
-    def __init__(self, model: DFlashModel):
-        super().__init__()
-        self.layers, self.norm = nn.ModuleList(map(RowsLayer, model.layers)), DenseNorm(model.norm)
-        self.rotary, self.head_dim = model.rotary, model.layers[0].head_dim
-        sights = [layer.sight for layer in model.layers]
-        self.layer_kinds = [sights.index(sight) for sight in sights]
-
-    def forward(self, embedded: Tensor, positions: Tensor, _: None, *pages: Tensor) -> list[Tensor]:
-        """The normed states [T, H]; `pages`: the keys that the first row sees in each layer, then values."""
-        cos, sin = self.rotary(embedded, positions[None])
-        tables, x, count = tables_of(cos, sin, self.head_dim), embedded, len(self.layer_kinds)
-        for number, layer in enumerate(self.layers):
-            x = layer(x, tables, pages[number], pages[count + number])
-        return [self.norm(x)]
-
-
 class CompiledHead(PagedPrograms):
-    """A head and its programs."""
+    """A network whose rows are written to pages, and its programs."""
 
-    def __init__(self, head: EagleHead, plan: CompilePlan, layer_kinds: list[int]):
-        of = head.first.attention
-        super().__init__(plan, layer_kinds, of.heads // of.kv_heads)
-        self.head = head
+    def __init__(self, network: Network, plan: CompilePlan, layer_kinds: list[int]):
+        super().__init__(plan, layer_kinds, network.config.heads // network.config.kv_heads)
+        self.network = network
 
     def __call__(self, ids: Tensor, states: Tensor, positions: Tensor, view: View) -> Tensor:  # [T, H]
         if torch.get_num_threads() != self.threads:
-            return self.head(ids, states, positions, view)
+            return self.network(ids, states, positions, view)
         variant, arguments = self.arguments(ids, states, positions, view)
         with running(view):
             (after,) = self.programs[variant](*arguments)
@@ -161,20 +140,20 @@ class CompiledHead(PagedPrograms):
 
     def arguments(self, ids: Tensor, states: Tensor, positions: Tensor, view: View) -> tuple[str, Arguments]:
         """The program for a step, and its arguments."""
-        return self.for_step([F.embedding(ids, self.head.embed), states, positions], view)
+        return self.for_step([F.embedding(ids, self.network.embed), states, positions], view)
 
 
 class CompiledBlocks(Programs):
     """A block drafter and its program for one sequence. Other steps run the drafter."""
 
-    def __init__(self, model: DFlashModel, plan: CompilePlan):
+    def __init__(self, network: Network, plan: CompilePlan):
         super().__init__(plan)
-        self.model = model
+        self.network = network
 
     def __call__(self, ids: Tensor, positions: Tensor, view: View) -> Tensor:  # [T, H]
         variant, arguments = self.arguments(ids, positions, view)
         if variant not in self.programs or torch.get_num_threads() != self.threads:
-            return self.model(ids, positions, view)
+            return self.network(ids, positions, view)
         (states,) = self.programs[variant](*arguments)
         return states
 
@@ -183,44 +162,38 @@ class CompiledBlocks(Programs):
         span, rows = view.spans[0], len(ids)
         if len(view.spans) > 1 or not 1 < rows <= self.plan.few:
             return "many", []
-        seen = [view.slots_of(x.layer, visible(span, x.sight).where) for x in self.model.layers]
+        layers: Any = self.network.layers
+        seen = [view.slots_of(layer.number, visible(span, layer.sight).where) for layer in layers]
         keys, values = zip(*seen, strict=True)
-        return "few", [F.embedding(ids, self.model.embed), positions, None, *keys, *values]
+        return "few", [F.embedding(ids, self.network.embed), positions, None, *keys, *values]
 
 
 @torch.inference_mode()
-def compiled_head(head: EagleHead, layers: tuple[LayerSpec, ...], target: Target) -> Forward:
-    """The head compiled; raises `CannotReplace`."""
+def compiled_draft(
+    network: Network, layers: tuple[LayerSpec, ...], target: Target
+) -> CompiledHead | CompiledBlocks:
+    """The network compiled, and compared with it on steps; raises `CannotReplace`."""
     with reported(target):
-        steps, of = list(head_steps(head, layers, target, OF_HEADS)), plan_for(target.dtype, target.device)
-        # several sequences share a call in any layout: that was measured in blocks, too
-        settings = {name: of.settings[name] for name in ("one", "few", "many")}
-        plan = CompilePlan({**settings, "joint": settings["many"]}, of.few)
-        steps += [apart(step) for step in steps[:2]]
-        layer_kinds = kinds_of(steps[0][1], len(head.blocks))
-        made = CompiledHead(head, plan, layer_kinds)
-        return compared(made, head, HeadLayers(head, layer_kinds), steps, len(head.blocks))
-
-
-@torch.inference_mode()
-def compiled_blocks(model: DFlashModel, layers: tuple[LayerSpec, ...], target: Target) -> Forward:
-    """The same of a block drafter."""
-    with reported(target):
-        steps, of = list(block_steps(layers, target, OF_BLOCKS)), plan_for(target.dtype, target.device)
-        made = CompiledBlocks(model, CompilePlan({"few": of.settings["few"]}, FOLD_ROWS))
-        return compared(made, model, RowsLayers(model), steps, 0)
-
-
-def compared(
-    made: CompiledHead | CompiledBlocks, network: Forward, layers: Exported, steps: list[Step], written: int
-) -> Forward:
-    """`made`, with its programs; `written` layers of pages are compared, too."""
-    arguments: Callable[..., tuple[str, Arguments]] = made.arguments
-    with compiling():
-        made.compile(layers, [arguments(*inputs, view) for inputs, view in steps])
-    for inputs, view in steps:
-        ours, theirs = (partial(call, run, inputs, view) for run in (made, network))
-        check(ours, theirs, view, written)
+        of, count = plan_for(target.dtype, target.device), len(network.layers)
+        steps = list(steps_of(network, layers, target, OF_HEADS if network.reads_states else OF_BLOCKS))
+        if network.reads_states:
+            # several sequences share a call in any layout: that was measured in blocks, too
+            settings = {name: of.settings[name] for name in ("one", "few", "many")}
+            steps += [apart(step) for step in steps[:2]]
+            layer_kinds = kinds_of(steps[0][1], count)
+            plan = CompilePlan({**settings, "joint": settings["many"]}, of.few)
+            made: CompiledHead | CompiledBlocks = CompiledHead(network, plan, layer_kinds)
+            programs: Exported = HeadLayers(network, layer_kinds)
+            written = count
+        else:
+            made = CompiledBlocks(network, CompilePlan({"few": of.settings["few"]}, FOLD_ROWS))
+            programs, written = RowsLayers(network), 0
+        arguments: Callable[..., tuple[str, Arguments]] = made.arguments
+        with compiling():
+            made.compile(programs, [arguments(*inputs, view) for inputs, view in steps])
+        for inputs, view in steps:
+            ours, theirs = (partial(call, run, inputs, view) for run in (made, network))
+            check(ours, theirs, view, written)
     return made
 
 

@@ -1,69 +1,107 @@
-"""The heads of DSpark: logits that depend on the previous draft, and the predicted chance of acceptance."""
+"""The heads of DSpark: logits that depend on the drafts before, and the predicted chance of acceptance."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from speculon.models.linear import Product
+from speculon.checkpoints.dflash_config import DFlashConfig, MarkovType
 
 
-@dataclass(slots=True)
-class Markov:
-    """Adds to a row's logits what the token before it tells: w2 e, with e = w1[previous token]."""
+class MarkovHead(nn.Module):
+    """A bias of the logits by the token before, of low rank: w2 m, with m = e = w1[token]."""
 
-    w1: Tensor  # [V, r]
-    w2: Product  # r -> Vd
+    def __init__(self, config: DFlashConfig):
+        super().__init__()
+        assert config.vocab_size is not None and config.draft_vocab_size is not None
+        self.rank = config.markov_rank
+        self.markov_w1 = nn.Embedding(config.vocab_size, self.rank)
+        self.markov_w2 = nn.Linear(self.rank, config.draft_vocab_size, bias=False)
 
-    def embed(self, previous: Tensor) -> Tensor:  # [B] -> [B, r]
-        return F.embedding(previous, self.w1)
+    def start_from(self, embed: Tensor, head: Tensor) -> None:
+        """No bias at first."""
+        nn.init.zeros_(self.markov_w2.weight)
 
     def start(self, sequences: int) -> Tensor:  # [B, r]
         """The state before the first row."""
-        return self.w1.new_zeros(sequences, self.w1.shape[1])
+        return self.markov_w1.weight.new_zeros(sequences, self.rank)
 
-    def __call__(self, e: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The bias [B, Vd] of rows with states h [B, H] after e [B, r], and the next state [B, r]."""
-        return self.w2(e), state
+    def step(self, e: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """m [..., r] of rows with states h [..., H] after e [..., r], and the next state [..., r]."""
+        return e, state
 
-
-@dataclass(slots=True)
-class GatedMarkov(Markov):
-    """w2 (sigmoid(gate [h; e]) * e)."""
-
-    gate: Product  # H + r -> r
-
-    def __call__(self, e: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return self.w2(self.gate(torch.cat([h, e], -1)).sigmoid() * e), state
+    def forward(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """m [..., K, r] of drafts with states [..., K, H] after `tokens` [..., K]."""
+        e = self.markov_w1(tokens)
+        return self.step(e, hidden, e)[0]
 
 
-@dataclass(slots=True)
-class RecurrentMarkov(Markov):
-    """A gated recurrent cell over the drafts of a block: g, c, o = joint [state; e; h].
+class GatedMarkovHead(MarkovHead):
+    """m = sigmoid(gate [h; e]) * e"""
 
-    The state becomes s(g) state + (1 - s(g)) tanh(c), with s the sigmoid; the bias is w2 tanh(o).
+    def __init__(self, config: DFlashConfig):
+        super().__init__(config)
+        self.gate_proj = nn.Linear(config.hidden + self.rank, self.rank)
+
+    def step(self, e: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return self.gate_proj(torch.cat([h, e], -1)).sigmoid() * e, state
+
+
+class RecurrentMarkovHead(MarkovHead):
+    """g, c, o = joint [state; e; h]; m = tanh(o); the next state is s(g) state + (1 - s(g)) tanh(c), with s
+    the sigmoid.
+
+    Where the rank is the target's width, w1 and w2 start as its embeddings and output head.
     """
 
-    joint: Product  # 2 r + H -> 3 r
+    def __init__(self, config: DFlashConfig):
+        super().__init__(config)
+        self.joint_proj = nn.Linear(2 * self.rank + config.hidden, 3 * self.rank)
 
-    def __call__(self, e: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        g, c, o = self.joint(torch.cat([state, e, h], -1)).chunk(3, -1)
+    def start_from(self, embed: Tensor, head: Tensor) -> None:
+        """No bias at first, since m is 0."""
+        nn.init.zeros_(self.joint_proj.weight)
+        nn.init.zeros_(self.joint_proj.bias)
+        if embed.shape == self.markov_w1.weight.shape:
+            self.markov_w1.weight.copy_(embed)
+            self.markov_w2.weight.copy_(head)
+
+    def step(self, e: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        g, c, o = self.joint_proj(torch.cat([state, e, h], -1)).chunk(3, -1)
         keep = g.sigmoid()
-        return self.w2(o.tanh()), keep * state + (1 - keep) * c.tanh()
+        return o.tanh(), keep * state + (1 - keep) * c.tanh()
+
+    def forward(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        e = self.markov_w1(tokens)
+        state, rows = e.new_zeros(*e.shape[:-2], self.rank), []
+        for each, h in zip(e.unbind(-2), hidden.unbind(-2), strict=True):
+            latent, state = self.step(each, h, state)
+            rows.append(latent)
+        return torch.stack(rows, -2)
 
 
-@dataclass(slots=True)
-class Confidence:
-    """The predicted chance [B] that a draft is accepted if those before it were."""
+MARKOV_HEADS: Mapping[MarkovType, type[MarkovHead]] = {
+    "vanilla": MarkovHead,
+    "gated": GatedMarkovHead,
+    "rnn": RecurrentMarkovHead,
+}
 
-    proj: Product  # H -> 1, or H + r -> 1
-    with_markov: bool
 
-    def __call__(self, h: Tensor, e: Tensor | None) -> Tensor:  # [B, H], [B, r] -> [B]
+class ConfidenceHead(nn.Module):
+    """The logit of the chance that a draft is accepted if those before it were, from h, or from h and e."""
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__()
+        self.with_markov = config.confidence_with_markov
+        self.proj = nn.Linear(config.hidden + self.with_markov * config.markov_rank, 1)
+
+    def forward(self, h: Tensor, e: Tensor | None) -> Tensor:  # [..., H], [..., r] -> [...]
         if self.with_markov:
             assert e is not None, "it reads the Markov head's embedding"
             h = torch.cat([h, e], -1)
-        return self.proj(h)[:, 0].float().sigmoid()
+        return self.proj(h).float().squeeze(-1)
+
+    def chances(self, h: Tensor, e: Tensor | None) -> list[float]:
+        return self(h, e).sigmoid().tolist()

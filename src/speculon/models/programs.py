@@ -106,9 +106,9 @@ def key_of(layers: Exported) -> str:
     versions = torch.__version__, transformers.__version__
     machine: tuple[object, ...] = (str(pick_vec_isa()), getattr(torch.cpu, "get_capabilities", dict)())
     build: tuple[object, ...] = (layers, versions, machine, torch.get_num_threads())
-    sources = b"".join(
-        Path(getfile(part)).read_bytes() for part in (program, type(layers), Layers, rotate, fold)
-    )
+    files = {getfile(part) for part in (program, Layers, rotate, fold)}
+    files |= {getfile(type(module)) for module in layers.modules()}
+    sources = b"".join(Path(file).read_bytes() for file in sorted(files))
     key = hashlib.sha256(f"{build}".encode() + sources)
     # numbers become constants of a program: eps, scaling, layer kinds
     for name, module in layers.named_modules():

@@ -1,38 +1,31 @@
 """A drafter over the target's own hidden states drafts a block of tokens in one forward (DFlash, z-lab 2026;
 with a Markov head DSpark, 2026).
 
-The target's states of every position lie in pages, as for EAGLE-3, and so do the keys and values that each
-layer of the drafter makes of them. `seq.drafted` says how many positions have these; what is missing is
-computed with the next draft.
+Its layers make keys and values of the states of every position, and keep these in pages, too.
 """
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, compress, pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from speculon.checkpoints.dflash_config import DFlashConfig
-from speculon.checkpoints.eagle3_config import TargetShape, check_pair
 from speculon.checkpoints.families import read_dflash_config
-from speculon.checkpoints.locate import locate
 from speculon.config import SpeculationConfig
-from speculon.core import Draft, Needs, Stop, Verdict, no_draft
+from speculon.core import Draft, Needs
 from speculon.errors import ConfigError
 from speculon.models.captured_drafts import Forward
-from speculon.models.dflash import DFlashModel, Drawing
+from speculon.models.dflash import DFlashNetwork, Drawing, dflash_needs, load_dflash
 from speculon.models.dflash_attention import block_view
-from speculon.models.dflash_load import dflash_needs, load_dflash
-from speculon.models.draft_runs import run_of_blocks
-from speculon.models.fusion import Fusion
-from speculon.proposers.base import States, TargetFacts
+from speculon.models.draft_runs import run_of
+from speculon.proposers.base import TargetFacts
 from speculon.proposers.chain import Piece, catch_up, draft_at_once, draft_chain, independent, mark
+from speculon.proposers.state_drafter import TAPS, StateDrafter, checked_config
 from speculon.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -41,57 +34,30 @@ if TYPE_CHECKING:
     from speculon.kv.lease import DraftLease
 
 NAME = "dflash"
-NOT_READY = no_draft(Stop.NOT_READY)
-TAPS, FROM_ANCHOR = "taps", "sample_from_anchor"
-
-log = logging.getLogger("speculon")
+FROM_ANCHOR = "sample_from_anchor"
 
 
-class DFlashDrafter:
+class DFlashDrafter(StateDrafter):
     """One call of the drafter per round for all of its sequences."""
 
+    method = NAME
+
     def __init__(self, config: DFlashConfig, target: TargetFacts, min_confidence: float = 0.0):
-        assert target.model is not None
-        self.config, self.target, self.min_confidence = config, target.model, min_confidence
-        self.vocab_size, self.max_rows = target.vocab_size, target.rows or sys.maxsize
-        self.compile = target.compile
-        self.needs: Needs = dflash_needs(config, target.model, target.rows, target.scored, target.compile)
-        self.model: DFlashModel
-        self.run: Forward  # of the model
-        self.fusion: Fusion
+        super().__init__(target, min_confidence)
+        self.config = config
+        self.needs: Needs = dflash_needs(config, self.target, target.rows, target.scored, target.compile)
+        self.network: DFlashNetwork
+        self.run: Forward  # of the network
 
     @classmethod
     def build(cls, config: SpeculationConfig, target: TargetFacts) -> DFlashDrafter:
-        source = config.drafts.get(NAME)
-        if not isinstance(source, str):
-            raise ConfigError(f"{NAME} needs draft = a checkpoint's folder")
-        if target.model is None:
-            raise ConfigError(f"{NAME} reads the target's states, and there is no target")
-        read, model = overridden(read_dflash_config(locate(source)), config.options), target.model
-        shape = TargetShape(
-            model.hidden_size, model.vocab_size, len(model.layers), type(model.model).__name__
-        )
-        odd = check_pair(read, shape)
-        log.info("%s: %s", NAME, read.summary(len(model.layers)))
-        for note in (*read.notes, *odd):
-            log.warning("%s: %s", NAME, note)
-        return cls(read, target, config.draft_min_confidence)
+        found = checked_config(NAME, config, target, read_dflash_config, overridden)
+        return cls(found, target, config.draft_min_confidence)
 
     def load(self) -> None:
-        self.model = load_dflash(self.config, self.target)
+        self.network = load_dflash(self.config, self.target)
         layers = self.needs.layers[1:]
-        self.run, self.fusion = run_of_blocks(self.model, layers, self.target, self.compile)
-
-    def admit(self, seq: Sequence) -> None:
-        """Nothing yet: the prompt's states are read with the first draft."""
-
-    def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
-        """Nothing after a single token: there are no states before it."""
-        able = [len(seq.tokens) > 1 for seq in seqs]
-        if not any(able):
-            return [NOT_READY] * len(seqs)
-        drafts = iter(self._propose(list(compress(seqs, able)), list(compress(budgets, able)), lease))
-        return [next(drafts) if yes else NOT_READY for yes in able]
+        self.run, self.fusion = run_of(self.network, layers, self.target, self.compile)
 
     @torch.inference_mode()
     def _propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
@@ -101,8 +67,8 @@ class DFlashDrafter:
         if pieces := [(seq, start, end - 1) for seq, start, end in rest if start < end - 1]:
             read(pieces)
         budgets = [min(k, self.config.max_drafts) for k in budgets]
-        drawing = Drawing.of(self.model, self.vocab_size, self._blocks(seqs, budgets, lease.after(1)))
-        if self.model.markov is None and all(map(independent, seqs)):
+        drawing = Drawing.of(self.network, self.vocab_size, self._blocks(seqs, budgets, lease.after(1)))
+        if self.network.markov_head is None and all(map(independent, seqs)):
             logits, sure = drawing.all_logits()
             return draft_at_once(NAME, seqs, budgets, logits, self.min_confidence, sure)
 
@@ -110,20 +76,14 @@ class DFlashDrafter:
             previous = [drafts[i][-1] if drafts[i] else seqs[i].tokens[-1] for i in which]
             return drawing.logits(which, len(drafts[which[0]]), previous)
 
-        chances = None if self.model.confidence is None else lambda: drawing.sure
+        chances = None if self.network.confidence_head is None else lambda: drawing.sure
         return draft_chain(NAME, seqs, budgets, forward, self.min_confidence, chances)
-
-    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: States) -> None:
-        """Nothing to learn: the states of accepted drafts are in the pages, and nothing of a block is."""
-
-    def release(self, seq: Sequence) -> None:
-        """Its pages go with the target's."""
 
     def _read(self, pieces: list[Piece], lease: DraftLease) -> None:
         """Writes the drafter's keys and values of committed positions."""
         positions = [position for _, start, end in pieces for position in range(start, end)]
         at = torch.tensor(positions, device=self.target.device)
-        self.model.write_context(lease.taps(pieces), at, lease.after(1).view(pieces))
+        self.network.write_context(lease.taps(pieces), at, lease.after(1).view(pieces))
         mark(NAME, pieces)
 
     def _blocks(self, seqs: list[Sequence], ks: list[int], own: DraftLease) -> list[Tensor]:
@@ -133,7 +93,7 @@ class DFlashDrafter:
         ids: list[int] = []
         positions: list[int] = []
         for seq, n, rows in blocks:
-            ids += [seq.tokens[n], *[self.model.mask_token_id] * (rows - 1)]
+            ids += [seq.tokens[n], *[self.config.mask_token_id] * (rows - 1)]
             positions += range(n, n + rows)
         flat = torch.tensor([ids, positions], device=self.target.device)
         states = self.run(flat[0], flat[1], block_view(own, blocks))

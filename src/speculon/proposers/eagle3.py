@@ -1,35 +1,29 @@
 """A small head over the target's own hidden states drafts token by token (EAGLE-3, Li et al. 2025).
 
-The states of every position lie in pages, as its own keys and values do, so a sequence may be preempted,
-start behind a prefix that was found, or be computed again: nothing that it needs is ever lost. See
-`models.eagle` for which row lies where.
+See `models.eagle3` for which row lies where.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from speculon.checkpoints.eagle3_config import Eagle3Config, TargetShape, check_pair
+from speculon.checkpoints.eagle3_config import Eagle3Config
 from speculon.checkpoints.families import read_eagle3_config
-from speculon.checkpoints.locate import locate
 from speculon.config import SpeculationConfig
-from speculon.core import Draft, Needs, Stop, Verdict, no_draft
+from speculon.core import Draft, Needs
 from speculon.errors import ConfigError
 from speculon.models.captured_drafts import Forward
-from speculon.models.draft_runs import run_of_head
-from speculon.models.eagle import EagleHead, agreement
-from speculon.models.eagle_load import head_needs, load_head
-from speculon.models.fusion import Fusion
-from speculon.proposers.base import States, TargetFacts
+from speculon.models.draft_runs import run_of
+from speculon.models.eagle3 import Eagle3Network, agreement, head_needs, load_head
+from speculon.proposers.base import TargetFacts
 from speculon.proposers.chain import Piece, catch_up, draft_chain, mark
+from speculon.proposers.state_drafter import TAPS, StateDrafter, checked_config
 from speculon.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -38,8 +32,7 @@ if TYPE_CHECKING:
     from speculon.kv.lease import DraftLease
 
 NAME = "eagle3"
-NOT_READY = no_draft(Stop.NOT_READY)
-TAPS, CONTEXT, FLAGS = "taps", "max_context", ("norm_before_residual", "norm_output")
+CONTEXT, FLAGS = "max_context", ("norm_before_residual", "norm_output")
 
 PROBE = (
     "Speculative decoding lets a small model draft what a large one will write. The large model reads all "
@@ -51,43 +44,30 @@ PROBE = (
 log = logging.getLogger("speculon")
 
 
-class Eagle3Drafter:
+class Eagle3Drafter(StateDrafter):
     """One call of the head per draft position for all sequences of the round."""
 
+    method = NAME
+
     def __init__(self, head_config: Eagle3Config, target: TargetFacts, min_confidence: float = 0.0):
-        assert target.model is not None
+        super().__init__(target, min_confidence)
         self.tap_layouts, self.tokenizer = head_config.tap_layouts(target.num_layers), target.tokenizer
-        self.head_config, self.target, self.min_confidence = head_config, target.model, min_confidence
-        self.vocab_size, self.max_rows = target.vocab_size, target.rows or sys.maxsize
+        self.head_config = head_config
         self.needs: Needs = head_needs(
-            head_config, self.tap_layouts[0], target.model, target.rows, target.scored, target.compile
+            head_config, self.tap_layouts[0], self.target, target.rows, target.scored, target.compile
         )
-        self.compile = target.compile
-        self.head: EagleHead
+        self.head: Eagle3Network
         self.run: Forward  # of the head
-        self.fusion: Fusion
 
     @classmethod
     def build(cls, config: SpeculationConfig, target: TargetFacts) -> Eagle3Drafter:
-        source = config.drafts.get(NAME)
-        if not isinstance(source, str):
-            raise ConfigError(f"{NAME} needs draft = a checkpoint's folder")
-        if target.model is None:
-            raise ConfigError(f"{NAME} reads the target's states, and there is no target")
-        head_config, model = overridden(read_eagle3_config(locate(source)), config.options), target.model
-        odd = check_pair(
-            head_config,
-            TargetShape(model.hidden_size, model.vocab_size, len(model.layers), type(model.model).__name__),
-        )
-        log.info("%s: %s", NAME, head_config.summary(len(model.layers)))
-        for note in (*head_config.notes, *odd):
-            log.warning("%s: %s", NAME, note)
-        return cls(head_config, target, config.draft_min_confidence)
+        found = checked_config(NAME, config, target, read_eagle3_config, overridden)
+        return cls(found, target, config.draft_min_confidence)
 
     def load(self) -> None:
         self.head = load_head(self.head_config, self.target)
         layers = self.needs.layers[1:]
-        self.run, self.fusion = run_of_head(self.head, layers, self.target, self.compile)
+        self.run, self.fusion = run_of(self.head, layers, self.target, self.compile)
         if len(self.tap_layouts) > 1 and self.tokenizer is not None:
             self.needs = replace(
                 self.needs, taps=self._better_reading(self.tokenizer.encode(PROBE)[: self.target.max_context])
@@ -107,15 +87,6 @@ class Eagle3Drafter:
         )
         return best
 
-    def admit(self, seq: Sequence) -> None:
-        """Nothing yet: the prompt is read with the first draft."""
-
-    def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
-        """Nothing after a single token: there are no states before it."""
-        able = [len(seq.tokens) > 1 for seq in seqs]
-        drafts = iter(self._propose(list(compress(seqs, able)), list(compress(budgets, able)), lease))
-        return [next(drafts) if yes else NOT_READY for yes in able]
-
     def _propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
         own = lease.after(1)  # the first layer holds the taps
         rest = catch_up(NAME, seqs, self.max_rows, partial(self._read, lease=lease), first=1)
@@ -133,14 +104,6 @@ class Eagle3Drafter:
             return self.head.logits(after, self.vocab_size)
 
         return draft_chain(NAME, seqs, budgets, forward, self.min_confidence)
-
-    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: States) -> None:
-        """Nothing to learn: the rows of drafts, which read the head's own states, are written again from the
-        target's.
-        """
-
-    def release(self, seq: Sequence) -> None:
-        """Its pages go with the target's."""
 
     def _read(self, pieces: list[Piece], lease: DraftLease) -> Tensor:  # [B, H]
         """Rows of committed states; the state after each piece."""

@@ -1,18 +1,16 @@
 """Prediction layers in the target's own checkpoint draft token by token (MTP, DeepSeek-V3 2024).
 
 Draft position j is that of module j; the last module drafts all that follow, from its own states. What a
-module yields for committed tokens lies in pages, where the next one reads it, as the target's states do. So
-preemption, prefix hits and pauses need no code here. See `models.mtp` for which row lies where.
+module yields for committed tokens lies in pages, where the next one reads it, as the target's states do. See
+`models.mtp` for which row lies where.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from itertools import compress
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,13 +18,14 @@ import torch
 from speculon.checkpoints.locate import locate
 from speculon.checkpoints.mtp import MTP, MtpConfig, mtp_of
 from speculon.config import SpeculationConfig
-from speculon.core import Draft, Needs, Stop, Verdict, no_draft
+from speculon.core import Draft, Needs
 from speculon.errors import ConfigError
 from speculon.models.fusion import Fusion
 from speculon.models.mtp import MtpHead
 from speculon.models.mtp_load import load_mtp, mtp_needs
-from speculon.proposers.base import States, TargetFacts
+from speculon.proposers.base import TargetFacts
 from speculon.proposers.chain import Piece, catch_up, draft_chain, mark
+from speculon.proposers.state_drafter import StateDrafter, states_of
 from speculon.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -36,29 +35,26 @@ if TYPE_CHECKING:
 
 NAME = MTP
 AS_IT_IS = "neither compiled nor captured: a layer of the target's class runs as it is"
-NOT_READY = no_draft(Stop.NOT_READY)
 
 log = logging.getLogger("speculon")
 
 
-class Mtp:
+class Mtp(StateDrafter):
     """One call of a module per draft position for all sequences of the round."""
 
+    method = NAME
+
     def __init__(self, config: MtpConfig, target: TargetFacts, min_confidence: float = 0.0):
-        assert target.model is not None
-        self.config, self.target, self.min_confidence = config, target.model, min_confidence
-        self.vocab_size, self.max_rows = target.vocab_size, target.rows or sys.maxsize
-        self.fuse = target.fuse
-        self.needs: Needs = mtp_needs(config, target.model, target.rows, target.scored)
+        super().__init__(target, min_confidence)
+        self.config, self.fuse = config, target.fuse
+        self.needs: Needs = mtp_needs(config, self.target, target.rows, target.scored)
         self.head: MtpHead
-        self.fusion: Fusion
 
     @classmethod
     def build(cls, config: SpeculationConfig, target: TargetFacts) -> Mtp:
         """Raises `ConfigError` without a folder, `UnsupportedModel` where the folder has no such layers."""
-        if target.model is None:
-            raise ConfigError(f"{NAME} reads the target's states, and there is no target")
-        source = config.drafts.get(NAME) or target.model.source
+        model = states_of(NAME, target)
+        source = config.drafts.get(NAME) or model.source
         if not isinstance(source, str):
             raise ConfigError(f"{NAME} reads the target's checkpoint, and this target came from no folder")
         found = mtp_of(locate(source))
@@ -69,21 +65,6 @@ class Mtp:
         self.head, own = load_mtp(self.config, self.target, self.needs.layers, self.fuse)
         self.needs = replace(self.needs, bytes_fixed=own)
         self.fusion = Fusion(len(self.head.modules), refused=Counter({AS_IT_IS: len(self.head.modules)}))
-
-    def admit(self, seq: Sequence) -> None:
-        """Nothing yet: the prompt is read with the first draft."""
-
-    def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
-        """Nothing after a single token: there are no states before it."""
-        able = [len(seq.tokens) > 1 for seq in seqs]
-        drafts = iter(self._propose(list(compress(seqs, able)), list(compress(budgets, able)), lease))
-        return [next(drafts) if yes else NOT_READY for yes in able]
-
-    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: States) -> None:
-        """Nothing to learn: the rows of drafts are written again from the target's states."""
-
-    def release(self, seq: Sequence) -> None:
-        """Its pages go with the target's."""
 
     def _propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
         rest = catch_up(NAME, seqs, self.max_rows, partial(self._read, lease=lease), first=1)

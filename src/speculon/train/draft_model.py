@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
-from speculon.errors import InvalidParameter
 from speculon.models.quiet import quiet
 from speculon.models.tokenizer import load_tokenizer
 from speculon.train.data import Rows
 from speculon.train.losses import kl
+from speculon.train.networks import attention_heads
 from speculon.train.settings import DraftSettings
 from speculon.train.teacher import Batch, Teacher
+from speculon.train.training import Training
 
 FAMILIES = ("llama", "qwen3")  # whose layers a draft may have; any other target gets a llama
 DRAFTS = 4  # per round, when it is tried out
@@ -48,18 +48,13 @@ class DraftModel(nn.Module):
         return (logits.argmax(-1) == batch.best[learned])[None]
 
 
-class DraftModelTraining:
+class DraftModelTraining(Training[DraftSettings, DraftModel]):
     """How `train draft` makes its drafter, and writes it at the end."""
 
-    method = "draft"
-    taps: tuple[int, ...] | None = ()
-
-    def __init__(self, settings: DraftSettings):
-        self.settings = settings
+    method, proposer, drafts = "draft", "draft_model", DRAFTS
 
     @property
     def spare(self) -> int:
-        """Tokens at the end of a row that predict nothing."""
         return 0
 
     def check(self, teacher: Teacher) -> None:
@@ -87,22 +82,12 @@ class DraftModelTraining:
             copy.deepcopy(drafter.model).to(torch.bfloat16).save_pretrained(folder)
         load_tokenizer(target).save_pretrained(folder)
 
-    def speculation(self, folder: Path) -> Mapping[str, Any]:
-        """Settings under which `LLM` drafts with what was written."""
-        return {
-            "method": "draft_model",
-            "draft": {"draft_model": str(folder)},
-            "num_speculative_tokens": DRAFTS,
-        }
-
 
 def config_of(settings: DraftSettings, teacher: Teacher) -> PreTrainedConfig:
     """The target's own config with fewer layers, or a llama's with its numbers."""
     target = teacher.config
-    hidden, heads = settings.hidden or teacher.width, settings.heads or target.num_attention_heads
-    kv_heads = settings.kv_heads or min(heads, getattr(target, "num_key_value_heads", heads))
-    if heads % kv_heads:
-        raise InvalidParameter("heads", heads, f"a multiple of kv_heads, {kv_heads}")
+    hidden = settings.hidden or teacher.width
+    heads, kv_heads = attention_heads(settings.heads, settings.kv_heads, target)
     numbers = {
         "num_hidden_layers": settings.layers,
         "hidden_size": hidden,

@@ -1,89 +1,138 @@
-"""Training method `eagle3`: an EAGLE-3 head for the target."""
+"""Training method `eagle3`: an EAGLE-3 head for the target, with the training-time test (Li 2025) as loss."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import LlamaConfig
 
+from speculon.checkpoints.eagle3_config import Eagle3Config
 from speculon.checkpoints.headers import parameters_by_dtype, read_config
 from speculon.checkpoints.locate import locate
 from speculon.errors import InvalidParameter, UnsupportedModel
+from speculon.models.eagle3 import Eagle3Network
 from speculon.train.data import Rows
-from speculon.train.eagle3_head import Eagle3Head, HeadForm
-from speculon.train.export import WEIGHTS, write_head
+from speculon.train.losses import attention
+from speculon.train.networks import WEIGHTS, network_sizes, write_network
 from speculon.train.settings import HeadSettings
-from speculon.train.teacher import Teacher
+from speculon.train.step_drafter import StepDrafter
+from speculon.train.teacher import Batch, Teacher
+from speculon.train.training import Training
+
+Past = list[tuple[Tensor, Tensor]]  # keys and values [B, KV, N, D] of each step so far
 
 
-class Eagle3Training:
+class Eagle3Head(StepDrafter, Eagle3Network):
+    """A head as it learns."""
+
+    def __init__(self, config: Eagle3Config, steps: int, decay: float):
+        super().__init__(config)
+        self.steps, self.decay = steps, decay
+
+    def hiddens(self, ids: Tensor, taps: Tensor) -> Iterator[Tensor]:
+        """Normed states [B, N, H] of each step, N = T - steps. ids [B, T], taps [B, T, k * H].
+
+        Row i of step k pairs the fused taps of position i (k = 0), or the head's output of the last step,
+        with token i + 1 + k at rotary position i + k; it predicts token i + 2 + k.
+        """
+        rows, past = ids.shape[1] - self.steps, [Past() for _ in self.layers]
+        x = self.fuse(taps[:, :rows]).float()
+        cos, sin = self.tables(self.embed, torch.arange(ids.shape[1], device=ids.device))
+        for k in range(self.steps):
+            embedded = F.embedding(ids[:, k + 1 : k + 1 + rows], self.embed)
+            x, tables = torch.cat([embedded, x], -1), (cos[k : k + rows], sin[k : k + rows])
+            for layer, before in zip(self.layers, past, strict=True):
+                x = layer(x, tables, partial(attend, before))
+            normed = self.norm(x)
+            yield normed
+            x = normed if self.norm_output else x
+
+    def states(self, batch: Batch) -> Iterator[Tensor]:
+        return self.hiddens(batch.ids, batch.taps)
+
+    def head_of(self, step: int) -> Tensor:
+        return self.lm_head.weight
+
+    def best(self, step: int, states: Tensor) -> Tensor:
+        assert self.ids is not None
+        return self.ids[super().best(step, states)]
+
+
+def attend(past: Past, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """Rows [B, N, heads, D] of a step attend to `past`, to which their keys and values are appended."""
+    past.append((key.to(value.dtype).transpose(1, 2), value.transpose(1, 2)))
+    keys, values = zip(*past, strict=True)
+    return attention(query.to(value.dtype).transpose(1, 2), list(keys), list(values)).transpose(1, 2)
+
+
+class Eagle3Training(Training[HeadSettings, Eagle3Head]):
     """How `train eagle3` makes its drafter, and writes it at the end."""
 
-    method = "eagle3"
+    method = proposer = "eagle3"
 
     def __init__(self, settings: HeadSettings):
-        self.settings = settings
+        super().__init__(settings)
         self.taps = settings.tap_ids
 
     @property
     def spare(self) -> int:
-        """Tokens at the end of a row that predict nothing."""
         return self.settings.ttt
 
     def check(self, teacher: Teacher) -> None:
         """Raises InvalidParameter for a form that does not fit the target, or the head to start from."""
-        form = form_of(self.settings, teacher)
+        config = config_of(self.settings, teacher)
         if self.settings.start is not None:
-            refuse_other_form(self.settings.start, form, self.settings.draft_vocab or teacher.vocab_size)
+            refuse_other_form(self.settings.start, config, self.settings.draft_vocab or teacher.vocab_size)
         count = self.settings.draft_vocab or 0
         if count > teacher.vocab_size:
             raise InvalidParameter("draft_vocab", count, f"the target has {teacher.vocab_size} tokens")
 
     def drafter(self, teacher: Teacher, rows: Rows) -> Eagle3Head:
         """Random layers between the target's embeddings and output head, or the head that it starts from."""
-        before = {} if self.settings.start is None else load_file(locate(self.settings.start) / WEIGHTS)
+        settings = self.settings
+        before = {} if settings.start is None else load_file(locate(settings.start) / WEIGHTS)
         if "d2t" in before:
             used = before["d2t"] + torch.arange(len(before["d2t"]))
         else:
-            used = most_used(rows, self.settings.draft_vocab, teacher)
+            used = most_used(rows, settings.draft_vocab, teacher)
         teacher.used = used.to(teacher.device)
-        head = Eagle3Head(form_of(self.settings, teacher), self.settings.ttt, self.settings.decay).to(
-            teacher.device
-        )
-        head.start_from(teacher.embed, teacher.norm, teacher.head.weight, teacher.used)
+        head = Eagle3Head(config_of(settings, teacher), settings.ttt, settings.decay).to(teacher.device)
+        head.start_from(teacher.embed, teacher.norm)
+        head.ids = teacher.used
+        with torch.no_grad():
+            head.lm_head.weight.copy_(teacher.head.weight[teacher.used.to(teacher.head.weight.device)])
         if before:
-            copy_into(head, before, self.settings.start)
+            copy_into(head, before, settings.start)
         return head
 
     def write(self, drafter: Eagle3Head, teacher: Teacher, target: str, folder: Path) -> None:
-        write_head(drafter, teacher, target, folder)
-
-    def speculation(self, folder: Path) -> Mapping[str, Any]:
-        """Settings under which `LLM` drafts with what was written."""
-        return {
-            "method": self.method,
-            "draft": {self.method: str(folder)},
-            "num_speculative_tokens": self.settings.ttt,
-        }
+        """In the speculators format."""
+        config, used = drafter.config, teacher.used.cpu()
+        tables: dict[str, Tensor] = {}
+        if config.draft_vocab_size < config.vocab_size:
+            tables["d2t"] = used - torch.arange(len(used))  # an offset: target id = draft id + d2t
+            tables["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, used, True)
+        write_network(drafter, speculators_config(config, target), folder, tables)
 
 
-def refuse_other_form(start: str, form: HeadForm, vocab: int) -> None:
+def refuse_other_form(start: str, config: Eagle3Config, vocab: int) -> None:
     """Raises InvalidParameter where `start` is no head of this form, ModelError where it is damaged."""
     folder = locate(start)
     if not all((folder / name).is_file() for name in ("config.json", WEIGHTS)):
         raise InvalidParameter("start", str(start), f"has no config.json and {WEIGHTS}")
-    config = read_config(folder)
+    stored, here = read_config(folder), {**form_of(config), "draft_vocab_size": vocab}
     parameters_by_dtype(folder / WEIGHTS)
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    here = {"eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in form.taps], "draft_vocab_size": vocab}
-    for name, value in {**here, **{flag: getattr(form, flag) for flag in flags}}.items():
-        if config.get(name) != value:
-            reason = f"{name} is {config.get(name)} there and {value} here: give that head's settings"
+    for name, value in here.items():
+        if stored.get(name) != value:
+            reason = f"{name} is {stored.get(name)} there and {value} here: give that head's settings"
             raise InvalidParameter("start", str(start), reason)
 
 
@@ -100,37 +149,70 @@ def copy_into(head: Eagle3Head, before: Mapping[str, Tensor], source: str | None
         parameter.copy_(before[name])
 
 
-def form_of(settings: HeadSettings, teacher: Teacher) -> HeadForm:
-    config = teacher.config
-    heads, kv_heads = attention_heads(settings.heads, settings.kv_heads, config)
-    intermediate = settings.intermediate or getattr(config, "intermediate_size", None) or 4 * teacher.width
-    rope = getattr(config, "rope_parameters", None) or {}
-    return HeadForm(
-        hidden=teacher.width,
-        taps=teacher.taps,
-        layers=settings.layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=getattr(config, "head_dim", None) or teacher.width // config.num_attention_heads,
-        intermediate=intermediate,
-        vocab_size=teacher.vocab_size,
-        draft_vocab_size=len(teacher.used),
-        eps=getattr(config, "rms_norm_eps", 1e-6),
-        theta=float(rope.get("rope_theta") or 10_000.0),
+def config_of(settings: HeadSettings, teacher: Teacher) -> Eagle3Config:
+    return Eagle3Config(
+        **network_sizes(settings, teacher),
         norm_before_residual=settings.norm_before_residual,
         norm_before_fc=settings.norm_all,
         fc_norm=settings.fc_norm,
         norm_output=settings.norm_output,
+        tap_ids=tuple(tap + 1 for tap in teacher.taps),
+        after=False,  # the format numbers the inputs of layers
+        speculative_tokens=settings.ttt,
+        verifier=tuple(teacher.model.config.architectures or ()),
+        names={"lm_head.weight": "lm_head.weight"},
     )
 
 
-def attention_heads(heads: int | None, kv_heads: int | None, config: Any) -> tuple[int, int]:
-    """Heads and key-value heads, the target's where not given. Raises InvalidParameter."""
-    heads = heads or config.num_attention_heads
-    kv_heads = kv_heads or min(heads, getattr(config, "num_key_value_heads", None) or heads)
-    if heads % kv_heads:
-        raise InvalidParameter("heads", heads, f"a multiple of kv_heads, {kv_heads}")
-    return heads, kv_heads
+def form_of(config: Eagle3Config) -> dict[str, Any]:
+    """What the format says of a head beside its layers."""
+    return {
+        "eagle_aux_hidden_state_layer_ids": list(config.tap_ids or ()),
+        "draft_vocab_size": config.draft_vocab_size,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+    }
+
+
+def speculators_config(config: Eagle3Config, target: str) -> dict[str, Any]:
+    """The config.json of a head."""
+    layer = LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden,
+        intermediate_size=config.intermediate,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_context,
+        rms_norm_eps=config.eps,
+        rope_parameters=dict(config.rope),
+        tie_word_embeddings=False,
+    )
+    greedy = {
+        "proposal_type": "greedy",
+        "speculative_tokens": config.speculative_tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.5.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [greedy],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": target, "architectures": list(config.verifier)},
+        },
+        "transformer_layer_config": layer.to_diff_dict()
+        | {"model_type": "llama", "num_hidden_layers": config.layers},
+        "target_hidden_size": config.target_hidden,
+        "embed_requires_grad": False,
+        **form_of(config),
+    }
 
 
 def most_used(rows: Rows, count: int | None, teacher: Teacher) -> torch.Tensor:

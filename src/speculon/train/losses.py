@@ -1,4 +1,4 @@
-"""The losses of a drafter, twice: as a reference formula, and fast with explicit gradients."""
+"""The losses of a drafter, and the attention of the training-time test, with explicit gradients."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ KL_ROWS = 128  # at once on a CPU, whose caches hold their logits
 TINY = 1e-5  # added to a sum of weights, so that rows of weight 0 have no loss
 
 
-def kl_reference(logits: Tensor, p: Tensor, weights: Tensor) -> Tensor:
-    """sum_i w_i KL(p_i || q_i) / sum_i w_i, with q = softmax(logits) [N, V], p [N, V], w [N]."""
-    log_q = logits.float().log_softmax(-1)
-    kl = (torch.special.xlogy(p.float(), p.float()) - p.float() * log_q).sum(-1)  # [N]
-    return (kl * weights).sum() / (weights.sum() + TINY)
-
-
 def kl(hidden: Tensor, head: Tensor, p: Tensor, entropy: Tensor, weights: Tensor) -> Tensor:
-    """`kl_reference` of hidden [N, D] @ head [V, D].T, given the entropy of p [N]; products in p's dtype."""
+    """sum_i w_i KL(p_i || q_i) / sum_i w_i, with q = softmax(hidden [N, D] @ head [V, D].T).
+
+    The entropy of p [N, V] is [N]; products are in p's dtype.
+    """
     return HeadKL.apply(hidden, head, p, entropy, weights)
 
 
@@ -65,26 +61,13 @@ class HeadKL(torch.autograd.Function):
         return gradients[0] * for_hidden, by_head, None, None, None
 
 
-def attention_reference(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Attention of step k of the training-time test (Li 2025).
+def attention(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Attention of step k of the training-time test (Li 2025), by blocks of queries.
 
     Row i sees rows j <= i of step 0, and row i of later steps.
 
     q [B, H, N, D]; keys, values: k + 1 of [B, KV, N, D], of step 0 first -> [B, H, N, D]
     """
-    groups, rows = q.shape[1] // keys[0].shape[1], q.shape[2]
-    keys = [key.repeat_interleave(groups, 1) for key in keys]
-    values = [value.repeat_interleave(groups, 1) for value in values]
-    causal = torch.ones(rows, rows, dtype=torch.bool, device=q.device).tril()
-    first = (q @ keys[0].transpose(-1, -2)).masked_fill(~causal, float("-inf"))  # [B, H, N, N]
-    own = [(q * key).sum(-1, keepdim=True) for key in keys[1:]]  # [B, H, N, 1] each
-    p = (torch.cat([first, *own], -1) * q.shape[-1] ** -0.5).float().softmax(-1).to(q.dtype)
-    later = [p[..., rows + s, None] * value for s, value in enumerate(values[1:])]
-    return torch.stack([p[..., :rows] @ values[0], *later]).sum(0)
-
-
-def attention(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """`attention_reference` by blocks of queries, which skips half of the scores."""
     return Attention.apply(q, len(keys), *keys, *values)
 
 

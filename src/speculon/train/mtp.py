@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -20,21 +18,17 @@ from speculon.models.target import Target
 from speculon.train.data import Rows
 from speculon.train.mtp_network import MtpDrafter
 from speculon.train.settings import MtpSettings
-from speculon.train.teacher import Taps, Teacher
+from speculon.train.teacher import Teacher
+from speculon.train.training import Training
 
 
-class MtpTraining:
+class MtpTraining(Training[MtpSettings, MtpDrafter]):
     """How `train mtp` makes its drafter, and writes it at the end."""
 
-    method = MTP
-    taps: Taps = ()
-
-    def __init__(self, settings: MtpSettings):
-        self.settings = settings
+    method = proposer = MTP
 
     @property
     def spare(self) -> int:
-        """Tokens at the end of a row that predict nothing."""
         return self.settings.ttt
 
     def check(self, teacher: Teacher) -> None:
@@ -64,14 +58,6 @@ class MtpTraining:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(made, folder / "model.safetensors", {"format": "pt"})
         (folder / "config.json").write_bytes(facts)
-
-    def speculation(self, folder: Path) -> Mapping[str, Any]:
-        """Settings under which `LLM` drafts with what was written."""
-        return {
-            "method": self.method,
-            "draft": {self.method: str(folder)},
-            "num_speculative_tokens": self.settings.ttt,
-        }
 
     def _config(self, teacher: Teacher) -> MtpConfig:
         folder = teacher.folder if self.settings.start is None else locate(self.settings.start)

@@ -19,13 +19,14 @@ TRAINED = ("embed_norm", "state_norm", "proj", "layer", "norm")
 Rotary = Callable[[Tensor, Tensor], Any]
 
 
-class MtpDrafter(StepDrafter):
+class MtpDrafter(StepDrafter, nn.Module):
     """Step k is that of module k; the last module makes all steps after its own, from its own states."""
 
     def __init__(
         self, modules: list[Module], rotary: Rotary, windows: list[int | None], settings: MtpSettings
     ):
-        super().__init__(settings.ttt, settings.decay, settings.loss)
+        super().__init__()
+        self.steps, self.decay, self.goal = settings.ttt, settings.decay, settings.loss
         self.chain, self.rotary, self.windows = modules, rotary, windows
         parts = [{name: getattr(module, name) for name in TRAINED} for module in modules]
         self.parts = nn.ModuleList(nn.ModuleDict(each) for each in parts).float().requires_grad_(True)

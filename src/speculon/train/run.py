@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,24 @@ from speculon.models.tokenizer import load_tokenizer
 from speculon.text import Tokenizer
 from speculon.train.data import Document, Rows, read_documents, split
 from speculon.train.dataset import Dataset
+from speculon.train.dflash import DFlashTraining, DSparkTraining
+from speculon.train.draft_model import DraftModelTraining
+from speculon.train.eagle3 import Eagle3Training
 from speculon.train.evaluate import evaluate
-from speculon.train.methods import TrainingMethod
+from speculon.train.mtp import MtpTraining
 from speculon.train.progress import Progress
 from speculon.train.record import provenance, whole_lines, write_json
 from speculon.train.regenerate import regenerate
 from speculon.train.settings import TrainSettings
 from speculon.train.teacher import Teacher
 from speculon.train.trainer import FIRST, LAST, ROWS, Trainer, refuse_other_run
+from speculon.train.training import Training
+
+# by their names on the command line
+METHODS: Mapping[str, Callable[[Any], Training[Any, Any]]] = {
+    each.method: each
+    for each in (Eagle3Training, DraftModelTraining, DFlashTraining, DSparkTraining, MtpTraining)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +44,7 @@ class Done:
     record: Mapping[str, Any] | None
 
 
-def train(method: TrainingMethod, settings: TrainSettings, progress: Progress) -> Done:
+def train(method: Training[Any, Any], settings: TrainSettings, progress: Progress) -> Done:
     """Trains a drafter and writes its folder. A run in the same work folder is resumed."""
     made_with = provenance()  # first: the code on disk may change during the run
     if settings.out.resolve() == locate(settings.target).resolve():

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from speculon.train.losses import cross_entropy, kl
 from speculon.train.teacher import Batch
@@ -15,12 +15,12 @@ from speculon.train.teacher import Batch
 Loss = Literal["kl", "ce"]
 
 
-class StepDrafter(nn.Module):
+class StepDrafter:
     """Row i of step k reads token i + 1 + k and predicts token i + 2 + k: a draft at depth k."""
 
-    def __init__(self, steps: int, decay: float, goal: Loss = "kl"):
-        super().__init__()
-        self.steps, self.decay, self.goal = steps, decay, goal
+    steps: int
+    decay: float
+    goal: Loss = "kl"
 
     def states(self, batch: Batch) -> Iterator[Tensor]:
         """What the output head reads, of each step [B, N, H]; N = T - steps."""
