@@ -28,7 +28,7 @@ from speculon.bench.provenance import cpu_name
 OUT = ROOT / "docs/benchmarks/dashboard"
 STREAMS, TURNS, SECONDS, PER_SECOND = 16, 5, 12, 200
 OF_DASHBOARD = re.compile(r"server/admin/|nicegui|socketio|engineio|websockets")
-EVENT_LOOP = "speculon/commands/serve.py"
+EVENT_LOOP = "speculon/cli/serve.py"
 
 
 class Load:

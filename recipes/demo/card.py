@@ -44,8 +44,8 @@ licence.
 | training | {train[files]} | {train[bytes]:,} | `{train[sha256]}` |
 | held out | {held_out[files]} | {held_out[bytes]:,} | `{held_out[sha256]}` |
 
-A file is held out if a hash of its path says so: `speculon.demo.corpus.is_held_out`. `training.json` beside \
-this file \
+A file is held out if a hash of its path says so: `speculon.bench.corpus.is_held_out`. `training.json` \
+beside this file \
 lists the held-out files.
 
 {copy_share:.0%} of the sequences are made of samples that teach copying and chat, drawn with these weights: \

@@ -4,7 +4,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from speculon.demo import corpus
+from speculon.bench import corpus
 
 
 def manifest(root: Path) -> dict[str, object]:

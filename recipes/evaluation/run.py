@@ -19,10 +19,10 @@ from typing import Any
 
 from recipes.serving.server import Server
 
+from speculon.bench.corpus import held_out_functions
 from speculon.bench.provenance import commit, machine
 from speculon.bench.workloads import Size, build
 from speculon.checkpoints.locate import locate
-from speculon.demo.corpus import held_out_functions
 from speculon.models.tokenizer import load_tokenizer
 from speculon.text import Tokenizer
 

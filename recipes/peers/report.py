@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 from figures import Record, Row
 from matplotlib.figure import Figure
 
-from speculon.bench.chart import COLOURS
+from speculon.bench.charts import COLOURS, name_panel, new_figure
+from speculon.bench.tables import markdown_table
 
 HEAD = (
     "engine",
@@ -75,7 +75,7 @@ def markdown(facts: dict[str, Any], rows: list[Row]) -> str:
     parts = [f"`{facts['command']}` at {facts['commit']}, {facts['date'][:10]}: {title(facts)}."]
     for (workload, count), cell in by_cell(rows):
         parts.append(f"## {workload}, {'one at a time' if count == 1 else f'{count} at once'}")
-        parts.append(grid([HEAD, ("---",) * len(HEAD), *map(line, cell)]))
+        parts.append(markdown_table(HEAD, map(line, cell)))
         parts.extend(f"- {row.engine} {row.mode} refused: {row.refused}" for row in cell if row.refused)
     versions = ", ".join(f"{name} {number}" for name, number in sorted(facts["versions"].items()))
     return "\n\n".join([*parts, f"{MEASURED}.", f"Versions: {versions}.\n"])
@@ -117,17 +117,13 @@ def drafts(row: Row) -> str:
     return f"{row.accepted / row.drafted:.0%}" if row.drafted and row.accepted is not None else "?"
 
 
-def grid(lines: list[tuple[str, ...]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
 def draw(rows: list[Row], heading: str) -> Figure:
     """A panel per cell; a bar per mode, coloured by engine, plain decoding pale."""
     cells, engines = by_cell(rows), list(dict.fromkeys(row.engine for row in rows))
     tallest = max(len(cell) for _, cell in cells)
     columns = min(2, len(cells))
     lines = -(-len(cells) // columns)
-    figure = Figure(figsize=(6.2 * columns, (0.9 + 0.21 * tallest) * lines + 0.6), layout="constrained")
+    figure = new_figure(6.2 * columns, (0.9 + 0.21 * tallest) * lines + 0.2, heading)
     panels = figure.subplots(lines, columns, squeeze=False).flat
     for panel, ((workload, count), cell) in zip(panels, cells, strict=False):
         speeds = [row.tokens_per_second or 0 for row in cell]
@@ -143,10 +139,8 @@ def draw(rows: list[Row], heading: str) -> Figure:
         panel.set_yticks(range(len(cell)), [f"{row.engine} {row.mode}" for row in cell], fontsize=7)
         panel.invert_yaxis()
         panel.margins(x=0.12)
-        panel.set_title(f"{workload}, {'one at a time' if count == 1 else f'{count} at once'}", fontsize=10)
+        name_panel(panel, f"{workload}, {'one at a time' if count == 1 else f'{count} at once'}")
         panel.set_xlabel("tokens per second", fontsize=8)
-        panel.spines[["top", "right"]].set_visible(False)
     for panel in panels[len(cells) :]:
         panel.set_visible(False)
-    figure.suptitle("\n".join(textwrap.wrap(heading, 80 * columns)), fontsize=9)
     return figure

@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import Any
 
 from speculon import LLM, SamplingParams
-from speculon.bench.render import markdown_table
+from speculon.bench.tables import markdown_table
 from speculon.bench.workloads import Size, build
 
 HEAD = ["drafts", "tokens/s without", "tokens/s with", "with / without"]

@@ -10,7 +10,7 @@ import random
 from statistics import median
 from time import perf_counter
 
-from speculon.bench.render import markdown_table
+from speculon.bench.tables import markdown_table
 from speculon.config import EngineConfig, SamplingParams
 from speculon.engine.build import build_engine
 from speculon.engine.engine import Engine

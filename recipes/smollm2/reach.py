@@ -14,7 +14,7 @@ from pathlib import Path
 
 from speculon import LLM, SamplingParams
 from speculon.bench.data import read_prompts
-from speculon.bench.render import markdown_table
+from speculon.bench.tables import markdown_table
 from speculon.telemetry import RequestStats
 from speculon.train.regenerate import without_loop
 

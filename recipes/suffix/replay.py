@@ -19,10 +19,9 @@ from itertools import islice
 from time import thread_time
 from typing import Any, cast
 
-from speculon.bench import workloads
+from speculon.bench import corpus, workloads
 from speculon.checkpoints.locate import locate
 from speculon.config import SamplingParams, SpeculationConfig
-from speculon.demo import corpus
 from speculon.models.tokenizer import load_tokenizer
 from speculon.proposers.base import Proposer, TargetFacts
 from speculon.proposers.registry import find_factory

@@ -18,8 +18,8 @@ from speculon.bench.against import Against, MeanRatio, against_best_fixed, estim
 from speculon.bench.cell import Cell
 from speculon.bench.diagnosis import GATES, diagnose, gated
 from speculon.bench.plan import AGAIN, BASELINES
-from speculon.bench.report import Report
-from speculon.bench.tables import against_figures, against_markdown, against_table
+from speculon.bench.report import AGAINST_ALL, Report, against_table
+from speculon.bench.tables import markdown, texts
 from speculon.core import Reason
 from speculon.telemetry import PARTS, RequestStats
 from tests.pure.cells import make_cell
@@ -199,10 +199,10 @@ def test_the_report_says_who_is_slower(auto: list[float], verdict: str, tmp_path
 
 def test_the_table_is_complete_and_the_terminal_has_the_verdict() -> None:
     rows = [*against_best_fixed(cells_of(**{"draft_model:4": [200.0] * 4, "auto": [300.0] * 4}))]
-    lines = against_markdown(rows).splitlines()
+    lines = markdown(AGAINST_ALL, rows).splitlines()
     assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
-    figures = ("code", "1", "auto", "draft_model:4", "1.50 (1.50-1.50)", "faster")
-    assert against_figures(rows[0])[:6] == figures
+    figures = ["code", "1", "auto", "draft_model:4", "1.50 (1.50-1.50)", "faster"]
+    assert texts(AGAINST_ALL, rows)[0][:6] == figures
     words = on_screen([against_table(rows)], 80).split()
     assert words.count("1.50-1.50") == 2 and words.count("faster") == 2
 

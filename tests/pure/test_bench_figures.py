@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from speculon.bench.cell import ms_by_rows, overhead, per_text, profile, without_loops
+from speculon.bench.cell import ms_by_rows, overhead, per_text, profile, quartiles, without_loops
 from speculon.bench.measure import Measurement, Step, loops
-from speculon.bench.quantiles import quartiles
 from speculon.bench.rounds import equal_acceptance, mean_step_ms, needs, reached, rounds_of
 from speculon.bench.workloads import Case
 from speculon.config import SamplingParams

@@ -7,20 +7,20 @@ from rich.table import Table
 
 from speculon.bench.against import Against, MeanRatio
 from speculon.bench.plan import AGAIN, MODES, TRANSFORMERS, VARIANT
-from speculon.bench.render import terminal_table
-from speculon.bench.tables import (
+from speculon.bench.report import (
+    ALL_FIGURES,
     against_table,
     by_cell,
     by_position,
     difference,
-    figures,
-    markdown,
     profile_markdown,
+    ratio_without_loops,
     rounds_markdown,
+    same,
     speed_table,
-    terminal_figures,
     verdict,
 )
+from speculon.bench.tables import markdown, terminal_table
 from speculon.telemetry import PARTS
 from tests.pure.cells import NO_ROUNDS, make_cell
 from tests.pure.screens import READABLE, colours, cut_off, on_screen
@@ -33,8 +33,7 @@ LONG = "draft_model:16/adaptive/rejection"
 
 def test_a_table_has_the_number_of_texts_that_differ() -> None:
     cells = (make_cell("off"), make_cell(), make_cell(different=1))
-    assert [figures(cell)[6] for cell in cells] == ["-", "all", "15/16"]
-    assert [terminal_figures(cell)[4] for cell in cells] == ["-", "all", "15/16"]
+    assert [same(cell) for cell in cells] == ["-", "all", "15/16"]
 
 
 def test_a_difference_is_explained() -> None:
@@ -62,7 +61,7 @@ def test_where_a_steps_time_goes_is_shown_in_shares_that_add_up() -> None:
 
 
 def test_the_markdown_table_has_a_row_per_cell_and_no_ragged_one() -> None:
-    lines = markdown([make_cell("off"), make_cell(), make_cell(AGAIN, ratio=0.99)]).splitlines()
+    lines = markdown(ALL_FIGURES, [make_cell("off"), make_cell(), make_cell(AGAIN, ratio=0.99)]).splitlines()
     assert len(lines) == 5
     assert len({line.count("|") for line in lines}) == 1
     assert "| 2.00 | 1.80 (6) | 2.50 | 6.0 (3) 7.0 (5) | 5.0% | all | - | 25% | pays | 80 50 % |" in lines[3]
@@ -83,7 +82,7 @@ def test_the_table_of_rounds_has_a_row_per_mode_that_drafted() -> None:
 
 def test_a_ratio_without_loops_is_shown_only_where_there_is_one() -> None:
     cells = (make_cell(), make_cell(ratio_without_loops=None, texts_without_loops=0))
-    assert [figures(cell)[2] for cell in cells] == ["1.80 (6)", "-"]
+    assert [ratio_without_loops(cell) for cell in cells] == ["1.80 (6)", "-"]
 
 
 # sentences

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from speculon.bench.cell import Cell
-from speculon.bench.chart import lay_out
+from speculon.bench.charts import chart_of
 from speculon.bench.plan import AGAIN, BenchPlan
 from tests.pure.cells import make_cell
 
 
 def overlaps(cells: list[Cell], title: str) -> list[str]:
     """What runs out of the figure, or into its neighbour."""
-    figure = lay_out(cells, title)
+    figure = chart_of(cells, title)
     figure.draw_without_rendering()
     paper = figure.bbox
     found = []
@@ -57,14 +57,14 @@ def test_panels_of_the_usual_grid_stand_one_above_the_other() -> None:
         for mode in (*plan.modes, AGAIN)
     ]
     assert overlaps(cells, "demo, 10.9 M parameters") == []
-    figure = lay_out(cells, "demo, 10.9 M parameters")
+    figure = chart_of(cells, "demo, 10.9 M parameters")
     assert [len({round(panel.get_position().x0, 2) for panel in figure.axes}), len(figure.axes)] == [1, 3]
     assert figure.get_figwidth() < 24
 
 
 def test_a_planted_chart_that_is_too_small_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("BAR", "LEGEND_CHAR", "TITLE_CHAR", "HANDLE"):
-        monkeypatch.setattr(f"speculon.bench.chart.{name}", 0.02)
+        monkeypatch.setattr(f"speculon.bench.charts.{name}", 0.02)
     cells = [
         make_cell(mode, workload=name) for name in ("code", "edit", "prose@0.7") for mode in ("off", *MODES)
     ]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from speculon.cli import serve_replicas
 from speculon.cluster.config import of_engine, read
-from speculon.commands import serve_replicas
 from speculon.config import EngineConfig
 from speculon.errors import ConfigError
 
@@ -57,6 +57,6 @@ def test_wrong_settings_are_named(given: dict[str, Any], message: str) -> None:
 def test_without_ray_the_command_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_replicas, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"replicas = 2: needs Ray, .* 'speculon\[ray\]'"):
-        serve_replicas.run({}, ["demo"], None, 2)
+        serve_replicas.run_replicas({}, ["demo"], 2)
     with pytest.raises(ConfigError, match="replicas = 2: serve one model"):
-        serve_replicas.run({}, ["demo", "other"], None, 2)
+        serve_replicas.run_replicas({}, ["demo", "other"], 2)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from speculon.demo import corpus
+from speculon.bench import corpus
 
 SOURCE = '''def area(width, height):
     """The area; see area.width."""

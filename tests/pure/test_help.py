@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from speculon.cli import app
-from speculon.commands.sections import BY_NAME, FIRST
+from speculon.cli.app import OFTEN_NEEDED, SECTION_OF_FIELD
 from speculon.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig
 from speculon.train.settings import (
     DraftSettings,
@@ -96,4 +96,4 @@ def test_the_list_of_commands_has_whole_sentences() -> None:
 
 def test_the_tables_of_sections_name_settings_that_exist() -> None:
     known = {name for model in MODELS for name in model.model_fields}
-    assert known >= FIRST and known >= set(BY_NAME)
+    assert known >= OFTEN_NEEDED and known >= set(SECTION_OF_FIELD)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.commands.screen import account
+from speculon.cli.screen import account
 from speculon.control import shadow as shadow_module
 from speculon.control.shadow import WATCHED, Judged, Shadow, ShadowPolicy
 from speculon.core import NO_DRAFT, Draft, Finish, Load, Reason, SpanOutcome, Timing, Verdict

@@ -8,8 +8,7 @@ from itertools import groupby
 import pytest
 from rich.cells import cell_len
 
-from speculon.commands.drafts import Run
-from speculon.commands.wrapping import WordWrap
+from speculon.cli.drafts import Run, WordWrap
 
 
 def wrapped(text: str, width: int, cuts: random.Random | None = None) -> str:

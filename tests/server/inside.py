@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx2 as httpx
 
-from speculon.commands.serve import listen
+from speculon.cli.listening import listen
 from speculon.config import EngineConfig
 from speculon.engine.async_engine import AsyncEngine
 from speculon.engine.messages import Refused, Stage

@@ -16,7 +16,7 @@ import httpx2 as httpx
 import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from speculon.commands.serve_replicas import http_options
+from speculon.cli.serve_replicas import http_options
 from speculon.config.serve import ServeConfig
 from speculon.server import connections
 from speculon.server.connections import ConnectionLimits, HttpProtocol, LimitedProtocol

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from speculon.checkpoints.locate import locate
-from speculon.commands.serve import catalogue_of
+from speculon.cli.serve import catalogue_of
 from speculon.config import EngineConfig
 from speculon.config.models import ModelSettingsFile
 from speculon.errors import ConfigError

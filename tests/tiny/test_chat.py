@@ -25,8 +25,8 @@ from typer.testing import CliRunner, Result
 import speculon as speculon_package
 from speculon import LLM, SamplingParams
 from speculon.cli import app
-from speculon.commands.chat import Turn, read_turn
-from speculon.commands.drafts import OWN, DraftStream, drawn
+from speculon.cli.chat import Turn, read_turn
+from speculon.cli.drafts import OWN, DraftStream, drawn
 from speculon.engine.waiting import uninterrupted
 from speculon.errors import InvalidParameter, InvalidRequest
 from speculon.outputs import Completion

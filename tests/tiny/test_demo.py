@@ -14,10 +14,8 @@ from typer.testing import CliRunner, Result
 
 from speculon import LLM, SamplingParams
 from speculon.bench import workloads
-from speculon.cli import app
-from speculon.commands import demo
-from speculon.commands.side_by_side import Piece, Run, frame, replay
-from speculon.demo.prompts import PROMPTS
+from speculon.cli import app, demo
+from speculon.cli.side_by_side import Piece, Run, frame, replay
 from tests.tiny.folders import make_folder
 
 PROMPT = "def add(left, right):\n"
@@ -82,8 +80,8 @@ def test_the_demo_shows_plain_decoding_beside_the_default(
 def test_the_demo_in_a_pipe(folder: Path) -> None:
     done = run_demo(folder)
     assert done.exit_code == 0 and "Write the same class with the name Wallet." in done.stdout
-    assert done.stdout.count("Same text: yes, token for token.") == len(PROMPTS)
-    assert done.stdout.count("target calls instead of") == len(PROMPTS)
+    assert done.stdout.count("Same text: yes, token for token.") == len(demo.PROMPTS)
+    assert done.stdout.count("target calls instead of") == len(demo.PROMPTS)
     assert done.stdout.endswith("Plain and speculative texts are equal for 3 of 3 prompts.\n")
 
 

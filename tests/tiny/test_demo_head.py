@@ -7,12 +7,11 @@ from itertools import islice
 import pytest
 
 from speculon import LLM
-from speculon.bench import workloads
+from speculon.bench import corpus, workloads
 from speculon.bench.measure import loops
 from speculon.checkpoints.drafter_config import TargetShape, check_pair
 from speculon.checkpoints.families import read_eagle3_config
 from speculon.checkpoints.locate import locate
-from speculon.demo import corpus
 from speculon.models.eagle3 import agreement, head_needs, load_head
 from speculon.models.load import load_target
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from speculon import grammar as grammar_module
-from speculon.commands.options import pick
+from speculon.cli.options import pick
 from speculon.config import EngineConfig, SamplingParams, Structured, Thinking
 from speculon.decoder import SpeculativeDecoder
 from speculon.engine.engine import Engine

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from speculon.checkpoints.families import read_eagle3_config
 from speculon.cli import app
-from speculon.commands.train import length
+from speculon.cli.train import length
 from speculon.errors import ConfigError, DataError, InvalidParameter
 from speculon.models.quiet import quiet
 from speculon.train import losses

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from speculon import LLM, SamplingParams
 from speculon.cli import app
-from speculon.commands.screen import EXIT_REFUSED
+from speculon.cli.screen import EXIT_REFUSED
 from speculon.errors import ConfigError, InvalidParameter, ModelError
 from speculon.models.tokenizer import load_tokenizer
 from tests.tiny.checkpoint import write_checkpoint

@@ -8,9 +8,8 @@ from itertools import groupby
 from math import exp, log
 from statistics import fmean
 
-from speculon.bench.cell import Cell
+from speculon.bench.cell import Cell, quantile
 from speculon.bench.plan import AGAIN, BASELINES, FIXED
-from speculon.bench.quantiles import quantile
 from speculon.proposers.registry import OFF
 
 DRAWS = 2000  # of the bootstrap

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from speculon.bench.diagnosis import diagnose, gated
 from speculon.bench.measure import Measurement, loops
 from speculon.bench.plan import AGAIN, Mode
-from speculon.bench.quantiles import quartiles
 from speculon.bench.rounds import Requirement, RoundCosts, decoding, mean_step_ms, needs, reached, rounds_of
 from speculon.bench.workloads import Case
 from speculon.config import SamplingParams
@@ -270,3 +269,16 @@ def overhead(measurements: list[Measurement]) -> float | None:
 def median_or_none(values: list[Any]) -> float | None:
     known = [value for value in values if value is not None]
     return median(known) if known else None
+
+
+def quartiles(values: Iterable[float]) -> tuple[float, float]:
+    ordered = sorted(values)
+    return quantile(ordered, 0.25), quantile(ordered, 0.75)
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Linear between neighbours."""
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

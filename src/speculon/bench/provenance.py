@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,3 +86,14 @@ def cpu_name() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
     return named or platform.processor() or platform.machine()
+
+
+def write_files(
+    folder: Path, data_name: str, data: Mapping[str, Any], page_name: str, page: str
+) -> list[Path]:
+    """A report as JSON and as Markdown, in a folder that is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / data_name, folder / page_name]
+    files[0].write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    files[1].write_text(page, encoding="utf-8")
+    return files

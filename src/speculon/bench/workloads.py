@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import TypeVar
 
+from speculon.bench import corpus
 from speculon.config import SamplingParams
-from speculon.demo import corpus
 from speculon.errors import BenchError, InvalidParameter
 from speculon.text import Tokenizer
 

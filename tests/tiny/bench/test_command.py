@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from speculon import LLM
@@ -120,7 +121,7 @@ def test_without_options_the_modes_are_those_that_something_drafts_for(
         plans.append(plan)
         raise BenchError("seen")
 
-    monkeypatch.setattr("speculon.commands.bench.compare", stop)
+    monkeypatch.setattr("speculon.bench.run.run", stop)
     assert bench(folder)[0] == 2 and bench(folder, "--draft", str(folder))[0] == 2
     assert [sum("draft_model" in mode for mode in plan.modes) for plan in plans] == [0, 2]
     assert plans[1].modes == tuple(mode for mode in BenchPlan().modes if "eagle3" not in mode)
@@ -226,7 +227,9 @@ def test_the_chart_says_that_the_target_is_widened(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     titles = []
-    monkeypatch.setattr("speculon.bench.chart.draw", lambda cells, title, path: titles.append(title) or path)
+    monkeypatch.setattr(
+        "speculon.bench.charts.chart_of", lambda cells, title: titles.append(title) or Figure()
+    )
     few = sizes(prompts=1, max_tokens=8)
     modes = ["--modes", "draft_model:2", "--draft", str(folder)]
     assert bench(folder, *few, *modes, "--widen", "1", "--out", str(tmp_path), "--json")[0] == 0

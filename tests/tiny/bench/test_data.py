@@ -18,7 +18,7 @@ from speculon.bench.measure import Measurement, measure
 from speculon.bench.plan import BenchPlan
 from speculon.bench.run import run
 from speculon.bench.workloads import Case, build
-from speculon.commands.bench import make_plan
+from speculon.cli.bench import make_plan
 from speculon.config import EngineConfig, SamplingParams
 from speculon.errors import BenchError, DataError, InvalidParameter
 from tests.tiny.bench.plans import bench, small

@@ -126,7 +126,7 @@ def test_costs_are_known_at_start_where_a_policy_needs_them(
         known.append(llm.engine.policy.costs.known)
         raise BenchError("seen")
 
-    monkeypatch.setattr("speculon.commands.bench.compare", stop)
+    monkeypatch.setattr("speculon.bench.run.run", stop)
     assert bench(folder, *arguments)[0] == 2
     assert known == [warmed]
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from speculon import verify as verifying
 from speculon.cli import app
-from speculon.commands import check as command
+from speculon.cli import check as command
 from tests.pure.screens import ELLIPSIS
 from tests.tiny.check.plans import PROMPTS, credulous
 

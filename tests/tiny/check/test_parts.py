@@ -10,11 +10,10 @@ import pytest
 from speculon import LLM, SamplingParams
 from speculon.check import sampled as check_sampled
 from speculon.check.arms import ArmStats, watched, whole
-from speculon.check.chart import lay_out
 from speculon.check.exact import Divergence, ExactResult, Margin, judge, row_after
 from speculon.check.plan import QUICK, SAMPLERS, CheckPlan, named
+from speculon.check.report import chart_of, tables_of
 from speculon.check.run import Findings, check, count_tokens
-from speculon.check.tables import terminal
 from speculon.errors import InvalidParameter, TooLong
 from speculon.llm import Completion
 from speculon.regret import regret_of
@@ -139,7 +138,7 @@ def test_what_is_written_is_what_was_announced(llm: LLM) -> None:
 
 
 def test_the_picture_shows_every_arm(sound: Findings) -> None:
-    left, right = lay_out(sound, "a title").axes
+    left, right = chart_of(sound, "a title").axes
     labels = [text.get_text() for text in left.get_legend().get_texts()]
     assert labels[0] == "chance" and sorted(labels[1:]) == sorted(one.label for one in sound.sampled)
     planted = sum(
@@ -161,6 +160,6 @@ def test_no_table_is_cut_off(sound: Findings, width: int) -> None:
     sampled = [
         replace(one, work=work, again=replace(one, label=f"{one.label}, again")) for one in sound.sampled
     ]
-    tables = [table for table, _ in terminal(replace(sound, exact=exact, sampled=sampled))]
+    tables = [table for table, _ in tables_of(replace(sound, exact=exact, sampled=sampled))]
     assert [table.row_count for table in tables] == [6, 14, 17] and cut_off(tables, width) == []
     assert "rejection, planted errors, again" in on_screen(tables, 200)

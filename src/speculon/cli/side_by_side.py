@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from speculon.commands.drafts import drawn
+from speculon.cli.drafts import drawn
 
 ACCEPTED = "bold green"
 FRAMES = 30  # per second

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
@@ -16,7 +16,7 @@ import typer
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from speculon.commands.sections import COMMON, section_of, show_all
+from speculon.cli.app import COMMON, section_of, show_all
 from speculon.config import (
     VARIABLE,
     EngineConfig,
@@ -26,7 +26,7 @@ from speculon.config import (
     Thinking,
     settings_file,
 )
-from speculon.errors import ConfigError, InvalidParameter, SpeculonError
+from speculon.errors import ConfigError, InvalidParameter
 
 NO_FLAG = {"speculation", "serve"}  # tables: their fields have flags
 MONITOR = ("monitor_share", "monitor_max_tokens")  # of no effect in a command that ends with its texts
@@ -40,27 +40,6 @@ VLLM_NAMES = {
 
 Given = dict[str, Any]  # field -> value on the command line; no entry for options that are not given
 
-CONFIG = inspect.Parameter(
-    "config",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=None,
-    annotation=Annotated[
-        Path | None,
-        typer.Option(
-            "--config", metavar="FILE", help="settings file (default: speculon.toml in this folder, if any)"
-        ),
-    ],
-)
-HELP_ALL = inspect.Parameter(
-    "help_all",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[
-        bool,
-        typer.Option("--help-all", is_eager=True, callback=show_all, help="list all options and exit"),
-    ],
-)
-
 
 def settings_from(
     *models: type[BaseModel], without: tuple[str, ...] = (), only: tuple[str, ...] = ()
@@ -72,12 +51,11 @@ def settings_from(
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
-        hidden = NO_FLAG.union(without)
         fields = {
             name: (model, field)
             for model in models
             for name, field in model.model_fields.items()
-            if name not in hidden and (not only or name in only)
+            if name not in NO_FLAG.union(without) and (not only or name in only)
         }
         reads_file = EngineConfig in models
 
@@ -90,8 +68,7 @@ def settings_from(
                 command(**values, given=given)
 
         made = [as_parameter(name, field, section_of(model, name)) for name, (model, field) in fields.items()]
-        extra = [CONFIG, HELP_ALL] if reads_file else [HELP_ALL]
-        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *made, *extra)]
+        parameters = [*own, *made, *[CONFIG] * reads_file, HELP_ALL]
         with_given.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         with_given.__annotations__ = {p.name: p.annotation for p in parameters}
         return with_given
@@ -119,18 +96,39 @@ def config_file(named: Path | None) -> Iterator[None]:
 
 
 def as_parameter(name: str, field: FieldInfo, section: str) -> inspect.Parameter:
+    """The option of a field. Its value stays text, which the field itself checks."""
     field_type, flag = without_none(field.annotation), "--" + name.replace("_", "-")
-    # as text: the field itself checks the value
-    option_type: Any = list[str] if get_origin(field_type) is tuple else bool if field_type is bool else str
-    spelling = f"{flag}/--no-{flag[2:]}" if field_type is bool else flag
-    metavar = None if field_type is bool else metavar_of(field_type)
-    panel = None if section == COMMON else section
+    many, switch = get_origin(field_type) is tuple, field_type is bool
     option = typer.Option(
-        spelling, help=help_of(field), metavar=metavar, rich_help_panel=panel, show_default=False
+        f"{flag}/--no-{flag[2:]}" if switch else flag,
+        help=help_of(field, many),
+        metavar=None if switch else metavar_of(field_type),
+        rich_help_panel=None if section == COMMON else section,
+        show_default=False,
     )
+    option_type: Any = list[str] if many else bool if switch else str
+    return keyword(name, option_type | None, option)
+
+
+def keyword(name: str, option_type: Any, option: Any, default: Any = None) -> inspect.Parameter:
     return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[option_type | None, option]
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[option_type, option]
     )
+
+
+CONFIG = keyword(
+    "config",
+    Path | None,
+    typer.Option(
+        "--config", metavar="FILE", help="settings file (default: speculon.toml in this folder, if any)"
+    ),
+)
+HELP_ALL = keyword(
+    "help_all",
+    bool,
+    typer.Option("--help-all", is_eager=True, callback=show_all, help="list all options and exit"),
+    default=False,
+)
 
 
 def without_none(annotation: Any) -> Any:
@@ -148,17 +146,14 @@ def metavar_of(field_type: Any) -> str:
     return NAMES.get(field_type, "JSON")
 
 
-def help_of(field: FieldInfo) -> str:
+def help_of(field: FieldInfo, many: bool) -> str:
     default = None if field.is_required() else field.get_default(call_default_factory=True)
-    shown = (
-        f"(default: {default})"
-        if default is not None and default != () and default != {}
-        else "(required)" * field.is_required()
-    )
-    many = "may be repeated" if get_origin(without_none(field.annotation)) is tuple else ""
-    return " ".join(
-        part for part in (field.description and field.description + ";" * bool(many), many, shown) if part
-    )
+    text = field.description or ""
+    if many:
+        text = f"{text}; may be repeated" if text else "may be repeated"
+    if field.is_required():
+        return f"{text} (required)"
+    return text if default in (None, (), {}) else f"{text} (default: {default})"
 
 
 def pick(model: type[BaseModel], given: Given) -> dict[str, Any]:
@@ -213,7 +208,3 @@ def vllm_alias(text: str | None) -> dict[str, Any]:
     if fields.get("draft") in ("[ngram]", "ngram"):
         fields = {"method": "ngram", **{name: value for name, value in fields.items() if name != "draft"}}
     return fields
-
-
-def as_json_error(error: SpeculonError) -> Mapping[str, Any]:
-    return {"error": {"type": type(error).__name__, "message": str(error)}}

@@ -14,8 +14,7 @@ from speculon.checkpoints.eagle3_config import Eagle3Config
 from speculon.checkpoints.families import Family
 from speculon.checkpoints.headers import Checkpoint
 from speculon.checkpoints.pairing import check_fit
-from speculon.commands.options import as_json_error
-from speculon.commands.screen import EXIT_REFUSED, output, print_json
+from speculon.cli.screen import EXIT_REFUSED, as_json_error, output, print_json
 from speculon.errors import ModelError, UnsupportedModel
 
 Facts = dict[str, Any]

@@ -6,24 +6,129 @@ import sys
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 
-from speculon.bench import report, tables
-from speculon.bench import settings as settings_file
-from speculon.bench.advice import Advice, advise
-from speculon.bench.data import DATA, NO_TEMPLATE, Prompt, PromptFile, read_prompts
-from speculon.bench.plan import FIXED, BenchPlan, parse_mode
-from speculon.bench.run import run as compare
-from speculon.commands.options import Given, engine_settings
-from speculon.commands.screen import counting, errors, loading, print_json
-from speculon.commands.templates import lacks_template
-from speculon.config import EngineConfig
+from speculon.cli.app import Json, command
+from speculon.cli.options import NO_REQUESTS, Given, engine_settings, settings_from
+from speculon.cli.screen import counting, errors, lacks_template, load_llm, print_json, say
+from speculon.config import EngineConfig, SpeculationConfig
 from speculon.errors import BenchError, InvalidParameter
+
+if TYPE_CHECKING:
+    from speculon.bench.advice import Advice
+    from speculon.bench.data import PromptFile
+    from speculon.bench.plan import BenchPlan
 
 FOLDER = Path("speculon-bench")
 QUICK: dict[str, Any] = {"prompts": 8, "max_tokens": 64, "repeats": 1, "concurrency": (1, 4)}
+
+
+Workloads = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LIST", help="of code, edit, prose, mixed, warm; NAME@T: at temperature T (default: all)"
+    ),
+]
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="prompts as JSON lines, or .gz of them: Spec-Bench, chats, prompts, HumanEval; each "
+        "category is a workload, instead of the usual ones or beside those of --workloads",
+    ),
+]
+Modes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LIST",
+        help="METHOD:K/POLICY/RULE, of which only METHOD is required: auto, suffix:8, auto:8/solo, "
+        "draft_model:4/block. Without POLICY a mode with K is fixed, and one without K runs under "
+        "--policy (default: methods at several K, and auto under three policies)",
+    ),
+]
+Widen = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="widen the target to N million parameters: the same text at the cost of a larger model",
+    ),
+]
+Write = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="--advise, and put the settings into FILE and its table [speculation]"),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="folder for bench.json, bench.md, bench.png (default: speculon-bench; none with --json)",
+    ),
+]
+
+
+@command("bench")
+@settings_from(SpeculationConfig, EngineConfig, without=("method", "state", *NO_REQUESTS))
+def bench(
+    *,
+    workloads: Workloads = None,
+    data: Data = None,
+    modes: Modes = None,
+    concurrency: Annotated[
+        str | None, typer.Option(metavar="LIST", help="concurrent requests (default: 1,4,8)")
+    ] = None,
+    prompts: Annotated[int | None, typer.Option(help="per workload (default: 32)")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="most tokens per prompt (default: 128)")] = None,
+    repeats: Annotated[
+        int | None, typer.Option(help="measurements of each mode; medians are reported (default: 1)")
+    ] = None,
+    with_transformers: Annotated[
+        bool | None, typer.Option(help="also measure transformers' generate, one request at a time")
+    ] = None,
+    with_variant: Annotated[
+        bool | None,
+        typer.Option(help="also measure plain decoding without batch invariance: what that costs"),
+    ] = None,
+    widen: Widen = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="8 prompts of 64 tokens, concurrency 1 and 4")
+    ] = False,
+    advise: Annotated[
+        bool, typer.Option("--advise", help="settings of the fastest mode, as speculon.toml in the folder")
+    ] = False,
+    write: Write = None,
+    out: Out = None,
+    as_json: Json = False,
+    given: Given,
+) -> None:
+    """Compare modes on held-out code, edits and prose.
+
+    Modes are alternated in one run, plain decoding is measured twice, and policies are compared with the best
+    fixed mode.
+    """
+    options = {
+        "workloads": words("workloads", workloads),
+        "data": data,
+        "modes": words("modes", modes),
+        "concurrency": numbers("concurrency", concurrency),
+        "prompts": prompts,
+        "max_tokens": max_tokens,
+        "repeats": repeats,
+        "with_transformers": with_transformers,
+        "with_variant": with_variant,
+        "widen": widen,
+    }
+    run(
+        options,
+        quick,
+        advise or write is not None,
+        write,
+        out or (None if as_json else FOLDER),
+        given,
+        as_json,
+    )
 
 
 def run(
@@ -35,22 +140,21 @@ def run(
     given: Given,
     as_json: bool,
 ) -> None:
+    from speculon.bench import report
+    from speculon.bench import settings as settings_file
+    from speculon.bench.advice import advise
+    from speculon.bench.run import run as compare
+
     # with a prefix cache a later mode would find the prompt's pages
     settings = {"prefix_cache": False, **engine_settings(given), "state": None}
     config = EngineConfig(**settings)  # bad input is refused before torch is imported
     plan = make_plan(options, quick, config)
-    out, advised = out or (None if as_json else FOLDER), advised or write is not None
     if advised:
         check_advisable(plan, config)
         write = write or place_in(out)
     if write:
         settings_file.check_writable(write)
-    settings |= needed_settings(settings, config, plan)
-    with loading(as_json) as stage:
-        stage("importing torch")
-        from speculon.llm import LLM
-
-        llm = LLM(progress=stage, **settings)
+    llm = load_llm(settings | needed_settings(settings, config, plan), as_json)
     if options["modes"] is None:
         plan = plan.at_hand(llm.engine.proposers.lacking)
     with counting(as_json, "measuring", plan.measurements, still=True) as advance:
@@ -70,13 +174,16 @@ def run(
     else:
         if advice:
             show_advice(advice, write or Path(EngineConfig.file))
-        show(made)
+        report.show(made)
         show_files(files)
     if nothing:
         raise nothing
 
 
 def make_plan(options: dict[str, Any], quick: bool, config: EngineConfig) -> BenchPlan:
+    from speculon.bench.data import DATA, read_prompts
+    from speculon.bench.plan import BenchPlan
+
     named = {name: value for name, value in options.items() if value is not None}
     fields = {**(QUICK if quick else {}), **named, "fuse": config.fuse}
     if DATA in named:
@@ -88,6 +195,9 @@ def make_plan(options: dict[str, Any], quick: bool, config: EngineConfig) -> Ben
 
 def check_advisable(plan: BenchPlan, config: EngineConfig) -> None:
     """Raises before anything is measured where there would be nothing to advise, or no way to write it."""
+    from speculon.bench import settings as settings_file
+    from speculon.bench.plan import parse_mode
+
     if plan.widen:
         raise InvalidParameter("widen", plan.widen, "is no model to advise on: leave out --advise")
     if not any(parse_mode(mode).speculates for mode in plan.modes):
@@ -108,9 +218,9 @@ def place_in(out: Path | None) -> Path | None:
 
 def refuse_chats(config: EngineConfig, prompts: Iterable[Any]) -> None:
     """Raises `InvalidParameter` for the first chat of a file, where the checkpoint has no template."""
-    chat = next(
-        (one for one in prompts if isinstance(one, Prompt) and not isinstance(one.content, str)), None
-    )
+    from speculon.bench.data import DATA, NO_TEMPLATE, Prompt
+
+    chat = next((p for p in prompts if isinstance(p, Prompt) and not isinstance(p.content, str)), None)
     if chat is not None and lacks_template(config):
         raise InvalidParameter(DATA, chat.place, NO_TEMPLATE)
 
@@ -120,6 +230,9 @@ def fields_of(data: PromptFile, named: dict[str, Any], fields: dict[str, Any]) -
 
     A concurrency that somebody named is left as it is.
     """
+    from speculon.bench.data import DATA
+    from speculon.bench.plan import BenchPlan
+
     found: dict[str, Any] = {DATA: data, "workloads": with_data(data, named.get("workloads", ()))}
     if "concurrency" not in named:
         fewest = min(map(len, data.prompts.values()))
@@ -133,6 +246,8 @@ def with_data(data: PromptFile, workloads: tuple[str, ...]) -> tuple[str, ...]:
 
     `data` and `data@T` are all of the file.
     """
+    from speculon.bench.data import DATA
+
     found: list[str] = []
     for text in workloads:
         name, at_sign, temperature = text.partition("@")
@@ -145,6 +260,8 @@ def with_data(data: PromptFile, workloads: tuple[str, ...]) -> tuple[str, ...]:
 
 def needed_settings(settings: dict[str, Any], config: EngineConfig, plan: BenchPlan) -> dict[str, Any]:
     """The engine's settings that follow from the plan, where nobody set them."""
+    from speculon.bench.plan import FIXED, parse_mode
+
     found: dict[str, Any] = {}
     if "suffix_pools" not in config.speculation.model_fields_set:
         pools = max(config.speculation.suffix_pools, plan.users)
@@ -157,23 +274,10 @@ def needed_settings(settings: dict[str, Any], config: EngineConfig, plan: BenchP
     return found
 
 
-def show(made: report.Report) -> None:
-    """The result as a sentence, then the speed of each mode, then the policies."""
-    console = Console(highlight=False)
-    console.print(tables.verdict(made.cells, made.against_best_fixed), style="bold", markup=False)
-    for cells in tables.by_cell(made.cells):
-        console.print("", tables.speed_table(cells), sep="\n")
-        for line in filter(None, map(tables.difference, cells)):
-            console.print(f"  {line}", style="dim", markup=False)
-    console.print(f"\n{tables.TERMINAL_LEGEND}.\n", style="dim", markup=False)
-    if made.against_best_fixed:
-        console.print(tables.against_table(made.against_best_fixed))
-        console.print(f"{tables.AGAINST_TERMINAL_LEGEND}.\n", style="dim", markup=False)
-    console.print(report.heading(made), style="dim", markup=False, soft_wrap=True)
-
-
 def show_advice(advice: Advice, path: Path) -> None:
     """The answer, and how its settings are used."""
+    from speculon.bench import settings as settings_file
+
     console = Console(highlight=False)
     first, *others = advice.answer
     console.print(first, style="bold", markup=False)
@@ -186,7 +290,7 @@ def show_advice(advice: Advice, path: Path) -> None:
 def show_files(files: list[Path]) -> None:
     """On stderr."""
     for file in files:
-        errors().print(f"wrote {file}", style="dim", markup=False)
+        say(f"wrote {file}")
     if files and not any(file.suffix == ".png" for file in files):
         missing = "no chart: matplotlib is missing (pip install 'speculon[bench]')"
         errors().print(missing, style="bold", markup=False)

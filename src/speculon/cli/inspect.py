@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.table import Table
@@ -15,9 +15,11 @@ from speculon.capabilities import as_json as as_json_table
 from speculon.checkpoints.families import family_of
 from speculon.checkpoints.headers import Checkpoint, read_checkpoint
 from speculon.checkpoints.mtp import MTP, find_mtp
-from speculon.commands import inspect_drafter
-from speculon.commands.options import as_json_error
-from speculon.commands.screen import EXIT_REFUSED, loading, output, print_json
+from speculon.cli import inspect_drafter
+from speculon.cli.app import Json, command
+from speculon.cli.options import Given, pick, settings_from
+from speculon.cli.screen import EXIT_REFUSED, as_json_error, loading, output, print_json
+from speculon.config import SpeculationConfig
 from speculon.errors import MemoryExceeded, ModelError, SpeculonError
 from speculon.kv.slots import PER_SEQUENCE
 
@@ -29,6 +31,9 @@ Facts = dict[str, Any]
 
 NO_TEXT = "none, token ids only"
 STYLES = {"on": "green", "changed": "yellow", "off": "yellow", "refused": "red"}
+
+# what decides whether a drafter fits, and what it takes of memory
+FIT = ("draft", "method", "memory_policy", "memory_limit_gb", "additional_memory_gb", "suffix_pools")
 
 # the parts of a memory estimate, whose module needs torch
 MEMORY = ("held", "drafters", "scratch", "remembered", "pages", "states", "snapshots", "additional")
@@ -61,25 +66,37 @@ WORDS = {
 }
 
 
-def run(
-    model: str,
-    load: bool,
-    speculation: Facts,
-    fuse: bool,
-    as_json: bool,
-    target: str | None = None,
-    everything: bool = False,
+@command("inspect")
+@settings_from(SpeculationConfig, only=FIT)
+def inspect(
+    *,
+    path: Annotated[
+        str, typer.Argument(metavar="[MODEL]", help="a folder, a GGUF file, a hub id, or a name")
+    ] = "smollm2",
+    model: Annotated[str | None, typer.Option(help="the same, as the other commands spell it")] = None,
+    fuse: Annotated[
+        bool, typer.Option(help="join layers into fewer, faster operations, and list them")
+    ] = True,
+    load: Annotated[
+        bool, typer.Option(help="load it and compare it with its stock forward; without: headers only")
+    ] = True,
+    target: Annotated[str | None, typer.Option(help="for a drafter: the target to check it against")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="also list what is on, with its limits")] = False,
+    as_json: Json = False,
+    given: Given,
 ) -> None:
+    """Describe a checkpoint or drafter: whether it is supported, and whether a --draft fits it."""
+    model = model or path
     family = family_of(folder_of(model))
     if family.checkpoint is None or target is not None:
         inspect_drafter.show(family, target and read_checkpoint(folder_of(target)) or None, as_json)
         return
     facts, refusal = headers(family.checkpoint), None
     if load:
-        with loading(as_json) as tell:
-            tell("importing torch")
-            found, refusal = examine(model, speculation, fuse, tell)
-        facts |= found
+        with loading(as_json) as stage:
+            stage("importing torch")
+            loaded, refusal = examine(model, pick(SpeculationConfig, given), fuse, stage)
+        facts |= loaded
     if as_json:
         print_json(facts)
     else:
@@ -108,7 +125,7 @@ def examine(
     except SpeculonError as error:
         return {"supported": False, **as_json_error(error)}, error
     missing = "draft_fits" if speculation else "engine"
-    return {**text, **loaded(target), missing: False, **as_json_error(refusal)}, refusal
+    return {**text, **target_facts(target), missing: False, **as_json_error(refusal)}, refusal
 
 
 def tokenizer_of(model: str) -> Facts:
@@ -152,7 +169,7 @@ def mtp_words(checkpoint: Checkpoint) -> str | None:
     return f"{found.summary()}: method {MTP}" if found else None
 
 
-def loaded(target: Target) -> Facts:
+def target_facts(target: Target) -> Facts:
     return {
         "num_parameters": target.num_parameters,
         "max_context": target.max_context,
@@ -176,7 +193,7 @@ def with_engine(
     tokenizer: Literal["auto"] | None = "auto" if texts else None
     nothing_kept: Facts = {"warmup": False, "events": None, "state": None}
     engine = LLM(model, fuse=fuse, progress=tell, tokenizer=tokenizer, **nothing_kept, **chosen).engine
-    facts = loaded(engine.target) | {"capabilities": as_json_table(engine.capabilities())}
+    facts = target_facts(engine.target) | {"capabilities": as_json_table(engine.capabilities())}
     if speculation:
         facts |= {"draft_fits": True, "memory": engine.memory.to_dict()}
     return facts

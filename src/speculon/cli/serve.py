@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import signal
 import socket
 import sys
-import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
-from ipaddress import ip_address
 from pathlib import Path
-from time import perf_counter, time
-from typing import TYPE_CHECKING, Any
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.panel import Panel
+import typer
 
 from speculon import __version__
 from speculon.checkpoints.locate import name_of
-from speculon.commands.options import Given, engine_settings
-from speculon.commands.screen import errors
-from speculon.config import EngineConfig
+from speculon.cli.app import SpeculativeConfig, command
+from speculon.cli.listening import announce_address, listen, say, wrapped
+from speculon.cli.options import Given, engine_settings, settings_from
+from speculon.config import EngineConfig, SpeculationConfig
 from speculon.config.models import ModelSettingsFile, models_file
 from speculon.config.serve import ServeConfig
 from speculon.errors import ConfigError, SpeculonError
@@ -38,10 +36,6 @@ if TYPE_CHECKING:
 
 # given to clients to read the end of requests that were aborted at the drain timeout
 CLOSE_SECONDS = 2
-OPEN_SERVER = (
-    "Everybody who reaches this address can use the model, without a key.",
-    "Set SPECULON_SERVE__API_KEY, or listen on 127.0.0.1 behind a proxy that checks its clients.",
-)
 
 
 class WrappedFormatter(LogFormatter):
@@ -51,10 +45,39 @@ class WrappedFormatter(LogFormatter):
         return wrapped(super().formatMessage(record))
 
 
-def run(given: Given, models: list[str], speculative_config: str | None) -> None:
+@command("serve")
+@settings_from(ServeConfig, SpeculationConfig, EngineConfig, without=("model",))
+def serve(
+    *,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="a folder, a GGUF file, a hub id, or a name such as `smollm2`; may be repeated, the first "
+            "is the default (default: smollm2)"
+        ),
+    ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=1024, help="engines of one model, on Ray Serve; needs pip install 'speculon[ray]'"
+        ),
+    ] = None,
+    speculative_config: SpeculativeConfig = None,
+    given: Given,
+) -> None:
+    """Serve models over HTTP with OpenAI's API. Each request can set its speculation and get its figures."""
+    models = model or []
+    settings = engine_settings(given, speculative_config) | ({"model": models[0]} if models else {})
+    if replicas is None:
+        return run(settings, models)
+    from speculon.cli.serve_replicas import run_replicas
+
+    run_replicas(settings, models, replicas)
+
+
+def run(settings: dict[str, Any], models: list[str]) -> None:
     """Serves until TERM or Ctrl-C, then finishes running requests, refuses new ones, and exits with 0."""
     started = perf_counter()
-    settings = engine_settings(given, speculative_config) | ({"model": models[0]} if models else {})
     config = EngineConfig(**settings)
     check_method(config.speculation.method)
     check_dashboard(config.serve)
@@ -79,15 +102,9 @@ def run(given: Given, models: list[str], speculative_config: str | None) -> None
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     with asyncio.Runner(loop_factory=http.config.get_loop_factory()) as runner:  # uvloop if installed
-        if fault := runner.run(serve(state, http, listener, started)):
+        if fault := runner.run(serve_to_end(state, http, listener, started)):
             raise fault
     say("stopped")
-
-
-def announce_address(host: str, port: int, config: ServeConfig) -> None:
-    if open_to_others(host, config):
-        warn_of_open_server(host, as_json=config.log_format == "json")
-    say(f"speculon {__version__} listens on http://{f'[{host}]' if ':' in host else host}:{port}")
 
 
 def check_dashboard(config: ServeConfig) -> None:
@@ -162,10 +179,10 @@ def http_server(state: AppState) -> uvicorn.Server:
     return DrainingServer(app, state.config, seconds)
 
 
-async def serve(
+async def serve_to_end(
     state: AppState, http: uvicorn.Server, listener: socket.socket, started: float
 ) -> SpeculonError | None:
-    """Serves to the end; returns the fault of the only engine where that was the end."""
+    """Returns the fault of the only engine where that ended the server."""
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     ended = asyncio.create_task(state.pool.ended())
     ready = asyncio.create_task(announce(state, started))
@@ -186,48 +203,8 @@ async def announce(state: AppState, started: float) -> None:
     say(f"serving {model.name}: {limits}, method {facts.method}; ready in {seconds:.1f} s")
 
 
-def listen(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=2048)
-        # connections inherit it; asyncio sets it on sockets of a named protocol only
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return listener
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from None
-
-
-def open_to_others(host: str, config: ServeConfig) -> bool:
-    """Whether other machines may reach this numeric address and need no key."""
-    return not config.api_key and not ip_address(host.partition("%")[0]).is_loopback
-
-
-def warn_of_open_server(host: str, *, as_json: bool) -> None:
-    if as_json:
-        fields = {"time": round(time(), 3), "level": "WARNING", "message": f"{host}: {' '.join(OPEN_SERVER)}"}
-        sys.stderr.write(json.dumps(fields) + "\n")
-    elif errors().is_terminal:
-        title = f"WARNING: {host} without an API key"
-        errors().print(Panel("\n".join(OPEN_SERVER), title=title, style="bold red", expand=False))
-    else:
-        lines = [f"{host} without an API key.", *OPEN_SERVER]
-        errors().print("\n".join(f"WARNING: {line}" for line in lines), markup=False)
-
-
-def say(text: str) -> None:
-    errors().print(wrapped(text), style="dim", markup=False)
-
-
 def log_to_stderr(*, wrap: bool) -> None:
     """Not wrapped, a message is one line for machines."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(WrappedFormatter("%(message)s") if wrap else LogFormatter("%(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-
-
-def wrapped(text: str) -> str:
-    """On a terminal, lines that end between words; elsewhere the text as it is."""
-    if not sys.stderr.isatty():
-        return text
-    width = errors().width
-    return textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

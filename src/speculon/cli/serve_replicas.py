@@ -11,8 +11,7 @@ from threading import Event
 from time import perf_counter
 from typing import Any
 
-from speculon.commands import serve as single
-from speculon.commands.options import Given, engine_settings
+from speculon.cli.listening import announce_address, listen, say
 from speculon.config import EngineConfig, ServeConfig
 from speculon.errors import ConfigError
 
@@ -37,16 +36,15 @@ def http_options(host: str, port: int, config: ServeConfig) -> dict[str, Any]:
     return {"host": host, "port": port, "keep_alive_timeout_s": ceil(config.keep_alive)}
 
 
-def run(given: Given, models: list[str], speculative_config: str | None, replicas: int) -> None:
+def run_replicas(settings: dict[str, Any], models: list[str], replicas: int) -> None:
     """Serves until TERM or Ctrl-C, then finishes running requests, and exits with 0."""
-    settings = engine_settings(given, speculative_config) | ({"model": models[0]} if models else {})
     if len(models) > 1:
         raise ConfigError(f"replicas = {replicas}: serve one model, not {', '.join(models)}")
     if find_spec("ray") is None:
         raise ConfigError(f"replicas = {replicas}: needs Ray, which pip install 'speculon[ray]' brings")
     started = perf_counter()
     config = EngineConfig(**settings)
-    listener = single.listen(config.serve.host, config.serve.port)
+    listener = listen(config.serve.host, config.serve.port)
     host, port = listener.getsockname()[:2]
     listener.close()  # Ray's proxy opens it once more
     for name, value in own_ray().items():
@@ -68,13 +66,13 @@ def run(given: Given, models: list[str], speculative_config: str | None, replica
     try:
         serve.start(http_options=http_options(host, port, config.serve))
         gpus = 1.0 if config.device != "cpu" and ray.cluster_resources().get("GPU", 0) >= replicas else 0.0
-        single.say(f"loading {config.model}: {replicas} replicas")
+        say(f"loading {config.model}: {replicas} replicas")
         serve.run(app({**settings, "replicas": replicas, "gpus": gpus}), name=NAME)
-        single.announce_address(host, port, config.serve)
-        single.say(f"serving {config.model}: {replicas} replicas; ready in {perf_counter() - started:.1f} s")
+        announce_address(host, port, config.serve)
+        say(f"serving {config.model}: {replicas} replicas; ready in {perf_counter() - started:.1f} s")
         stopped.wait()
         serve.delete(NAME)
     finally:
         serve.shutdown()
         ray.shutdown()
-    single.say("stopped")
+    say("stopped")

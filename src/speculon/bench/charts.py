@@ -1,9 +1,8 @@
-"""The chart of a benchmark: how many times faster than plain decoding, with the band of the noise."""
+"""Charts of reports. That of a benchmark: speeds over plain decoding, with the range of the noise."""
 
 from __future__ import annotations
 
 import textwrap
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -31,39 +30,48 @@ LEGEND_CHAR, TITLE_CHAR, HANDLE = 0.085, 0.078, 0.55  # inches, at the sizes use
 WIDTH = 0.8  # of all bars of a workload together
 
 
-def draw(cells: list[Cell], title: str, path: Path) -> Path:
-    lay_out(cells, title).savefig(path, dpi=150)
-    return path
+def new_figure(wide: float, high: float, title: str) -> Figure:
+    """In inches; the lines of the title add to the height."""
+    lines = textwrap.wrap(title, int(wide / TITLE_CHAR))
+    figure = Figure(figsize=(wide, high + LINE * len(lines)), layout="constrained")
+    figure.suptitle("\n".join(lines), fontsize=10)
+    return figure
 
 
-def lay_out(cells: list[Cell], title: str) -> Figure:
+def name_panel(panel: Any, title: str) -> None:
+    panel.set_title(title, fontsize=10)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def chart_of(cells: list[Cell], title: str) -> Figure:
     """One panel per concurrency, one group of bars per workload, one bar per mode; wide panels one above the
     other.
     """
-    counts = sorted({cell.concurrency for cell in cells})
-    bars = max(
-        len({(cell.workload, cell.mode) for cell in cells if cell.concurrency == count}) for count in counts
-    )
-    beside = len(counts) if max(PANEL, BAR * bars) * len(counts) <= BESIDE else 1
-    wide = 1.6 + max(PANEL, BAR * bars) * beside
-    heading = textwrap.wrap(title, int(wide / TITLE_CHAR))
-    figure = Figure(figsize=(wide, HIGH * len(counts) / beside + LINE * len(heading)), layout="constrained")
-    panels = list(figure.subplots(len(counts) // beside, beside, sharey=True, squeeze=False).flat)
-    for panel, count in zip(panels, counts, strict=True):
-        draw_panel(panel, count, [cell for cell in cells if cell.concurrency == count])
+    by_count = {
+        count: [cell for cell in cells if cell.concurrency == count]
+        for count in sorted({cell.concurrency for cell in cells})
+    }
+    bars = max(len({(cell.workload, cell.mode) for cell in some}) for some in by_count.values())
+    wide = max(PANEL, BAR * bars)
+    beside = len(by_count) if wide * len(by_count) <= BESIDE else 1
+    rows, wide = len(by_count) // beside, 1.6 + wide * beside
+    figure = new_figure(wide, HIGH * rows, title)
+    panels = list(figure.subplots(rows, beside, sharey=True, squeeze=False).flat)
+    for panel, (count, some) in zip(panels, by_count.items(), strict=True):
+        draw_panel(panel, some)
+        name_panel(panel, f"concurrency {count}")
     panels[0].set_ylabel("speed relative to plain decoding (median, quartiles)")
     handles, labels = max(
-        (panel.get_legend_handles_labels() for panel in panels), key=lambda found: len(found[1])
+        (panel.get_legend_handles_labels() for panel in panels), key=lambda entries: len(entries[1])
     )
     columns = int(wide / (HANDLE + LEGEND_CHAR * max(map(len, labels))))
     figure.legend(
         handles, labels, loc="outside lower center", ncols=max(1, min(len(labels), columns)), frameon=False
     )
-    figure.suptitle("\n".join(heading), fontsize=10)
     return figure
 
 
-def draw_panel(panel: Any, count: int, cells: list[Cell]) -> None:
+def draw_panel(panel: Any, cells: list[Cell]) -> None:
     workloads = list(dict.fromkeys(cell.workload for cell in cells))
     modes = list(dict.fromkeys(cell.mode for cell in cells if cell.mode not in (OFF, AGAIN)))
     panel.axhline(1, color="black", linewidth=0.8, label="plain decoding")
@@ -90,17 +98,7 @@ def draw_panel(panel: Any, count: int, cells: list[Cell]) -> None:
             x = workloads.index(cell.workload)
             low, high = min(1.0, cell.ratio_quartiles[0]), max(1.0, cell.ratio_quartiles[1])
             band = "plain decoding measured twice" if x == 0 else None
-            panel.fill_between(
-                [x - 0.48, x + 0.48],
-                low,
-                high,
-                color="#999999",
-                alpha=0.35,
-                linewidth=0,
-                label=band,
-                zorder=3,
-            )
+            shade = {"color": "#999999", "alpha": 0.35, "linewidth": 0, "zorder": 3}
+            panel.fill_between([x - 0.48, x + 0.48], low, high, label=band, **shade)
     panel.set_xticks(range(len(workloads)), workloads)
-    panel.set_title(f"concurrency {count}", fontsize=10)
     panel.set_xlim(-0.6, len(workloads) - 0.4)
-    panel.spines[["top", "right"]].set_visible(False)

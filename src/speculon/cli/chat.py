@@ -8,29 +8,20 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import groupby
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from speculon.checkpoints.locate import refuse_missing
-from speculon.commands.drafts import DraftStream, Run, colour_of, drawn, legend, painted
-from speculon.commands.options import Given, as_json_error, engine_settings, pick
-from speculon.commands.screen import (
-    EXIT_REFUSED,
-    account,
-    errors,
-    loading,
-    over_defaults,
-    print_json,
-    streaming,
-)
-from speculon.commands.templates import refuse_chat
-from speculon.commands.wrapping import WordWrap
-from speculon.config import EngineConfig, SamplingParams
+from speculon.cli.app import SpeculativeConfig, command
+from speculon.cli.drafts import DraftStream, Run, WordWrap, colour_of, drawn, legend, painted
+from speculon.cli.generate import load_for_one_user
+from speculon.cli.options import MONITOR, Given, settings_from
+from speculon.cli.screen import EXIT_REFUSED, account, errors, print_json, say, show_error, streaming
+from speculon.config import EngineConfig, SamplingParams, SpeculationConfig
 from speculon.errors import InvalidParameter, InvalidRequest, NeverFits, SpeculonError, TooLong
-from speculon.proposers.registry import AUTO, LOOKUPS, OFF, check_method
+from speculon.proposers.registry import AUTO, LOOKUPS, OFF
 from speculon.telemetry import RequestStats
 
 if TYPE_CHECKING:
@@ -53,16 +44,6 @@ KEYS = f"Ctrl-C ends an answer and keeps its text. {QUOTES} begins and ends a me
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """Options of a conversation."""
-
-    system: str | None = None
-    raw: bool = False  # no roles: texts are continued as they are
-    show_drafts: bool = False
-    as_json: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Turn:
     """The input of one line, or of several between quotes."""
 
@@ -74,42 +55,44 @@ class Turn:
         return self.text.startswith("/") and not self.quoted
 
 
-def run(task: Task, given: Given, speculative_config: str | None) -> None:
-    params = SamplingParams(**pick(SamplingParams, given))
-    settings = engine_settings(given, speculative_config)
-    config = EngineConfig(**settings)  # refuses wrong settings before torch is imported
-    check_method(config.speculation.method)
-    refuse_missing(config.model)
-    if config.warmup is None:  # a single user waits for the first token: costs are measured meanwhile
-        settings["warmup"] = False
-    with loading(task.as_json) as tell:
-        if not task.raw:
-            refuse_chat(config, RAW)
-        tell("importing torch")
-        from speculon.llm import LLM
-
-        llm = LLM(progress=tell, **settings)
-    params = over_defaults(params, llm.default_params, task.as_json)
-    if not task.raw and not llm.tokenizer.has_chat_template:
+@command("chat")
+@settings_from(SamplingParams, SpeculationConfig, EngineConfig, without=("n", *MONITOR))
+def chat(
+    *,
+    system: Annotated[str | None, typer.Option(help="system message")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="no chat template: what you type is continued as plain text")
+    ] = False,
+    show_drafts: Annotated[
+        bool, typer.Option("--show-drafts", help="colour accepted drafts by the method that drafted them")
+    ] = False,
+    speculative_config: SpeculativeConfig = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="machine-readable: one JSON object per turn on stdout")
+    ] = False,
+    given: Given,
+) -> None:
+    """Talk with a model, in a terminal or line by line through a pipe. /help lists the commands."""
+    llm, params = load_for_one_user(given, speculative_config, as_json, None if raw else RAW)
+    if not raw and not llm.tokenizer.has_chat_template:
         raise InvalidRequest(f"{llm.config.model} has no chat template: {RAW}")
-    chat = Chat(llm, params, task, interactive=sys.stdin.isatty())
-    chat.session.prompt("hello")  # a template that refuses the system message fails here
-    chat.run()
-    if chat.refused and not chat.interactive:
+    conversation = Chat(llm, llm.session(params, system=system, raw=raw), show_drafts, as_json)
+    conversation.session.prompt("hello")  # a template that refuses the system message fails here
+    conversation.run()
+    if conversation.refused and not conversation.interactive:
         raise typer.Exit(EXIT_REFUSED)
 
 
 class Chat:
     """A conversation with a person, or through a pipe. Answers go to stdout, all else to stderr."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, task: Task, interactive: bool):
-        self.llm, self.params, self.interactive = llm, params, interactive
-        self.as_json, self.show_drafts = task.as_json, task.show_drafts
-        self.session: Session = llm.session(params, system=task.system, raw=task.raw)
+    def __init__(self, llm: LLM, session: Session, show_drafts: bool, as_json: bool):
+        self.llm, self.session, self.show_drafts, self.as_json = llm, session, show_drafts, as_json
+        self.interactive = sys.stdin.isatty()
         self.refused = 0
         self.out = Console(highlight=False)
         self.wrap = WordWrap(self.out.width)
-        self._read = terminal_reader(quiet=task.as_json) if interactive else pipe_reader
+        self._read = terminal_reader(quiet=as_json) if self.interactive else pipe_reader
 
     def run(self) -> None:
         """Turn by turn until the end of the input. A refused turn changes nothing."""
@@ -144,7 +127,7 @@ class Chat:
     def answer(self, content: str) -> None:
         """One turn: the answer is streamed, then its figures are printed. Ctrl-C ends it."""
         prompt, began = self.session.prompt(content), perf_counter()
-        text = DraftStream(self.llm.tokenizer, self.params, prompt)
+        text = DraftStream(self.llm.tokenizer, self.session.params, prompt)
         self.wrap, turns = WordWrap(self.out.width), len(self.session.turns)
         with streaming():
             self.stream(content, text)
@@ -171,10 +154,10 @@ class Chat:
 
     def with_room(self, content: str) -> SamplingParams:
         """Without --max-tokens, half of the remaining context: the next turn needs some, too."""
-        if self.params.max_tokens is not None:
-            return self.params
+        if self.session.params.max_tokens is not None:
+            return self.session.params
         left = self.llm.engine.max_context - len(self.session.prompt(content))
-        return self.params.model_copy(update={"max_tokens": max(1, left // 2)})
+        return self.session.params.model_copy(update={"max_tokens": max(1, left // 2)})
 
     def write(self, *runs: Run) -> None:
         if self.as_json:
@@ -190,18 +173,17 @@ class Chat:
         sys.stdout.flush()
 
     def conclude(self, content: str, output: RequestOutput, text: DraftStream, seconds: float) -> None:
-        one = output.outputs[0]
+        answer = output.outputs[0]
         if self.as_json:
-            sources = {"sources": one.sources, "fates": one.fates} if self.show_drafts else {}
-            return print_json(
-                {"content": content, **output.to_dict(), **sources, "seconds": round(seconds, 3)}
-            )
+            drafts = {"sources": answer.sources, "fates": answer.fates} if self.show_drafts else {}
+            facts = {"content": content, **output.to_dict(), **drafts, "seconds": round(seconds, 3)}
+            return print_json(facts)
         if self.show_drafts:
             errors().print(legend(text.counts))
         half = "half of the remaining context is used, --max-tokens allows more; "
-        limit = half if self.params.max_tokens is None else "ended by --max-tokens; "
-        cause = {"abort": "interrupted; ", "length": limit}.get(one.finish_reason or "", "")
-        self.tell(f"{cause}{account(one.speculation, one.reasons)}; {seconds:.2f} s")
+        limit = half if self.session.params.max_tokens is None else "ended by --max-tokens; "
+        cause = {"abort": "interrupted; ", "length": limit}.get(answer.finish_reason or "", "")
+        self.tell(f"{cause}{account(answer.speculation, answer.reasons)}; {seconds:.2f} s")
 
     def run_command(self, line: str) -> None:
         name, _, argument = line.partition(" ")
@@ -270,11 +252,13 @@ class Chat:
                 "turns": len(self.session.turns),
                 "emitted": total.emitted,
                 "length": length,
+                "max_context": context,
+                "prompt_tokens": sent,
+                "cached_tokens": total.cached_tokens,
+                "reasons": dict(total.reasons),
+                "speculation": done and done.to_dict(),
             }
-            facts |= {"max_context": context, "prompt_tokens": sent, "cached_tokens": total.cached_tokens}
-            return print_json(
-                {**facts, "reasons": dict(total.reasons), "speculation": done and done.to_dict()}
-            )
+            return print_json(facts)
         self.tell(
             f"{counted(len(self.session.turns))}, {length} of {context} tokens; {total.emitted} written; "
             f"{total.cached_tokens} of {sent} prompt tokens from the prefix cache\n"
@@ -285,17 +269,14 @@ class Chat:
         self.refused += 1
         if self.session.turns and isinstance(error, TooLong | NeverFits):
             error = type(error)(f"{error}: /reset starts a new conversation, /undo removes the last turn")
-        if self.as_json:
-            print_json(as_json_error(error))
-        else:
-            errors().print(f"{type(error).__name__}: {error}", style="red", markup=False)
+        show_error(error, self.as_json)
 
     def tell(self, text: str) -> None:
         """A message: a line on stderr, or an object under --json."""
         if self.as_json:
             print_json({"message": text})
         else:
-            errors().print(text.strip(), style="dim", markup=False)
+            say(text.strip())
 
     def end_line(self) -> None:
         if self.interactive and not self.as_json:

@@ -8,17 +8,18 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from statistics import median, median_low
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from speculon.commands.options import Given, engine_settings
-from speculon.commands.screen import counting, loading, output, print_json
-from speculon.commands.side_by_side import ACCEPTED, Piece, Run, replay
-from speculon.config import EngineConfig, SamplingParams
-from speculon.demo.prompts import PROMPTS, Prompt
+from speculon.cli.app import Json, command
+from speculon.cli.options import NO_REQUESTS, Given, engine_settings, settings_from
+from speculon.cli.screen import counting, load_llm, output, print_json
+from speculon.cli.side_by_side import ACCEPTED, Piece, Run, replay
+from speculon.config import MAX_DRAFTS, EngineConfig, SamplingParams
 from speculon.proposers.registry import AUTO, OFF
 
 if TYPE_CHECKING:
@@ -30,10 +31,39 @@ if TYPE_CHECKING:
 TIE = 1e-4  # nat between two tokens that are equally likely but for rounding
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    prompt: Prompt
-    case: Case
+class Prompt(NamedTuple):
+    title: str
+    text: str
+    max_tokens: int
+
+
+FILE: Final = '''class Account:
+    def __init__(self, owner, balance=0):
+        self.owner = owner
+        self.balance = balance
+
+    def deposit(self, amount):
+        self.balance += amount
+        return self.balance
+
+    def withdraw(self, amount):
+        if amount > self.balance:
+            raise ValueError("not enough money")
+        self.balance -= amount
+        return self.balance
+
+    def __repr__(self):
+        return f"Account({self.owner!r}, {self.balance})"'''
+
+PROMPTS: Final = (
+    Prompt("A question", "Why is the sky blue? Explain it to a ten-year-old.", 96),
+    Prompt("A story", "Write a short story about a lighthouse keeper who finds a letter in a bottle.", 96),
+    Prompt(
+        "An edit",
+        f"Write the same class with the name Wallet. Show the whole code again.\n\n```python\n{FILE}\n```",
+        160,
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +98,27 @@ class Recorded:
     pieces: tuple[Piece, ...]
 
 
-def run(k: int | None, rounds: int, given: Given, as_json: bool) -> None:
+@command("demo")
+@settings_from(EngineConfig, without=("state", *NO_REQUESTS))
+def demo(
+    *,
+    num_speculative_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_DRAFTS, help="K drafts in every round (default: set by the policy)"),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="measurements of each mode, alternated")] = 2,
+    as_json: Json = False,
+    given: Given,
+) -> None:
+    """A model answers questions and edits code, with and without speculation, and both texts are compared."""
     # without the caches a run could use results of another
     settings = {"prefix_cache": False, **engine_settings(given), "state": None}
-    EngineConfig(**settings)
-    with loading(as_json) as tell:
-        tell("importing torch")
-        from speculon.llm import LLM
-
-        llm = LLM(progress=tell, **settings)
+    EngineConfig(**settings)  # refuses wrong settings before torch is imported
+    llm = load_llm(settings, as_json)
     console = output(quiet=as_json)
     console.print(introduction(llm))
-    label = AUTO if k is None else f"{AUTO}:{k}"
-    outcomes = [perform(llm, as_task(llm, prompt), label, rounds, console) for prompt in PROMPTS]
+    mode = AUTO if num_speculative_tokens is None else f"{AUTO}:{num_speculative_tokens}"
+    outcomes = [perform(llm, prompt, mode, rounds, console) for prompt in PROMPTS]
     same = sum(outcome.same_text for outcome in outcomes)
     console.print(f"Plain and speculative texts are equal for {same} of {len(outcomes)} prompts.")
     if as_json:
@@ -100,39 +138,34 @@ def introduction(llm: LLM) -> Text:
     )
 
 
-def as_task(llm: LLM, prompt: Prompt) -> Task:
-    """Greedy, through the chat template."""
+def perform(llm: LLM, prompt: Prompt, mode: str, rounds: int, console: Console) -> Outcome:
+    """Answers a prompt greedily, plainly and in a mode of the benchmark, and shows both."""
+    from speculon.bench.plan import parse_mode
     from speculon.bench.workloads import Case, ask
 
-    most = min(prompt.max_tokens, llm.engine.max_context // 2)
-    params = SamplingParams(temperature=0, max_tokens=most)
-    return Task(prompt, Case(prompt.title, ask(llm.tokenizer, prompt.text), params))
-
-
-def perform(llm: LLM, task: Task, label: str, rounds: int, console: Console) -> Outcome:
-    """Runs a task in both modes and shows it. `label` is the benchmark's name of the speculative one."""
-    from speculon.bench.plan import parse_mode
-
-    modes: dict[str, dict[str, Any]] = {
+    length = min(prompt.max_tokens, llm.engine.max_context // 2)
+    params = SamplingParams(temperature=0, max_tokens=length)
+    case = Case(prompt.title, ask(llm.tokenizer, prompt.text), params)
+    options: dict[str, dict[str, Any]] = {
         "plain": {**parse_mode(OFF).speculation},
         # no pool: else the text of the last round would be drafted from
-        "fast": {**parse_mode(label).speculation, "pool": ""},
+        "fast": {**parse_mode(mode).speculation, "pool": ""},
     }
-    console.print("", Text(task.prompt.title, style="bold underline"), sep="\n")
-    console.print(Text(task.prompt.text, style="dim"), "", sep="\n")
-    warm = record(llm, task.case, modes["fast"])
+    console.print("", Text(prompt.title, style="bold underline"), sep="\n")
+    console.print(Text(prompt.text, style="dim"), "", sep="\n")
+    warm_up = record(llm, case, options["fast"])
     if not console.is_terminal:
-        show_text(warm, console)
-    recorded: dict[str, list[Recorded]] = {"plain": [], "fast": []}
+        show_text(warm_up, console)
+    runs: dict[str, list[Recorded]] = {"plain": [], "fast": []}
     with counting(console.quiet, "measuring", 2 * rounds, still=True) as advance:
         for i in range(rounds):
             for name in ("plain", "fast") if i % 2 == 0 else ("fast", "plain"):
-                recorded[name].append(record(llm, task.case, modes[name]))
+                runs[name].append(record(llm, case, options[name]))
                 advance(1)
     if console.is_terminal and not console.quiet:
-        replay(typical(recorded["plain"], recorded["fast"]), console)
-    measured = {name: [one.measurement for one in runs] for name, runs in recorded.items()}
-    outcome = compare(llm, task, label, **measured)
+        replay(typical(runs["plain"], runs["fast"]), console)
+    measured = {name: [run.measurement for run in some] for name, some in runs.items()}
+    outcome = compare(llm, case, mode, **measured)
     console.print("", as_table(outcome), "", sep="\n")
     console.print(Text(outcome.why), "", sep="\n")
     return outcome
@@ -153,9 +186,9 @@ def record(llm: LLM, case: Case, speculation: dict[str, Any]) -> Recorded:
         seconds = perf_counter() - began
     for _, event in arrivals:
         absorb(result, event)
-    one = result.outputs[0]
-    whole = final_text(llm.tokenizer, one.token_ids, one.stop, case.params, case.prompt)
-    measurement = Measurement(seconds, [one.token_ids], [whole], one.stats, steps)
+    done = result.outputs[0]
+    text = final_text(llm.tokenizer, done.token_ids, done.stop, case.params, case.prompt)
+    measurement = Measurement(seconds, [done.token_ids], [text], done.stats, steps)
     return Recorded(measurement, tuple(as_pieces(llm, case, arrivals)))
 
 
@@ -187,15 +220,14 @@ def typical(plain: list[Recorded], fast: list[Recorded]) -> tuple[Run, Run]:
         slow.measurement.seconds / quick.measurement.seconds for slow, quick in zip(plain, fast, strict=True)
     ]
     at = ratios.index(median_low(ratios))
-    names = ("plain", "speculative")
-    runs = [
-        Run(name, one[at].pieces, one[at].measurement.seconds)
-        for name, one in zip(names, (plain, fast), strict=True)
-    ]
-    return runs[0], runs[1]
+    slow, quick = plain[at], fast[at]
+    return (
+        Run("plain", slow.pieces, slow.measurement.seconds),
+        Run("speculative", quick.pieces, quick.measurement.seconds),
+    )
 
 
-def compare(llm: LLM, task: Task, label: str, plain: list[Measurement], fast: list[Measurement]) -> Outcome:
+def compare(llm: LLM, case: Case, mode: str, plain: list[Measurement], fast: list[Measurement]) -> Outcome:
     from torch import float32
 
     from speculon.bench.cell import tie_gap
@@ -204,10 +236,10 @@ def compare(llm: LLM, task: Task, label: str, plain: list[Measurement], fast: li
     ratios = [
         quick.tokens_per_second / slow.tokens_per_second for quick, slow in zip(fast, plain, strict=True)
     ]
-    others = [one.token_ids[0] for one in (*fast, *plain) if one.token_ids != plain[0].token_ids]
-    gaps = [tie_gap(llm, task.case, other, plain[0].token_ids[0]) for other in others]
-    gap = None if None in gaps else max((one for one in gaps if one is not None), default=0.0)
-    sides = side(plain), side(fast)
+    others = [run.token_ids[0] for run in (*fast, *plain) if run.token_ids != plain[0].token_ids]
+    gaps = [tie_gap(llm, case, other, plain[0].token_ids[0]) for other in others]
+    gap = None if None in gaps else max((nats for nats in gaps if nats is not None), default=0.0)
+    sides = side_of(plain), side_of(fast)
     same = sameness(gap) if others else "Same text: yes, token for token."
     target = llm.engine.target
     failed = bool(others) and (target.batch_invariant or (target.dtype is float32 and not tied(gap)))
@@ -215,24 +247,24 @@ def compare(llm: LLM, task: Task, label: str, plain: list[Measurement], fast: li
     if loops(plain[0].token_ids[0]):
         why += "\nThis text repeats itself: most drafts of a repetition are accepted."
     return Outcome(
-        task.prompt.title,
-        fast[0].texts[0],
-        sides[0],
-        label,
-        sides[1],
-        median(ratios),
-        not others,
-        failed,
-        why,
+        task=case.name,
+        text=fast[0].texts[0],
+        plain=sides[0],
+        mode=mode,
+        speculative=sides[1],
+        times_faster=median(ratios),
+        same_text=not others,
+        failed=failed,
+        why=why,
     )
 
 
-def side(measurements: list[Measurement]) -> Side:
+def side_of(measurements: list[Measurement]) -> Side:
     stats = measurements[0].stats
     done = stats.speculation()
     return Side(
-        tokens_per_second=median(one.tokens_per_second for one in measurements),
-        ms=median(one.seconds for one in measurements) * 1e3,
+        tokens_per_second=median(run.tokens_per_second for run in measurements),
+        ms=median(run.seconds for run in measurements) * 1e3,
         target_calls=stats.target_calls,
         tokens_per_call=stats.tokens_per_target_call,
         acceptance=done.acceptance_rate if done else None,
@@ -252,18 +284,18 @@ def faster(ratios: list[float]) -> str:
 def reason(slow: Side, quick: Side, plain: list[Measurement], fast: list[Measurement]) -> str:
     from speculon.bench.cell import ms_by_rows
 
-    words = (
+    calls = (
         f"{quick.target_calls} target calls instead of {slow.target_calls}, "
-        f"because a call brought {quick.tokens_per_call:.1f} tokens on average"
+        f"because a call yielded {quick.tokens_per_call:.1f} tokens on average"
     )
-    one = ms_by_rows(plain).get(1)
+    plain_call = ms_by_rows(plain).get(1)
     checks = {rows: cost for rows, cost in ms_by_rows(fast).items() if rows > 1}
-    if one is None or not checks:
-        return words + "."
+    if plain_call is None or not checks:
+        return calls + "."
     rows = max(checks, key=lambda rows: checks[rows][1])  # the most frequent size
-    ms, plain_ms = checks[rows][0], one[0]
+    ms, plain_ms = checks[rows][0], plain_call[0]
     return (
-        f"{words}; a call that verifies {rows - 1} drafts ({rows} rows, {ms:.1f} ms) "
+        f"{calls}; a call that verifies {rows - 1} drafts ({rows} rows, {ms:.1f} ms) "
         f"costs {ms / plain_ms:.1f} times a plain one ({plain_ms:.1f} ms)."
     )
 
@@ -287,14 +319,13 @@ def as_table(outcome: Outcome) -> Table:
     table.add_column("")
     for name in ("tokens/s", "ms", "target calls", "tokens per call", "drafts accepted"):
         table.add_column(name, justify="right")
-    for name, one in (("plain", outcome.plain), (outcome.mode, outcome.speculative)):
-        share = "-" if one.acceptance is None else f"{one.acceptance:.0%}"
+    for name, side in (("plain", outcome.plain), (outcome.mode, outcome.speculative)):
         figures = (
-            f"{one.tokens_per_second:.0f}",
-            f"{one.ms:.0f}",
-            str(one.target_calls),
-            f"{one.tokens_per_call:.2f}",
-            share,
+            f"{side.tokens_per_second:.0f}",
+            f"{side.ms:.0f}",
+            str(side.target_calls),
+            f"{side.tokens_per_call:.2f}",
+            "-" if side.acceptance is None else f"{side.acceptance:.0%}",
         )
         table.add_row(name, *figures, style="" if name == "plain" else "bold")
     return table

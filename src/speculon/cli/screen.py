@@ -1,4 +1,4 @@
-"""What all commands share: errors as one line, progress and log on stderr, speculation in words."""
+"""What commands share: loading a model, errors as one line, progress and log on stderr."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from speculon.commands.options import as_json_error
-from speculon.errors import SpeculonError
+from speculon.checkpoints.headers import lacks_chat_template
+from speculon.checkpoints.locate import locate
+from speculon.config import EngineConfig
+from speculon.errors import InvalidRequest, ModelError, SpeculonError
 
 if TYPE_CHECKING:
-    from speculon.config import SamplingParams
+    from speculon.llm import LLM
     from speculon.telemetry import SpeculationStats
 
 EXIT_REFUSED = 2
@@ -73,13 +75,21 @@ def answered(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(**values)
         except SpeculonError as error:
-            if values.get("as_json"):
-                print_json(as_json_error(error))
-            else:
-                errors().print(f"{type(error).__name__}: {error}", style="red", markup=False)
+            show_error(error, values.get("as_json", False))
             raise typer.Exit(EXIT_REFUSED) from None
 
     return run
+
+
+def show_error(error: SpeculonError, as_json: bool) -> None:
+    if as_json:
+        print_json(as_json_error(error))
+    else:
+        errors().print(f"{type(error).__name__}: {error}", style="red", markup=False)
+
+
+def as_json_error(error: SpeculonError) -> Mapping[str, Any]:
+    return {"error": {"type": type(error).__name__, "message": str(error)}}
 
 
 def print_json(value: Any) -> None:
@@ -88,14 +98,9 @@ def print_json(value: Any) -> None:
     sys.stdout.flush()
 
 
-def over_defaults(params: SamplingParams, defaults: SamplingParams, as_json: bool) -> SamplingParams:
-    """What the command line sets, and else the model's own defaults, which are shown."""
-    found = params.over(defaults)
-    values = found.model_dump(include=defaults.model_fields_set - params.model_fields_set)
-    if values and not as_json:
-        shown = ", ".join(f"{name} {value}" for name, value in values.items())
-        errors().print(f"from the model's generation_config.json: {shown}", style="dim", markup=False)
-    return found
+def say(text: str) -> None:
+    """A line on stderr beside the output."""
+    errors().print(text, style="dim", markup=False)
 
 
 class LogLines(logging.Handler):
@@ -169,6 +174,35 @@ def bar(
         *columns, console=console, transient=True, disable=hidden, auto_refresh=not still
     ) as progress:
         yield progress, progress.add_task(what, total=total)
+
+
+def load_llm(settings: Mapping[str, Any], as_json: bool, no_template: str | None = None) -> LLM:
+    """Imports torch and loads the model, under a spinner.
+
+    With `no_template`, raises `InvalidRequest` with this advice for a checkpoint without a chat template,
+    before it is loaded.
+    """
+    with loading(as_json) as stage:
+        if no_template is not None:
+            refuse_chat(EngineConfig(**settings), no_template)
+        stage("importing torch")
+        from speculon.llm import LLM
+
+        return LLM(progress=stage, **settings)
+
+
+def refuse_chat(config: EngineConfig, advice: str) -> None:
+    """Raises `InvalidRequest` where the checkpoint has no chat template."""
+    if lacks_template(config):
+        raise InvalidRequest(f"{config.model} has no chat template: {advice}")
+
+
+def lacks_template(config: EngineConfig) -> bool:
+    """False where there is no checkpoint: loading it tells why."""
+    try:
+        return lacks_chat_template(locate(config.model, trust_remote_code=config.trust_remote_code))
+    except ModelError:
+        return False
 
 
 def account(done: SpeculationStats | None, reasons: Mapping[str, int]) -> str:
