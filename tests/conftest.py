@@ -44,7 +44,7 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def registered_methods() -> Iterator[None]:
     """A method that a test registers is not the next test's."""
-    table, before = registry._registered, dict(registry._registered)
+    table, before = registry.registered, dict(registry.registered)
     yield
     table.clear()
     table.update(before)

@@ -104,9 +104,9 @@ class Grammars:
     def __init__(
         self, tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Iterable[int], threads: int | None = None
     ):
-        self._tokenizer, self._vocab_size, self._threads = tokenizer, vocab_size, threads
+        self.tokenizer, self._vocab_size, self._threads = tokenizer, vocab_size, threads
         self.ends = frozenset(token for token in eos_ids if token < vocab_size)
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self.compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._inner: LLTokenizer | None = None
         self._executor: LLExecutor
         self._not_text: list[int] = []  # tokens that llguidance takes for bytes, and the tokenizer does not
@@ -131,9 +131,9 @@ class Grammars:
     def _compile(self, form: Structured, thinking: Thinking | None = None) -> LLMatcher:
         name, value = form.constraint
         key = f"{name}{json.dumps(value)}{thinking}"
-        if key in self._compiled:
-            self._compiled.move_to_end(key)
-            return self._compiled[key]
+        if key in self.compiled:
+            self.compiled.move_to_end(key)
+            return self.compiled[key]
         from llguidance import LLMatcher, LLParserLimits
 
         tokenizer = self._read_tokenizer(f"structured.{name}", value)
@@ -141,7 +141,7 @@ class Grammars:
         try:
             text = source(name, value)
             if thinking is not None:
-                text = after_thinking(text, thinking, self._tokenizer, self.ends)
+                text = after_thinking(text, thinking, self.tokenizer, self.ends)
             found = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         except ValueError as error:
             raise InvalidParameter(f"structured.{name}", value, first_line(str(error))) from None
@@ -154,9 +154,9 @@ class Grammars:
         opening[[token for token in self.ends if token < self._vocab_size]] = False
         if not opening.any():
             raise InvalidParameter(f"structured.{name}", value, NOTHING_FITS)
-        self._compiled[key] = found
-        if len(self._compiled) > KEPT:
-            self._compiled.popitem(last=False)
+        self.compiled[key] = found
+        if len(self.compiled) > KEPT:
+            self.compiled.popitem(last=False)
         return found
 
     def _read_tokenizer(self, name: str, value: Any) -> LLTokenizer:
@@ -170,9 +170,9 @@ class Grammars:
         from tokenizers import Tokenizer as Backend
         from tokenizers import decoders
 
-        known = getattr(self._tokenizer and self._tokenizer.inner, "backend_tokenizer", None)
+        known = getattr(self.tokenizer and self.tokenizer.inner, "backend_tokenizer", None)
         if not isinstance(known, Backend):
-            own = "none" if self._tokenizer is None else type(self._tokenizer.inner).__name__
+            own = "none" if self.tokenizer is None else type(self.tokenizer.inner).__name__
             limit = f"needs a tokenizer of the tokenizers library (a fast one), this is {own}"
             raise InvalidParameter(name, value, limit).about(FEATURE)
         backend = Backend.from_str(known.to_str())
@@ -194,7 +194,7 @@ class Grammars:
         try:
             self._inner = LLTokenizer(backend.to_str(), n_vocab=size, eos_token=sorted(self.ends))
         except ValueError as error:
-            own = type(self._tokenizer.inner).__name__ if self._tokenizer else "none"
+            own = type(self.tokenizer.inner).__name__ if self.tokenizer else "none"
             limit = "llguidance reads byte-level and SentencePiece tokenizers, not "
             limit += f"{own} with its {type(backend.decoder).__name__} decoder"
             raise InvalidParameter(name, value, limit).about(FEATURE) from error

@@ -21,7 +21,7 @@ from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import tiny_model
 from tests.tiny.dflash_checkpoints import write_dflash
 from tests.tiny.heads import deep_model, deep_target, head_of, watch_heads, wrong_rows
-from tests.tiny.scripted import drain, make_engine
+from tests.tiny.scripted import drain, make_engine, proposer_of
 from tests.tiny.test_captured_drafts import BLOCKS, HEADS
 from tests.tiny.test_eagle3 import VARIANTS, ask, plain, requests_of, texts_of, whole
 from tests.tiny.test_parity import plain as plain_of_llama
@@ -70,7 +70,7 @@ def test_a_draft_model_is_captured_beside_its_target(seed: int, tmp_path: Path) 
     speculation: Any = {"draft": {"draft_model": str(tmp_path)}, "policy": "fixed"}
     config = EngineConfig(block_size=4, compile=True, speculation=speculation)
     engine = Engine(captured_target("llama"), None, config)
-    drafter: Any = engine.proposers.find("draft_model")
+    drafter: Any = proposer_of(engine, "draft_model")
     assert isinstance(drafter.model.run, Captured), str(drafter.fusion)
     speculation = {"method": "draft_model", "num_speculative_tokens": 4}
     assert drained(engine, requests_to_llama("greedy"), speculation) == plain_of_llama("greedy")
@@ -81,5 +81,5 @@ def test_half_precision_is_captured(tmp_path: Path) -> None:
     target = wrap_model(model, share=False, compile=True)
     path = write_eagle3(tmp_path, deep_model().config)
     engine = make_engine(target, speculation={"draft": {"eagle3": str(path)}}, compile=True)
-    drafter: Any = engine.proposers.find("eagle3")
+    drafter: Any = proposer_of(engine, "eagle3")
     assert isinstance(drafter.run, CapturedDraft), str(drafter.fusion)

@@ -49,7 +49,7 @@ class Drafter:
 
     def seen(self, seq: Sequence) -> list[int]:
         """What the state of a sequence has seen."""
-        chain = self.slots._chains.get(seq.id)
+        chain = self.slots.chains.get(seq.id)
         return [] if chain is None else self.contents[chain.slots[chain.start]]
 
 
@@ -102,7 +102,7 @@ def test_a_first_step_that_fails_leaves_nothing() -> None:
     drafter.draft(seq, [10, 11])
     seq.committed = 0
     drafter.end_step(seq, [])
-    assert seq.drafted == {} and len(drafter.slots._free) == drafter.slots.count
+    assert seq.drafted == {} and len(drafter.slots.free) == drafter.slots.count
 
 
 def test_an_error_while_a_state_is_overwritten_loses_no_other() -> None:
@@ -165,7 +165,7 @@ def test_many_sequences_share_the_spare_slots() -> None:
             seqs.remove(seq)
     for seq in seqs:
         slots.release(seq)
-    assert sorted(slots._free) == list(range(slots.count)) and slots._spare == 3
+    assert sorted(slots.free) == list(range(slots.count)) and slots.spare == 3
 
 
 def test_the_pool_takes_the_state_with_the_pages_and_does_not_promise_it_to_a_prefix() -> None:
@@ -182,7 +182,7 @@ def test_the_pool_takes_the_state_with_the_pages_and_does_not_promise_it_to_a_pr
     pool.seal(seq)
     pool.check_integrity([seq])
     pool.release(seq)
-    assert len(slots._free) == slots.count
+    assert len(slots.free) == slots.count
     again = make_sequence(list(range(10)))
     assert pool.attach(again) == 8 and again.drafted == {"attention": 8}
 

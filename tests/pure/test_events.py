@@ -235,7 +235,7 @@ def test_a_slow_disk_costs_rounds_that_are_counted_and_no_time(
         tell(events)
     assert time.thread_time() - began < 1
     free.set()
-    while events._writer._held:
+    while events.writer.held:
         time.sleep(0.01)
     tell(events)
     events.close()
@@ -279,7 +279,7 @@ def test_what_a_process_leaves_is_whole(path: Path) -> None:
 def test_nobody_holds_on_to_a_record(path: Path) -> None:
     events = begun(path)
     tell(events)
-    gone, thread = weakref.ref(events), events._writer._thread
+    gone, thread = weakref.ref(events), events.writer.thread
     del events
     gc.collect()
     assert gone() is None and not thread.is_alive()

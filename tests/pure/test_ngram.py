@@ -57,7 +57,7 @@ def test_ngram_serves_many_sequences_and_forgets_them():
     assert [d.tokens for d in drafts] == [(2, 1), ()] and drafts[0].sources == ("ngram", "ngram")
     for seq in (a, b):
         ngram.release(seq)
-    assert not ngram._index
+    assert not ngram.index
 
 
 def test_a_longer_match_is_believed_more():

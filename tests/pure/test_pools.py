@@ -83,9 +83,7 @@ def check_bounds(operations: list[tuple[str, int, int]]) -> None:
             pools = make(most, tokens, ttl, clock)
             pools.restore(saved)
         assert pools.sizes == {k: len(v[0]) for k, v in model.items()}
-        assert {k: list(p.trail.tokens) for k, p in pools._pools.items()} == {
-            k: v[0] for k, v in model.items()
-        }
+        assert {key: list(kept) for key, _, kept in pools.state()} == {k: v[0] for k, v in model.items()}
         assert len(pools.sizes) <= most and all(size <= tokens for size in pools.sizes.values())
 
 
@@ -101,9 +99,9 @@ def test_bounds_hold_under_any_operations(operations: list[tuple[str, int, int]]
 
 
 def unlimited(pools: Pools, key: str, tokens: Any, used: float) -> None:
-    most, pools._most = pools._most, 10**6
+    most, pools.most = pools.most, 10**6
     WRITE(pools, key, tokens, used)
-    pools._most = most
+    pools.most = most
 
 
 @pytest.mark.parametrize(
@@ -186,7 +184,7 @@ def draft(
     seq = make_sequence(tokens[:prompt_len], output=tokens[prompt_len:], pool=pool, tenant=tenant)
     proposer.admit(seq)
     (found,) = proposer.propose([seq], [4], lease=None)  # type: ignore[arg-type]
-    proposer._trails.pop(seq.id)
+    proposer.trails.pop(seq.id)
     return found.tokens
 
 
@@ -235,7 +233,7 @@ def test_who_wants_no_pool_or_wrote_nothing_leaves_nothing(off: dict[str, Any]) 
     proposer.release(seq)  # of which it knows nothing
     proposer.admit(seq)
     proposer.release(seq)
-    assert not proposer.pools.sizes and not proposer._trails
+    assert not proposer.pools.sizes and not proposer.trails
 
 
 def test_no_pools_by_settings() -> None:
@@ -278,7 +276,8 @@ def test_what_is_told_is_found_again_and_ages_on() -> None:
 def test_a_date_that_is_still_to_come_is_now() -> None:
     pools = make()
     pools.restore([["k", 1e9, [1, 2]]])
-    assert pools._pools["k"].used == Clock.now
+    ((_, used, _),) = pools.state()
+    assert used == Clock.now
 
 
 @pytest.mark.parametrize(
@@ -324,19 +323,7 @@ def weight(config: SpeculationConfig) -> int:
 
 def weight_of(one: tuple[str, Any]) -> int:
     (key, pool), trail = one, one[1].trail
-    parts = (
-        key,
-        pool,
-        pool.used,
-        trail,
-        trail.__dict__,
-        trail.tokens,
-        trail._older,
-        trail._latest,
-        trail.end,
-        trail._seed,
-    )
-    return sum(map(sys.getsizeof, parts))
+    return sum(map(sys.getsizeof, (key, pool, pool.used, trail, vars(trail), *vars(trail).values())))
 
 
 @pytest.mark.parametrize("sizes", [(3, 16), (3, 1000), (2, 2**16)])
@@ -361,19 +348,19 @@ class Guarded(dict[str, Any]):
 
     def __init__(self, owner: Pools):
         super().__init__()
-        self._owner = owner
+        self._lock = owner._lock
 
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith("_"):
-            assert self._owner._lock.locked(), name
+            assert self._lock.locked(), name
         return super().__getattribute__(name)
 
     def __iter__(self) -> Any:
-        assert self._owner._lock.locked()
+        assert self._lock.locked()
         return super().__iter__()
 
     def __setitem__(self, key: str, value: Any) -> None:
-        assert self._owner._lock.locked()
+        assert self._lock.locked()
         super().__setitem__(key, value)
 
 

@@ -197,7 +197,7 @@ def never(cursor: Cursor, new: int) -> None:
 
 def anywhere(cursor: Cursor, new: int) -> int | None:
     """The first place that holds the last token."""
-    return cursor._prediction.find(cursor._tail[-1:]) + 1 or None
+    return cursor.prediction.find(cursor.tail[-1:]) + 1 or None
 
 
 def late(cursor: Cursor, new: int) -> int | None:
@@ -207,12 +207,12 @@ def late(cursor: Cursor, new: int) -> int | None:
 
 def only_beyond(cursor: Cursor, new: int) -> int | None:
     at = FIND(cursor, new)
-    return at if at is None or at >= cursor._home else None
+    return at if at is None or at >= cursor.home else None
 
 
 def shortest(cursor: Cursor, new: int) -> int | None:
     """The place after two equal tokens, however many more would be equal elsewhere."""
-    at = cursor._prediction.find(cursor._tail[-2:])
+    at = cursor.prediction.find(cursor.tail[-2:])
     return at + 2 if at >= 0 else None
 
 
@@ -288,10 +288,10 @@ def test_the_samples_of_a_request_share_a_spelling_and_keep_their_own_place() ->
         proposer.admit(seq)
     drafts = proposer.propose([a, b], [2, 2], lease=None)  # type: ignore[arg-type]
     assert [d.tokens for d in drafts] == [(2, 3), (4, 5)] and drafts[0].sources == ("prediction",) * 2
-    assert proposer._cursors[a.id]._prediction is proposer._cursors[b.id]._prediction
+    assert proposer.cursors[a.id].prediction is proposer.cursors[b.id].prediction
     for seq in (a, b):
         proposer.release(seq)
-    assert not proposer._cursors
+    assert not proposer.cursors
 
 
 def test_tokens_beyond_the_end_count_as_rejected() -> None:

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MAX_LINES = 450
 MAX_FUNCTION_LINES = 60
+MAX_PRIVATE_NAMES = 60  # of the package, in its tests
 MAX_PACKAGE_BYTES, MAX_DRAFTER_BYTES = 3_000_000, 25_000_000
 MAX_MODELS_BYTES = 45_000_000  # of the tests
 UNTRACKED = {"build", "dist", "__pycache__"}
@@ -40,6 +41,23 @@ def is_untracked(path: Path) -> bool:
         part in UNTRACKED or part.endswith(".egg-info") or (part[0] == "." and part != ".ci")
         for part in path.parts
     )
+
+
+def private_names(source: str) -> list[str]:
+    """The private names of others that a file reads, imports or assigns; not those of `self` or a base class.
+
+    Nor public ones with an underscore, and those of other packages: transformers, gguf, ray and logging.
+    """
+    public = {"_replace", "_asdict", "_fields", "_exit"}
+    public |= {"_attn_implementation", "_keys_to_ignore_on_load_unexpected", "_build_fields"}
+    public |= {"_bound_deployment", "_clear_cache"}
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()"):
+            names.append(node.attr)
+    return [name for name in names if re.match(r"_[^_]", name) and name not in public]
 
 
 def secrets_in(text: str) -> list[str]:
@@ -91,6 +109,16 @@ def package_sources() -> dict[str, str]:
 def test_functions_are_short() -> None:
     sources = package_sources()
     assert too_long(sources) == {}
+
+
+def test_tests_read_few_private_names() -> None:
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")]
+    assert sum(len(private_names(source)) for source in sources) <= MAX_PRIVATE_NAMES
+
+
+def test_planted_private_names_are_found() -> None:
+    planted = "from a import _b\nengine._c.d\nengine.e._f = 1\nself._g.h\nsuper()._i()\npoint._replace(x=1)"
+    assert sorted(private_names(planted)) == ["_b", "_c", "_f"]
 
 
 @pytest.mark.parametrize(("lines", "found"), [(60, {}), (61, {"planted.py: f": 61})])

@@ -130,22 +130,22 @@ def test_a_preempted_sequence_goes_on_from_its_snapshot() -> None:
 
 def misplaced(states: StateSlots, seq: Sequence, position: int, page: int) -> None:
     """A snapshot of the page before."""
-    held = states._held[seq.id]
-    if held.position == position > SIZE and states._make_room():
-        states._kept.setdefault(seq.table[position // SIZE - 2], held.committed)
-        states._holders[held.committed] = 1 + list(states._kept.values()).count(held.committed)
+    held = states.held[seq.id]
+    if held.position == position > SIZE and states.make_room():
+        states.kept.setdefault(seq.table[position // SIZE - 2], held.committed)
+        states.holders[held.committed] = 1 + list(states.kept.values()).count(held.committed)
 
 
 def of_another(states: StateSlots, seq: Sequence, position: int, page: int) -> None:
     """The state of another sequence."""
-    others = [held.committed for held in states._held.values() if held is not states._held[seq.id]]
-    if others and page not in states._kept and states._make_room():
-        states._kept[page] = states._share(others[0])
+    others = [held.committed for held in states.held.values() if held is not states.held[seq.id]]
+    if others and page not in states.kept and states.make_room():
+        states.kept[page] = states.share(others[0])
 
 
 def overwritten(states: StateSlots, seq: Sequence, position: int) -> None:
     """A commit that does not spare the slot of a snapshot."""
-    held = states._held[seq.id]
+    held = states.held[seq.id]
     held.committed, held.next, held.position = held.next, held.committed, position
 
 
@@ -228,4 +228,4 @@ def test_a_prefix_is_used_where_the_rest_takes_less_time(
     tokens: int, position: int, chunk: int, by_row: int, pays: bool
 ) -> None:
     slots = StateSlots(1, 4, chunk, by_row)
-    assert slots._pays(make_sequence(text(tokens)), position) is pays
+    assert slots.pays(make_sequence(text(tokens)), position) is pays

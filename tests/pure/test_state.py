@@ -254,14 +254,14 @@ def test_a_file_written_over_in_spite_of_doubt_is_found_out(
 
 def test_it_writes_now_and_then_beside_the_engine(tmp_path: Path) -> None:
     clock, engine = Clock(), Engine(tmp_path)
-    engine.state._clock, engine.state._due = clock, clock.now + EVERY
+    engine.state.clock, engine.state.due = clock, clock.now + EVERY
     engine.write([4, 5, 6])
     engine.state.tick()
-    assert contents(tmp_path) == {} and engine.state._writing is None
+    assert contents(tmp_path) == {} and engine.state.writing is None
     clock.now += EVERY
     engine.state.tick()
-    assert engine.state._writing is not None
-    engine.state._writing.join()
+    assert engine.state.writing is not None
+    engine.state.writing.join()
     assert Engine(tmp_path).loaded["pools"] == 1
     engine.write([7, 8, 9], pool="you")
     engine.state.tick()
@@ -282,7 +282,7 @@ def test_a_late_writing_does_not_undo_what_was_saved_after(
     monkeypatch.setattr(module, "write", slow)
     engine = Engine(tmp_path)
     engine.write([4, 5, 6])
-    engine.state._due = 0.0
+    engine.state.due = 0.0
     engine.state.tick()
     assert engine.proposers.forget("", "me") == 1
     threading.Timer(0.05, held.set).start()

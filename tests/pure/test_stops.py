@@ -236,7 +236,7 @@ def proposed(
 ) -> tuple[list[Outcome], Reason | None]:
     """The proposals of a round in which `fixed` drafts this, and why it is plain."""
     monkeypatch.setattr(
-        "speculon.proposers.registry._registered", {"fixed": lambda config, target: Fixed(draft)}
+        "speculon.proposers.registry.registered", {"fixed": lambda config, target: Fixed(draft)}
     )
     proposers = Proposers(SpeculationConfig(method="fixed"), FACTS)
     seq = make_sequence([1, 2, 3], methods=("fixed",), **fields)

@@ -111,4 +111,4 @@ def test_it_remembers_a_bounded_number_of_texts() -> None:
     proposer = Synthetic(1.0, VOCAB, max_texts=3)
     for seed in range(10):
         write(proposer, [seed], **sampled(seed))
-    assert len(proposer._truth) == 3 and not proposer._keys
+    assert len(proposer.truth) == 3 and not proposer.keys

@@ -78,7 +78,7 @@ def confused(rounds: int, seed: int) -> list[str]:
         if chance.random() < 0.1:
             chance.shuffle(runner.rows)
         runner.step(plugin)
-        rows = plugin.drafter._requests._rows
+        rows = plugin.drafter.requests.rows
         for known, one in zip(rows, runner.rows, strict=True):
             if known is not None and known.seq.tokens != one.tokens:
                 found.append(f"call {number}: another request's tokens")
@@ -115,13 +115,13 @@ def test_a_preempted_request_goes_on_and_one_away_for_long_begins_anew() -> None
     seen = []
     for away in (3, ABSENT + 2):
         runner.step(plugin)
-        seen.append(plugin.drafter._requests._rows[1])
+        seen.append(plugin.drafter.requests.rows[1])
         runner.leave(1)
         for _ in range(away):
             runner.step(plugin)
         runner.rows.append(one)
     runner.step(plugin)
-    first, second, third = (*seen, plugin.drafter._requests._rows[1])
+    first, second, third = (*seen, plugin.drafter.requests.rows[1])
     assert first is second and second is not third
     assert third.seq.tokens == one.tokens and third.seq.request.prompt_len == len(one.tokens) - 1
 
@@ -134,7 +134,7 @@ def test_batches_that_alternate_in_a_pipeline_are_drafted_for() -> None:
     for number in range(60):
         runner.rows = batches[number % 2]
         runner.step(plugin)
-        first.append(plugin.drafter._requests._rows[0])
+        first.append(plugin.drafter.requests.rows[0])
     assert runner.drafted > 200
     assert len(set(first)) == 2
 
@@ -145,13 +145,13 @@ def test_the_next_turn_of_a_conversation_is_another_request() -> None:
     runner.rows.append(FakeRequest(prompt(Random(0)), lambda tokens: EOS if len(tokens) == 40 else 5))
     while not runner.rows[0].done:
         runner.step(plugin)
-    first = plugin.drafter._requests._rows[0]
+    first = plugin.drafter.requests.rows[0]
     turn = [*runner.rows[0].tokens, *prompt(Random(1))]
     runner.rows = [FakeRequest(turn, wanders(0))]
     runner.step(plugin)
-    second = plugin.drafter._requests._rows[0]
+    second = plugin.drafter.requests.rows[0]
     assert second is not first and second.seq.request.prompt_len == len(turn)
-    assert plugin.drafter._proposers.remembered[0] == 1  # the first one is in its pool
+    assert plugin.drafter.proposers.remembered[0] == 1  # the first one is in its pool
 
 
 # what it drafts
@@ -199,7 +199,7 @@ def test_drafts_that_do_not_pay_end_and_come_back() -> None:
 def test_a_step_has_no_more_rows_than_vllm_has_room_for() -> None:
     runner = FakeRunner()
     plugin = Plugin(runner)
-    settings = plugin.drafter._settings
+    settings = plugin.drafter.settings
     runner.rows = [FakeRequest(prompt(Random(i)), repeats) for i in range(60)]
     for _ in range(40):
         runner.step(plugin)
@@ -246,7 +246,7 @@ def test_a_step_with_a_prompt_in_it_tells_no_cost() -> None:
     runner.rows.append(FakeRequest(prompt(Random(1)), wanders(1), chunks=3))
     for _ in range(3):
         runner.step(plugin)
-    assert plugin.drafter._policy.costs.step(1) < 10
+    assert plugin.drafter.policy.costs.step(1) < 10
 
 
 # ranks

@@ -88,10 +88,15 @@ class ThreadEngine(AsyncEngine):
         return ThreadProcess(work, theirs), ours
 
 
+def process_of(engine: AsyncEngine) -> Any:
+    """What runs the engine: a process, or here a thread."""
+    assert engine._process is not None
+    return engine._process._process
+
+
 def cut(engine: AsyncEngine) -> None:
     """Cuts the pipe of the engine's process."""
-    assert engine._process is not None
-    engine._process._process.kill()
+    process_of(engine).kill()
 
 
 @dataclass

@@ -44,7 +44,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
 def settle(inside: Inside) -> None:
     """Waits until all that was taken is written: the writer does one thing after the other."""
     assert inside.state.capture
-    inside.state.capture._writer.submit(lambda: None).result(10)
+    inside.state.capture.writer.submit(lambda: None).result(10)
 
 
 # what is written

@@ -82,7 +82,7 @@ def test_a_slow_disk_loses_lines_and_delays_no_request(
     with served(capture=str(tmp_path)) as inside:
         assert isinstance(inside.state.capture, Capture)
         lock = threading.Event()
-        inside.state.capture._writer.submit(lock.wait, 30)
+        inside.state.capture.writer.submit(lock.wait, 30)
         for _ in range(5):
             write(inside, "a", "x" * 3000)
         assert inside.metric("speculon_capture_lost_choices_total") == 2 and not read(tmp_path)

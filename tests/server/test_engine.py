@@ -20,7 +20,7 @@ from speculon.engine.async_engine import AsyncEngine
 from speculon.engine.messages import Abort, Add, Admitted, Outputs, Refused, Statistics, Stop
 from speculon.engine.waiting import OutputQueue
 from speculon.errors import EmptyPrompt, EngineError, InvalidParameter, InvalidRequest, SpeculonError
-from tests.server.inside import ThreadEngine, cut
+from tests.server.inside import ThreadEngine, cut, process_of
 from tests.server.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.timeout(30)
@@ -192,8 +192,7 @@ async def test_stopping_while_it_loads_waits_for_nothing() -> None:
     try:
         starting = asyncio.ensure_future(engine.start())
         await asyncio.sleep(0.3)
-        assert engine._process is not None
-        process = engine._process._process
+        process = process_of(engine)
         starting.cancel()
         began = asyncio.get_running_loop().time()
         await engine.stop()
@@ -220,8 +219,7 @@ class Riddle:
 async def test_a_message_that_cannot_be_read_ends_the_engine() -> None:
     async with begun() as engine:
         queue = await engine.submit([ask("r", max_tokens=2000)])
-        assert engine._process is not None
-        engine._process._process._pipe.send(Riddle())
+        process_of(engine)._pipe.send(Riddle())
         with pytest.raises(EngineError, match="cannot be read"):
             await all_of(queue)
         queue.close()
@@ -272,12 +270,12 @@ class WorkerAlone:
 
     def __init__(self, **script: Any):
         self.engine = ScriptedEngine(EngineConfig(model="scripted"), **script)
-        self.ours, self._theirs = Pipe()
+        self.ours, self.theirs = Pipe()
 
     def run(self, *messages: Any) -> list[Any]:
         for message in (*messages, Stop()):
             self.ours.send(message)
-        worker.Worker(self.engine, self._theirs).run()  # type: ignore[arg-type]
+        worker.Worker(self.engine, self.theirs).run()  # type: ignore[arg-type]
         replies = []
         while self.ours.poll():
             replies.append(self.ours.recv())
@@ -303,7 +301,7 @@ def test_a_worker_whose_server_is_gone_ends() -> None:
     alone.ours.send(ask("r"))
     alone.ours.close()
     with pytest.raises((EOFError, OSError)):  # `main` knows them
-        worker.Worker(alone.engine, alone._theirs).run()  # type: ignore[arg-type]
+        worker.Worker(alone.engine, alone.theirs).run()  # type: ignore[arg-type]
 
 
 def test_a_fault_at_admission_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

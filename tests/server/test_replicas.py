@@ -32,17 +32,19 @@ class Local:
 
     def __init__(self, count: int = 2, step_seconds: float = 0.004, **settings: Any):
         self.routing = Routing(rng=Random(0))
-        self._step, self._settings = step_seconds, {**SETTINGS, **settings}
-        self.replicas = {name: self._new(name) for name in "abcdef"[:count]}
+        self.step_seconds, self._settings = step_seconds, {**SETTINGS, **settings}
+        self.replicas = {name: self.new(name) for name in "abcdef"[:count]}
         self.sent: list[Add] = []
         self.forgotten: list[tuple[str, str | None]] = []
 
-    def _new(self, name: str) -> Replica:
-        return Replica(name, self._settings, lambda settings: ThreadEngine(settings, step_seconds=self._step))
+    def new(self, name: str) -> Replica:
+        return Replica(
+            name, self._settings, lambda settings: ThreadEngine(settings, step_seconds=self.step_seconds)
+        )
 
     async def start(self, name: str | None = None) -> None:
         if name is not None:
-            self.replicas[name] = self._new(name)
+            self.replicas[name] = self.new(name)
         for replica in [self.replicas[name]] if name else self.replicas.values():
             await replica.start()
 
@@ -51,7 +53,7 @@ class Local:
             await replica.stop()
 
     async def generate(self, add: Add) -> AsyncGenerator[FromReplica, None]:
-        load = {name: replica._engine.open_requests for name, replica in self.replicas.items()}
+        load = {name: replica.engine.open_requests for name, replica in self.replicas.items()}
         name = self.routing.choose(add.prompt, pool_of(add), load, 32) if load else None
         if name is None:
             raise ReplicaLost("there is no replica")
@@ -126,9 +128,9 @@ def test_streams_survive_what_serves_them(how: str) -> None:
         await asyncio.sleep(0.1)
         assert not any(task.done() for task in writing)
         if how == "engine":
-            cut(local.replicas["a"]._engine)
+            cut(local.replicas["a"].engine)
         else:
-            await local.replicas.pop("a")._engine.stop()
+            await local.replicas.pop("a").engine.stop()
         assert await asyncio.gather(*writing) == [TEXT] * 16
         assert 0 < engine.resumed < 16
         assert all(request.written is not None for request in local.sent[16:])
@@ -143,7 +145,7 @@ def test_a_planted_replica_that_begins_again_is_found() -> None:
         local.generate = lambda request: generate(replace(request, written=None))  # type: ignore[method-assign]
         writing = asyncio.create_task(text(engine, add()))
         await asyncio.sleep(0.1)
-        cut(next(one for one in local.replicas.values() if one._engine.open_requests)._engine)
+        cut(next(one for one in local.replicas.values() if one.engine.open_requests).engine)
         assert await writing != TEXT
 
     run(test)
@@ -166,7 +168,7 @@ def test_what_cannot_be_continued_ends_with_the_reason() -> None:
     async def test(engine: ReplicatedEngine, local: Local) -> None:
         writing = asyncio.create_task(text(engine, add(0, {"acceptance": "rejection"}, temperature=1.0)))
         await asyncio.sleep(0.1)
-        cut(next(one for one in local.replicas.values() if one._engine.open_requests)._engine)
+        cut(next(one for one in local.replicas.values() if one.engine.open_requests).engine)
         with pytest.raises(NotReady, match="no other replica can continue this request"):
             await writing
 
@@ -208,7 +210,7 @@ def test_a_request_that_ends_every_engine_is_given_up() -> None:
 def test_closed_and_aborted_requests_end_on_their_replica() -> None:
     async def test(engine: ReplicatedEngine, local: Local) -> None:
         def held() -> int:
-            return sum(replica._engine.open_requests for replica in local.replicas.values())
+            return sum(replica.engine.open_requests for replica in local.replicas.values())
 
         queue = await engine.submit([add(0), add(1)])
         await queue.take()
@@ -231,7 +233,7 @@ def test_without_a_replica_requests_wait_and_new_ones_are_told() -> None:
     async def test(engine: ReplicatedEngine, local: Local) -> None:
         writing = asyncio.create_task(text(engine, add()))
         await asyncio.sleep(0.1)
-        cut(local.replicas.pop("a")._engine)
+        cut(local.replicas.pop("a").engine)
         await asyncio.sleep(0.7)
         assert engine.restarting and engine.trouble == "no replica serves" and not engine.settled.is_set()
         await local.start("b")
@@ -249,7 +251,7 @@ def test_an_unhealthy_replica_says_so() -> None:
         replica = local.replicas["a"]
         replica.check_health()
         assert replica.statistics() is not None
-        cut(replica._engine)
+        cut(replica.engine)
         await asyncio.sleep(0.1)
         with pytest.raises(NotReady, match="has ended"):
             replica.check_health()
@@ -262,7 +264,7 @@ def test_an_unhealthy_replica_says_so() -> None:
 @pytest.mark.parametrize("age", [pytest.param(None, id="its own"), pytest.param(-9.0, id="planted")])
 def test_a_pool_deleted_while_a_replica_starts_is_deleted_there(age: float | None) -> None:
     async def test(engine: ReplicatedEngine, local: Local) -> None:
-        starting = local._new("b")  # it has read what "a" had kept
+        starting = local.new("b")  # it has read what "a" had kept
         await engine.forget_pools("", "me")
         if age is not None:
             starting._began = monotonic() - age
@@ -281,7 +283,7 @@ def test_a_health_check_moves_the_requests_of_an_engine_that_hangs() -> None:
     async def test(engine: ReplicatedEngine, local: Local) -> None:
         writing = asyncio.create_task(text(engine, add()))
         await asyncio.sleep(2.0)
-        local._step = 0.004
+        local.step_seconds = 0.004
         await local.start("b")
         await asyncio.sleep(0.6)
         assert not writing.done() and local.sent[-1].written is None, "without the check it stays so"

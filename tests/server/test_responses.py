@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -12,11 +11,14 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 
+from speculon.config import RequestSpeculation, SamplingParams
 from speculon.server.choice import ChoiceDelta
+from speculon.server.request import GenerationRequest
 from speculon.server.response_events import ResponseAnswer
 from speculon.server.response_schemas import ResponseRequest
 from speculon.server.responses import chat_of
 from tests.server.inside import Inside, served
+from tests.server.test_client_fields import MODEL
 
 TOOL: dict[str, Any] = {"type": "function", "name": "birth", "parameters": {"type": "object"}, "strict": True}
 CALL = {"type": "function_call", "call_id": "call_1", "name": "birth", "arguments": '{"age":7}'}
@@ -98,8 +100,8 @@ def test_streamed_and_whole_responses_are_alike(inside: Inside, case: str) -> No
 
 def test_a_delta_that_is_lost_is_seen(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin."""
-    add = ResponseAnswer._add_text
-    monkeypatch.setattr(ResponseAnswer, "_add_text", lambda self, text: add(self, text)[:-1])
+    chunks = ResponseAnswer.chunks
+    monkeypatch.setattr(ResponseAnswer, "chunks", lambda self, new: chunks(self, new)[:-1])
     with pytest.raises(AssertionError):
         check_adds_up(events_of(inside, input="say:the end"))
 
@@ -292,10 +294,7 @@ PLAN, HELLO, YOU = {"reasoning_content": "plan"}, {"content": "Hello"}, {"conten
     ids=["one by one", "two", "at once"],
 )
 def test_a_message_after_a_thinking_has_the_log_probabilities_of_all_its_tokens(events: list[Any]) -> None:
-    answer = object.__new__(ResponseAnswer)
-    answer._output, answer._open, answer._number, answer._logprobs = [], None, 0, []
-    answer._tokens, answer._sent, answer.request = [], 0, SimpleNamespace(explain=False)  # type: ignore[assignment]
-    for deltas, logprobs in events:
-        answer.chunks(ChoiceDelta(0, deltas, {"content": logprobs}))
-    answer._close("completed")
-    assert answer._output[-1]["content"][0]["logprobs"] == ["Hello", " you"]
+    request = GenerationRequest(True, [[1]], SamplingParams(), RequestSpeculation(), "off")
+    answer = ResponseAnswer(ResponseRequest(input="x"), "r", request, MODEL)
+    deltas = [ChoiceDelta(0, parts, {"content": logprobs}) for parts, logprobs in events]
+    assert answer.whole(deltas)["output"][-1]["content"][0]["logprobs"] == ["Hello", " you"]

@@ -25,7 +25,17 @@ from tests.tiny.conftest import CONTEXT, tiny_target
 from tests.tiny.dflash_checkpoints import write_dflash
 from tests.tiny.drafting import DRAFT, NoisyModel, use_draft
 from tests.tiny.heads import deep_model, deep_target, watch_heads
-from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script, spell
+from tests.tiny.scripted import (
+    Key,
+    Request,
+    Result,
+    assert_nothing_held,
+    drain,
+    make_engine,
+    run,
+    script,
+    spell,
+)
 from tests.tiny.test_parity import TIE, gap
 from tests.tiny.test_policies import unknown_to
 from tests.tiny.test_requests import check_account
@@ -243,7 +253,7 @@ def test_every_request_is_answered_or_refused_and_the_pool_is_whole(
     assert total.totals.preemptions > 5 or engine.scheduler.max_num_seqs == 4
     assert total.totals.reasons["no_pages"] > 0 and len(set(traffic.refused.values())) >= 4
     assert total.totals.watched.total() > 5 and unknown_to(engine)
-    assert not engine._requests and not engine.proposers._admitted and not engine.scheduler._siblings
+    assert_nothing_held(engine)
     print(
         f"\n{dict(ended)}, refused {dict(Counter(traffic.refused.values()))}, {ties} ties, {total.snapshot()}"
     )

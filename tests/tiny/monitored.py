@@ -36,7 +36,7 @@ def replayed(engine: Engine, most: int = 5000) -> MonitorCounts:
     assert not engine.has_replays
     engine.check_integrity()
     assert engine.monitor is not None
-    pool = engine.monitor._lane.pool
+    pool = engine.monitor.lane.pool
     assert pool.available == pool.num_blocks
     return engine.counters.monitor
 
@@ -54,4 +54,4 @@ def write(engine: Engine, mode: dict[str, Any], many: int = 4, **given: Any) -> 
 def last(engine: Engine) -> Answer:
     """The answer that waits for its replay, and was taken last."""
     assert engine.monitor is not None
-    return engine.monitor._waiting[-1]
+    return engine.monitor.waiting[-1]

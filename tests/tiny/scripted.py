@@ -10,10 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from speculon import LLM
 from speculon.config import EngineConfig, SamplingParams
 from speculon.core import Draft, Finish, Needs, TokenLogprobs, Verdict
 from speculon.engine.engine import Engine
 from speculon.kv.lease import Lease
+from speculon.kv.states import StateStore
+from speculon.kv.store import PageStore
 from speculon.models.target import Target
 from speculon.proposers.registry import register
 from speculon.sequence import Event, Sequence
@@ -43,7 +46,7 @@ class Scripted:
         self.known.add(seq.id)
 
     def propose(self, seqs: list[Sequence], budgets: list[int], lease: Lease) -> list[Draft]:
-        return [self._draft(seq, k) for seq, k in zip(seqs, budgets, strict=True)]
+        return [self.draft_of(seq, k) for seq, k in zip(seqs, budgets, strict=True)]
 
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: Any) -> None:
         assert all(seq.id in self.known for seq in seqs)
@@ -51,7 +54,7 @@ class Scripted:
     def release(self, seq: Sequence) -> None:
         self.known.remove(seq.id)
 
-    def _draft(self, seq: Sequence, k: int) -> Draft:
+    def draft_of(self, seq: Sequence, k: int) -> Draft:
         at, truth = seq.num_output, self.truth.get((seq.request.id, seq.sample), [])
         chance = random.Random(f"{seq.request.id} {seq.sample} {at}")
         self._rounds[k] += 1
@@ -150,6 +153,38 @@ def drain(engine: Engine, results: dict[Key, Result] | None = None, steps: int =
     engine.check_integrity()
     assert engine.pool.available == engine.pool.num_blocks
     return results
+
+
+def assert_nothing_held(engine: Engine) -> None:
+    """Nothing runs, every page is free or cached, and no part remembers a request or a sequence."""
+    engine.check_integrity()
+    assert not engine.has_work and engine.pool.available == engine.pool.num_blocks
+    assert not engine._requests and not engine.proposers._admitted and not engine.scheduler._siblings
+
+
+def assert_idle(llm: LLM) -> None:
+    """No call runs, and nothing of one remains."""
+    assert_nothing_held(llm.engine)
+    assert not llm._shared._groups
+
+
+def proposer_of(engine: Engine, method: str) -> Any:
+    """The proposer of a method, which is built."""
+    proposer = engine.proposers.find(method)
+    assert proposer is not None, method
+    return proposer
+
+
+def store_of(engine: Engine) -> PageStore:
+    """K and V of all pages."""
+    return engine.leases._store
+
+
+def states_of(engine: Engine, drafter: str | None = None) -> StateStore:
+    """The recurrent states of the target, or of a drafter, which has some."""
+    states = engine.leases._states if drafter is None else engine.leases._draft_states[drafter]
+    assert states is not None
+    return states
 
 
 def run(target: Target, requests: list[Request], **settings: Any) -> dict[Key, Result]:

@@ -45,7 +45,7 @@ def matcher(grammar: str) -> Matcher:
 
 def follows(grammar: str, text: str) -> bool:
     """Whether the whole text may be written and end there."""
-    found, tokenizer = matcher(grammar), demo()._tokenizer
+    found, tokenizer = matcher(grammar), demo().tokenizer
     assert tokenizer is not None
     ids = tokenizer.encode(text, add_special_tokens=False)
     return found.allows([*ids, *demo().ends]) == len(ids) + 1 and found.end_of(tuple(ids)) is None
@@ -81,7 +81,7 @@ def test_a_tag_is_followed_by_a_call_of_a_known_function(parallel: bool) -> None
 
 
 def test_a_reply_of_one_call_ends_after_it() -> None:
-    found, tokenizer = matcher(calls_grammar(FUNCTIONS, False, SPECIAL)), demo()._tokenizer
+    found, tokenizer = matcher(calls_grammar(FUNCTIONS, False, SPECIAL)), demo().tokenizer
     assert tokenizer is not None
     ids = tokenizer.encode(f"a{OPEN}{CALL}{CLOSE}", add_special_tokens=False)
     assert found.consume(ids) and found.complete
@@ -93,7 +93,7 @@ def test_a_reply_of_a_form_is_calls_or_that_form(parallel: bool) -> None:
     grammar = calls_grammar(FUNCTIONS, parallel, SPECIAL, form)
     assert not follows(grammar, "text") and not follows(grammar, f"{OPEN}{{}}{CLOSE}")
     for text in ('{"a":', f"{OPEN}{CALL}{CLOSE}"[:-1]):
-        found, tokenizer = matcher(grammar), demo()._tokenizer
+        found, tokenizer = matcher(grammar), demo().tokenizer
         assert tokenizer is not None
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert found.allows(ids) == len(ids)

@@ -33,6 +33,7 @@ from speculon.outputs import Completion
 from speculon.text import UNSURE, Tokenizer, final_text
 from tests.tiny.checkpoint import byte_tokenizer
 from tests.tiny.folders import make_folder
+from tests.tiny.scripted import assert_idle
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 FLAGS = ["--method", "ngram", "--policy", "fixed", "--temperature", "0", "--max-tokens", "40", "--ignore-eos"]
@@ -334,8 +335,7 @@ def test_ctrl_c_inside_a_step_leaves_the_engine_usable(
         count = 0
         llm.generate(content, GREEDY)
     monkeypatch.undo()
-    assert not llm.engine.has_work and not len(llm._stepper._requests)
-    llm.engine.check_integrity()
+    assert_idle(llm)
     whole = llm.session(GREEDY).send(content).token_ids
     if session.turns:  # with the tokens of the step in which it happened
         written = session.turns[-1].output
@@ -358,7 +358,7 @@ def test_ctrl_c_before_the_first_step_leaves_nothing_running(
     monkeypatch.setattr(llm.engine, "add_request", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.session(GREEDY).send("hello")
-    assert not llm.engine.has_work and not len(llm._stepper._requests) and not llm.engine._requests
+    assert_idle(llm)
 
 
 # in a terminal

@@ -31,7 +31,7 @@ from speculon.models.trial import Trial
 from speculon.proposers.base import TargetFacts
 from speculon.proposers.draft_model import DraftModel
 from tests.tiny.conftest import CONTEXT, MIXED, VOCAB, build, tiny_model
-from tests.tiny.scripted import Request, run
+from tests.tiny.scripted import Request, proposer_of, run
 
 
 @pytest.fixture
@@ -380,7 +380,7 @@ def test_the_reason_for_not_compiling_is_reported(
 
 def test_a_model_object_reports_why_it_is_not_compiled() -> None:
     decoder = SpeculativeDecoder(tiny_model("qwen3"), tiny_model("llama"), method="draft_model", compile=True)
-    drafter = decoder.engine.proposers._built["draft_model"]
+    drafter = proposer_of(decoder.engine, "draft_model")
     assert isinstance(drafter, DraftModel)
     for target in (decoder.engine.target, drafter.model):
         assert "not compiled: the weights of a model object stay where they are" in reasons(target)

@@ -31,7 +31,7 @@ from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import build, tiny_model, tiny_target
 from tests.tiny.dflash_checkpoints import write_dflash
 from tests.tiny.heads import DEPTH, Texts, deep_model, folder_of, head_of, watch_heads, wrong_rows
-from tests.tiny.scripted import Key, Result, drain, make_engine
+from tests.tiny.scripted import Key, Result, drain, make_engine, proposer_of
 from tests.tiny.test_eagle3 import ask, plain, requests_of, texts_of, whole
 
 LAYOUTS = [Linear, packed]
@@ -161,7 +161,7 @@ def with_draft(path: Path, compile: bool) -> tuple[Engine, DraftModel]:
     speculation: Any = {"draft": {"draft_model": str(path)}, "policy": "fixed"}
     config = EngineConfig(block_size=4, compile=compile, speculation=speculation)
     engine = Engine(wrap_model(tiny_model("llama"), share=False, compile=compile), None, config)
-    drafter = engine.proposers.find("draft_model")
+    drafter = proposer_of(engine, "draft_model")
     assert isinstance(drafter, DraftModel)
     return engine, drafter
 

@@ -14,6 +14,7 @@ from speculon import decoder as decoder_module
 from speculon.core import Draft, SpanOutcome
 from tests.builders import spread
 from tests.tiny.conftest import CONTEXT, VOCAB, tiny_model
+from tests.tiny.scripted import assert_nothing_held, proposer_of, store_of
 
 K = 4
 PROMPT = [7, 30, 31, 32, 50, 51, 52, 30, 31, 32, 60, 61, 62, 63, 64, 65, 66, 67, 68, 30, 31]
@@ -63,14 +64,6 @@ def by_steps(decoder: SpeculativeDecoder, params: SamplingParams) -> list[int]:
             return text[len(PROMPT) :]
 
 
-def assert_untouched(decoder: SpeculativeDecoder) -> None:
-    """Nothing runs, every page is free or findable, no drafter remembers a sequence."""
-    engine = decoder.engine
-    engine.check_integrity()
-    assert not engine.has_work and engine.pool.available == engine.pool.num_blocks
-    assert not engine.proposers._admitted and not engine.pool._sealed and not engine.pool._claims
-
-
 # the same text
 
 
@@ -92,7 +85,7 @@ def test_rounds_and_whole_outputs_are_the_plain_output(
     truth, decoder = plain(params), make(drafter, **settings)
     assert by_steps(decoder, params) == truth
     assert decoder.generate(PROMPT, params).token_ids == truth
-    assert_untouched(decoder)
+    assert_nothing_held(decoder.engine)
 
 
 @pytest.mark.parametrize("params", MODES)
@@ -103,7 +96,7 @@ def test_by_default_the_output_is_the_plain_one(params: SamplingParams) -> None:
         assert (decoder.config.speculation.policy, decoder.config.speculation.method) == ("goodput", "auto")
         for _ in range(2):
             assert by_steps(decoder, params) == decoder.generate(PROMPT, params).token_ids == plain(params)
-            assert_untouched(decoder)
+            assert_nothing_held(decoder.engine)
 
 
 def test_the_plain_output_is_that_of_the_stock_model() -> None:
@@ -121,7 +114,7 @@ def test_a_spoiled_page_is_seen() -> None:
     truth = plain(GREEDY)
     decoder = make()
     decoder.step(PROMPT, GREEDY)
-    for keys in decoder.engine.leases._store.k:
+    for keys in store_of(decoder.engine).k:
         keys.zero_()
     assert by_steps(decoder, GREEDY) != truth
 
@@ -181,7 +174,7 @@ def test_verify_accepts_every_length_and_corrects(params: SamplingParams) -> Non
     assert decoder.verify([*PROMPT, *truth[:5]], truth[5:7], params, prompt_len=len(PROMPT)).tokens == tuple(
         truth[5:8]
     )
-    assert_untouched(decoder)
+    assert_nothing_held(decoder.engine)
 
 
 def test_a_verdict_one_position_off_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +230,7 @@ def test_draft_and_verify_leave_no_trace(drafter: tuple[str, int | None]) -> Non
     drafts = [decoder.draft(text, params=GREEDY).tokens for _ in range(2)]
     verdicts = [decoder.verify(text, [lie(1)] * 3, GREEDY) for _ in range(2)]
     assert account(decoder) == before and drafts[0] == drafts[1] and verdicts[0] == verdicts[1]
-    assert_untouched(decoder)
+    assert_nothing_held(decoder.engine)
     now, fresh = decoder.step(text, GREEDY), alone.step(text, GREEDY)
     assert (now.draft_tokens, now.verdict, now.reason) == (fresh.draft_tokens, fresh.verdict, fresh.reason)
     assert drafts[0] == now.draft_tokens, "step() drafts what draft() returned"
@@ -267,7 +260,7 @@ def rows_of_steps(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) 
 
     text = [*PROMPT, *decoder.step(PROMPT, GREEDY).emitted_tokens]
     count("target", decoder.engine.target)
-    count("draft", decoder.engine.proposers._built["draft_model"].model)  # type: ignore[attr-defined]
+    count("draft", proposer_of(decoder.engine, "draft_model").model)
     for _ in range(4):
         text += decoder.step(text, GREEDY, prompt_len=len(PROMPT)).emitted_tokens
     return rows["target"], rows["draft"]
@@ -304,7 +297,7 @@ def test_an_error_inside_leaves_the_pool_whole(
         with pytest.raises(RuntimeError, match="out of memory"):
             getattr(decoder, call)(*long)
     assert calls == 1
-    assert_untouched(decoder)
+    assert_nothing_held(decoder.engine)
     assert by_steps(decoder, GREEDY) == plain(GREEDY)
 
 
@@ -314,7 +307,7 @@ def test_a_failing_drafter_costs_the_draft_and_says_so(monkeypatch: pytest.Monke
     def failing(*_: Any) -> Any:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(decoder.engine.proposers._built["draft_model"], "propose", failing)
+    monkeypatch.setattr(proposer_of(decoder.engine, "draft_model"), "propose", failing)
     result = decoder.step(PROMPT, GREEDY)
     assert (result.draft_tokens, result.reason, result.emitted_tokens) == (
         (),
@@ -322,7 +315,7 @@ def test_a_failing_drafter_costs_the_draft_and_says_so(monkeypatch: pytest.Monke
         tuple(plain(GREEDY)[:1]),
     )
     assert decoder.draft(PROMPT, K, GREEDY) == Draft()
-    assert_untouched(decoder)
+    assert_nothing_held(decoder.engine)
 
 
 # accounts
@@ -376,7 +369,7 @@ class Clock:
     def __init__(self, decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch):
         self.now, self.plain_calls = 0.0, 0
         monkeypatch.setattr(decoder_module, "perf_counter", lambda: self.now)
-        draft = decoder.engine.proposers._built["draft_model"].model  # type: ignore[attr-defined]
+        draft = proposer_of(decoder.engine, "draft_model").model
         self.charge(decoder.engine.target, lambda rows: 10 + rows, monkeypatch)
         self.charge(draft, lambda rows: 2, monkeypatch)
 
@@ -425,6 +418,6 @@ def test_the_plain_cost_can_be_measured_at_the_end_of_the_context_and_of_the_pag
         decoder = make(**settings)
         assert decoder.step(full, SamplingParams(temperature=0)).emitted_tokens
         assert decoder.speedup_estimate and decoder.speedup_estimate > 0
-        assert_untouched(decoder)
+        assert_nothing_held(decoder.engine)
     tiny = make(max_context=2)
     assert tiny.step([5], SamplingParams(temperature=0)).emitted_tokens and tiny.speedup_estimate

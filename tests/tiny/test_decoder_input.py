@@ -25,14 +25,13 @@ from speculon.errors import (
 from speculon.models.fuse import replace_norms
 from tests.tiny.checkpoint import write_checkpoint
 from tests.tiny.conftest import CONTEXT, VOCAB, build, tiny_model
-from tests.tiny.scripted import Letters, spell
+from tests.tiny.scripted import Letters, assert_nothing_held, proposer_of, spell
 from tests.tiny.test_decoder import (
     GREEDY,
     PROMPT,
     SEEDED,
     K,
     account,
-    assert_untouched,
     by_steps,
     make,
     plain,
@@ -101,7 +100,7 @@ def test_a_draft_of_another_architecture_and_dtype_drafts_too() -> None:
     decoder = SpeculativeDecoder(
         tiny_model("llama"), draft, method="draft_model", policy="fixed", block_size=4
     )
-    assert decoder.engine.proposers._built["draft_model"].model.dtype is torch.bfloat16  # type: ignore[attr-defined]
+    assert proposer_of(decoder.engine, "draft_model").model.dtype is torch.bfloat16
     assert by_steps(decoder, GREEDY) == plain(GREEDY) and decoder.stats and decoder.stats.drafted > 0
 
 
@@ -239,7 +238,7 @@ def test_a_bad_call_is_refused_by_name_and_leaves_nothing(
     with pytest.raises(error, match=message):
         call(decoder)
     assert account(decoder) == before
-    assert_untouched(decoder)
+    assert_nothing_held(decoder.engine)
 
 
 def test_a_sequence_that_can_never_fit_the_pages_is_refused() -> None:

@@ -18,7 +18,7 @@ from speculon.errors import InvalidParameter, TooLong
 from speculon.verify import read_logits
 from tests.tiny.conftest import CONTEXT, VOCAB, tiny_model
 from tests.tiny.forms import FORMS, words
-from tests.tiny.scripted import Letters, spell
+from tests.tiny.scripted import Letters, assert_nothing_held, spell
 from tests.tiny.test_decoder import (
     GREEDY,
     MODES,
@@ -27,7 +27,6 @@ from tests.tiny.test_decoder import (
     SEEDED,
     K,
     account,
-    assert_untouched,
     lie,
     make,
     plain,
@@ -105,7 +104,7 @@ def test_the_targets_own_logits_give_its_verdict(true: int, params: SamplingPara
     before, decoder = logits.clone(), silent()
     assert decoder.verify(PROMPT, drafts, params, target_logits=logits) == verdict
     assert torch.equal(logits, before), "they are read only"
-    assert_untouched(decoder)
+    assert_nothing_held(decoder.engine)
 
 
 @pytest.mark.parametrize("params", PARAMS)
@@ -330,7 +329,7 @@ def test_other_logits_are_refused_by_name_and_leave_nothing(logits: Any, limit: 
     with pytest.raises(InvalidParameter, match=f"(?s){limit}") as caught:
         decoder.verify(PROMPT, [5, 6], GREEDY, target_logits=logits)
     assert caught.value.name == "target_logits" and account(decoder) == before
-    assert_untouched(decoder)
+    assert_nothing_held(decoder.engine)
 
 
 CALLS: list[Any] = [

@@ -11,6 +11,7 @@ from speculon import SamplingParams, SpeculativeDecoder
 from speculon.control import adaptive as adaptive_module
 from speculon.control.adaptive import Adaptive, AdaptiveConfig, AdaptiveLookahead
 from speculon.errors import InvalidParameter
+from tests.tiny.scripted import assert_nothing_held, proposer_of
 from tests.tiny.test_decoder import (
     GREEDY,
     MODES,
@@ -20,7 +21,6 @@ from tests.tiny.test_decoder import (
     SEEDED,
     K,
     account,
-    assert_untouched,
     by_steps,
     make,
     plain,
@@ -108,7 +108,7 @@ def test_each_step_drafts_what_the_controller_says_and_reports_to_it(
         and decoder.adaptive
         and decoder.adaptive.observations > 0
     )
-    assert_untouched(decoder)
+    assert_nothing_held(decoder.engine)
 
 
 def test_a_controller_that_observes_nothing_or_too_much_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_samples_of_a_prompt_share_the_controller() -> None:
     decoder = with_controller(QUICK)
     out = decoder.generate(PROMPT, SamplingParams(n=3, seed=1, max_tokens=8, ignore_eos=True))
     assert len({tuple(one.token_ids) for one in out.outputs}) == 3 and figures(decoder.adaptive)[2] > 3
-    assert not decoder.engine.policy._made["adaptive"].texts  # type: ignore[attr-defined]
+    assert not decoder.engine.policy.of("adaptive").texts  # type: ignore[attr-defined]
 
 
 def test_the_controller_goes_on_with_the_next_sequence_until_a_reset() -> None:
@@ -285,7 +285,7 @@ def test_a_lookahead_that_changes_leaves_the_output(
     assert text[len(PROMPT) :] == plain(params)
     assert all(count <= k for k, count in drafted) and any(count for _, count in drafted)
     assert drafter != SAME or [count for _, count in drafted[:4]] == [3, 0, 1, 9]
-    assert_untouched(decoder)
+    assert_nothing_held(decoder.engine)
 
 
 @pytest.mark.parametrize("k", [0, 1, 7, 20])
@@ -302,7 +302,7 @@ def test_a_number_that_is_set_holds_for_every_call(k: int) -> None:
 def test_zero_is_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, truth = make(), plain(GREEDY)
     decoder.lookahead = 0
-    drafter = decoder.engine.proposers._built["draft_model"]
+    drafter = proposer_of(decoder.engine, "draft_model")
     monkeypatch.setattr(drafter, "propose", lambda *_: pytest.fail("nothing is to be drafted"))
     result = decoder.step(PROMPT, GREEDY)
     assert (result.draft_tokens, result.emitted_tokens, result.reason) == ((), (truth[0],), "off_request")
@@ -361,4 +361,4 @@ def test_a_wrong_k_is_refused_and_leaves_nothing(k: int) -> None:
     with pytest.raises(InvalidParameter, match=f"^num_speculative_tokens = {k}: "):
         decoder.step(PROMPT, GREEDY, k=k)
     assert account(decoder) == before
-    assert_untouched(decoder)
+    assert_nothing_held(decoder.engine)

@@ -26,7 +26,7 @@ from tests.tiny.forms import engine_of
 from tests.tiny.heads import DEPTH, deep_model, deep_target
 from tests.tiny.recurrent import recurrent_model, recurrent_target
 from tests.tiny.recurrent import requests as recurrent_requests
-from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run
+from tests.tiny.scripted import Key, Request, Result, drain, make_engine, proposer_of, run
 from tests.tiny.test_eagle3 import SETTINGS, plain, requests_of, shifted, texts_of, whole, write
 from tests.tiny.test_parity import GREEDY, MODES, OFF, accepted_lengths
 
@@ -252,13 +252,13 @@ def test_a_recurrent_target_keeps_its_states(tmp_path: Path) -> None:
     assert len(accepted_lengths(results)) > 3
 
 
-def test_no_row_of_a_block_enters_a_page(tmp_path: Path) -> None:
+def test_no_row_of_a_block_enters_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pages of drafted positions keep what they had."""
     path = write_dflash(tmp_path, deep_model().config)
     watch_blocks(plain("greedy"))
     request = requests_of("greedy")[1]
     engine = make_engine(deep_target(), speculation=folder_of(path))
-    drafter: Any = engine.proposers._built["dflash"]
+    drafter: Any = proposer_of(engine, "dflash")
     blocks, changed = drafter._blocks, []
 
     def compare(seqs: Any, ks: Any, own: Any) -> Any:
@@ -268,7 +268,7 @@ def test_no_row_of_a_block_enters_a_page(tmp_path: Path) -> None:
         changed.append(not all(torch.equal(a, b) for a, b in zip(before, pools, strict=True)))
         return states
 
-    drafter._blocks = compare
+    monkeypatch.setattr(drafter, "_blocks", compare)
     engine.add_request(request.prompt, request.params, ask(5), request.id)
     drain(engine)
     assert len(changed) > 5 and not any(changed)

@@ -32,7 +32,7 @@ from tests.tiny.heads import (
     watch_heads,
     wrong_rows,
 )
-from tests.tiny.scripted import Key, Request, Result, drain, make_engine
+from tests.tiny.scripted import Key, Request, Result, drain, make_engine, proposer_of
 from tests.tiny.test_parity import GREEDY, MODES, OFF, accepted_lengths
 
 KS = (1, 3, 7)
@@ -199,7 +199,7 @@ def test_switched_off_and_on_it_continues_where_it_was(policy: str, tmp_path: Pa
             for request in requests_of("greedy")[:2]:
                 engine.add_request(request.prompt, request.params, speculation, f"{request.id}{step}")
                 watch_key = (f"{request.id}{step}", 0)
-                engine.proposers._built["eagle3"].truth[watch_key] = plain("greedy")[request.id, 0]
+                proposer_of(engine, "eagle3").truth[watch_key] = plain("greedy")[request.id, 0]
         events += engine.step()
         if not engine.has_work:
             break
@@ -219,14 +219,15 @@ def test_drafts_of_a_reduced_vocabulary_carry_a_whole_distribution(sampling: str
     engine = make_engine(deep_target(), speculation=folder_of(head))
     params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True, seed=1)
     seen = []
-    propose = engine.proposers._built["eagle3"].propose
+    drafter: Any = proposer_of(engine, "eagle3")
+    propose = drafter.propose
 
     def note(*args: Any) -> Any:
         drafts = propose(*args)
         seen.extend(draft.probs for draft in drafts)
         return drafts
 
-    engine.proposers._built["eagle3"].propose = note
+    drafter.propose = note
     engine.add_request([5, 6, 7], params, {**ask(4), "acceptance": sampling}, "r")
     drain(engine)
     tensors = head_of(draft_vocab=40).tensors

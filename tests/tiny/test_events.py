@@ -185,7 +185,7 @@ def test_a_failing_drafter_and_failing_steps_are_recorded(
         0,
         0,
     )
-    draft, forward = proposer._draft, engine.target.forward
+    draft, forward = proposer.draft_of, engine.target.forward
 
     def fail_once(seq: Sequence, k: int) -> Any:
         nonlocal calls
@@ -201,7 +201,7 @@ def test_a_failing_drafter_and_failing_steps_are_recorded(
             raise MemoryError("planted")
         return forward(*args)
 
-    proposer._draft = fail_once  # type: ignore[method-assign]
+    proposer.draft_of = fail_once  # type: ignore[method-assign]
     monkeypatch.setattr(engine.target, "forward", fail_at_times)
     for request in mixed(requests_of("sampled"), 4):
         engine.add_request(request.prompt, request.params, request.speculation, request.id)

@@ -15,7 +15,17 @@ from speculon.engine.engine import Engine
 from speculon.errors import EmptyPrompt, InvalidParameter, InvalidRequest, NeverFits, TooLong, UnknownMethod
 from speculon.models.load import wrap_model
 from tests.tiny.conftest import CONTEXT, build, tiny_target
-from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script
+from tests.tiny.scripted import (
+    Key,
+    Request,
+    Result,
+    assert_nothing_held,
+    drain,
+    make_engine,
+    run,
+    script,
+    store_of,
+)
 from tests.tiny.test_parity import mixed, plain, requests_of
 from tests.tiny.test_requests import check_account
 
@@ -93,12 +103,7 @@ def test_proposers_forget_what_has_ended() -> None:
     engine.abort("q1")
     drain(engine)
     assert not proposer.known
-    assert (
-        not engine._requests
-        and not engine.scheduler._siblings
-        and not engine.pool._sealed
-        and not engine.pool._claims
-    )
+    assert_nothing_held(engine)
 
 
 # errors in the middle of a step
@@ -154,7 +159,7 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, place: str, engine: Engine) -> None
 
     where: dict[str, tuple[Any, str]] = {
         "pack": (Batch, "pack"),
-        "view": (engine.leases._store, "view"),
+        "view": (store_of(engine), "view"),
         "forward": (engine.target, "forward"),
         "verify": (engine_module, "verify"),
         "cut": (engine_module, "cut"),
@@ -301,7 +306,7 @@ def test_bad_input_is_refused_by_name_and_starts_nothing(
             call["prompt"], SamplingParams(**settings), call["speculation"], call["request_id"]
         )
     assert issubclass(error, InvalidRequest) and issubclass(error, ValueError)
-    assert engine.counters.requests == 1 and list(engine._requests) == ["taken"]
+    assert engine.counters.requests == 1 and engine.open_requests == ["taken"]
     assert list(drain(engine)) == [("taken", 0)]
 
 

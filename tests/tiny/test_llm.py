@@ -13,6 +13,7 @@ from speculon import LLM, SamplingParams, SpeculationConfig
 from speculon.core import SpanOutcome
 from speculon.errors import ConfigError, EmptyPrompt, InvalidParameter, InvalidRequest, TooLong, UnknownMethod
 from tests.tiny.checkpoint import write_checkpoint
+from tests.tiny.scripted import assert_idle
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPT = "def add(first, second):\n    return first"
@@ -200,9 +201,7 @@ def test_bad_input_is_refused_by_name_and_nothing_is_left_running(
 ):
     with pytest.raises(error, match=message):
         llm.generate(prompts, params, speculation=speculation)  # type: ignore[arg-type]
-    assert not llm.engine.has_work
-    llm.engine.check_integrity()
-    assert not llm.engine._requests
+    assert_idle(llm)
 
 
 @pytest.mark.parametrize(

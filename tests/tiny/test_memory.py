@@ -26,7 +26,7 @@ from speculon.proposers import model_drafter
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, NoisyModel, use_draft
 from tests.tiny.folders import make_folder
-from tests.tiny.scripted import make_engine
+from tests.tiny.scripted import make_engine, store_of
 
 HELD, FREE = 1 << 29, 1 << 33
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -90,7 +90,7 @@ def test_fallback_goes_on_plainly_and_loads_nothing(folder: Path, loaded: list[s
     output = llm.generate(PROMPT, PARAMS)[0]
     assert output.speculation is None and set(output.reasons) == {Reason.MEMORY}
     assert output.token_ids == plain.token_ids
-    assert len(llm.engine.leases._store.layers) == len(llm.engine.target.layers), (
+    assert len(store_of(llm.engine).layers) == len(llm.engine.target.layers), (
         "no page holds a layer of the draft"
     )
 
@@ -310,7 +310,7 @@ def remains(folder: Path, state: Path, keep: Callable[[object], object] = id) ->
     llm.generate([PROMPT, PROMPT], [PARAMS, formed])
     for _ in llm.stream(PROMPT, PARAMS):
         break
-    store = llm.engine.leases._store
+    store = store_of(llm.engine)
     parts = {"engine": llm.engine, "store": store, "pages": store.k[0], "model": llm.engine.target.model}
     parts |= dict(llm.engine.target.model.named_parameters())
     found = {name: weakref.ref(part) for name, part in parts.items()}

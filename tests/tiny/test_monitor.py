@@ -163,7 +163,7 @@ def test_a_planted_end_is_a_fault(change: dict[str, Any]) -> None:
     drain(engine)
     answer = last(engine)
     tokens = answer.tokens[: len(PROMPT) + change.get("tokens", 24)]
-    engine.monitor._waiting[0] = replace(answer, tokens=tokens, finish=change["finish"])
+    engine.monitor.waiting[0] = replace(answer, tokens=tokens, finish=change["finish"])
     assert results_of(replayed(engine)) == (1, 0, 0, 1, 0)
 
 
@@ -175,7 +175,7 @@ def test_a_stop_string_that_was_missed_is_a_fault() -> None:
     text = engine.tokenizer.decode(answer.tokens[len(PROMPT) :])
     params = answer.request.params.model_copy(update={"stop": (text[5:8],)})
     (seq,) = engine.admission.admit("x", PROMPT, params, {})
-    engine.monitor._waiting[0] = replace(answer, request=seq.request)
+    engine.monitor.waiting[0] = replace(answer, request=seq.request)
     assert results_of(replayed(engine)) == (1, 0, 0, 1, 0)
 
 
@@ -221,12 +221,12 @@ def test_in_a_coarse_dtype_the_first_difference_is_judged_by_a_measured_limit() 
     """Its first token differs, so nothing of the answer itself measures a limit."""
     engine = engine_of(speculation={"method": "off"})
     assert engine.monitor is not None
-    engine.monitor._coarse = True
+    engine.monitor.coarse = True
     ask(engine)
     drain(engine)
     last(engine).tokens[len(PROMPT)] ^= 1
     counts = replayed(engine)
-    assert engine.monitor._positions > 8
+    assert engine.monitor.positions > 8
     assert counts.ties + counts.faults == 1
 
 
@@ -234,8 +234,8 @@ def test_in_a_coarse_dtype_the_limit_is_measured(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(monitoring, "MEASURED", 60)
     engine = engine_of(speculation={"method": "ngram"})
     assert engine.monitor is not None
-    engine.monitor._coarse, moves = True, []
-    target, forward = engine.monitor._lane, engine.target.forward
+    engine.monitor.coarse, moves = True, []
+    target, forward = engine.monitor.lane, engine.target.forward
 
     class Coarse:
         """Rows of a prompt are off by up to 0.05 nat from those of generated tokens."""
@@ -252,7 +252,7 @@ def test_in_a_coarse_dtype_the_limit_is_measured(monkeypatch: pytest.MonkeyPatch
     write(engine, GREEDY)
     counts = replayed(engine)
     assert counts.equal == 4 and 0.01 < counts.limit < 0.05
-    assert engine.monitor._positions == 72, "measured until it is known: three answers of 24 tokens"
+    assert engine.monitor.positions == 72, "measured until it is known: three answers of 24 tokens"
     assert max(moves) == len(PROMPT) + 1 + 24
 
 

@@ -18,7 +18,7 @@ from speculon.telemetry import MonitorCounts
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.folders import make_folder
 from tests.tiny.monitored import GREEDY, SEEDED, ask, engine_of, replayed, results_of, write
-from tests.tiny.scripted import drain
+from tests.tiny.scripted import drain, store_of
 
 # which are taken
 
@@ -31,7 +31,7 @@ def test_the_share_is_evenly_spread(share: float, many: int, monkeypatch: pytest
         ask(engine, f"q{i}", max_tokens=2)
     drain(engine)
     assert engine.monitor is not None
-    numbers = [int(answer.request.id[1:]) for answer in engine.monitor._waiting]
+    numbers = [int(answer.request.id[1:]) for answer in engine.monitor.waiting]
     assert numbers == [i for i in range(40) if (i + 1) % round(1 / share) == 0]
     assert results_of(replayed(engine)) == (many, many, 0, 0, 0)
 
@@ -88,7 +88,7 @@ def test_a_replay_that_fails_costs_itself_alone(monkeypatch: pytest.MonkeyPatch)
     engine = engine_of()
     write(engine, GREEDY, many=2)
     assert engine.monitor is not None
-    lane, calls = engine.monitor._lane, iter(range(100))
+    lane, calls = engine.monitor.lane, iter(range(100))
     ask_target = lane._ask_target
 
     def failing(*given: Any) -> Any:
@@ -108,14 +108,15 @@ def state_of(engine: Engine) -> Any:
     counters = copy.deepcopy(engine.counters)
     counters.monitor = MonitorCounts()
     pool, policy = engine.pool, engine.policy
+    pages = {name: part for name, part in vars(pool).items() if name not in ("slots", "draft_slots")}
     suffix: Any = engine.proposers.find("suffix")
     return (
         counters,
-        (dict(pool._index), list(pool._cached), bytes(pool._state), list(pool._refs), pool.available),
+        (copy.deepcopy(pages), pool.available),
         policy.state(),
         [(key, tokens) for key, _, tokens in suffix.pools.state()],
         engine.proposers.remembered,
-        [store.clone() for store in engine.leases._store.k],
+        [store.clone() for store in store_of(engine).k],
     )
 
 

@@ -24,7 +24,7 @@ from speculon.sampling import Row, row_key, sample, uniform
 from speculon.sequence import Rules
 from tests.builders import make_sequence, spread
 from tests.tiny.conftest import TINY, tiny_model, tiny_target
-from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script
+from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script, store_of
 
 TIE = 1e-4  # nat
 DRAFTS = (1, 4, 16)
@@ -307,7 +307,7 @@ def spoil_page(engine: Engine, step: int) -> None:
     """One committed page loses its keys."""
     if step == 6:
         seq = engine.scheduler.running[0]
-        store = engine.leases._store
+        store = store_of(engine)
         store.k[0][seq.table[0] * store.block_size :][: store.block_size] = 0
 
 

@@ -44,7 +44,7 @@ from tests.tiny.recurrent import (
     requests,
     wrong,
 )
-from tests.tiny.scripted import Key, Result, drain, make_engine, run, script
+from tests.tiny.scripted import Key, Result, drain, make_engine, run, script, states_of
 from tests.tiny.test_parity import accepted_lengths, drafting, row_error
 
 ZAMBA2 = {
@@ -268,9 +268,7 @@ def test_a_model_without_a_context_length_takes_the_one_that_is_set() -> None:
 def test_states_are_part_of_the_memory_estimate() -> None:
     target = recurrent_target("falcon_h1")
     engine = make_engine(target, max_num_seqs=3, snapshot_memory_gb=0)
-    states = engine.leases._states
-    assert states is not None
-    held = sum(state.nbytes for layer in states.states for state in layer)
+    held = sum(state.nbytes for layer in states_of(engine).states for state in layer)
     assert engine.memory.states == held == 6 * target.state_bytes > 0
     parts = ("held", "drafters", "scratch", "remembered", "pages", "states", "snapshots", "additional")
     assert engine.memory.total == sum(getattr(engine.memory, part) for part in parts)

@@ -47,7 +47,7 @@ from tests.tiny.recurrent_drafts import (
     use_drafts,
     wrong_now_and_then,
 )
-from tests.tiny.scripted import Key, Request, Result, make_engine
+from tests.tiny.scripted import Key, Request, Result, make_engine, states_of
 
 OFF = {"method": "off"}
 # without slots for states after each draft: tokens are read again
@@ -191,10 +191,10 @@ class Begun:
 
     def states(self) -> dict[int, tuple[int, list[Tensor]]]:
         """By sequence: how many tokens the draft's state has seen, and its bytes."""
-        found = [state for mixer in self.engine.leases._draft_states[NAME].states for state in mixer]
+        found = [state for mixer in states_of(self.engine, NAME).states for state in mixer]
         return {
             number: (chain.start, [state[chain.slots[chain.start]].clone() for state in found])
-            for number, chain in self.slots._chains.items()
+            for number, chain in self.slots.chains.items()
         }
 
 
@@ -234,7 +234,7 @@ def test_an_error_in_the_middle_of_a_draft_costs_drafts_alone(
     """An error costs the sequences of the call their further drafts, an interrupt those of the step."""
     begun, raised, run_ = Begun(name), 0, Mixer.run
     last = begun.engine.target.mixers[-1]
-    draft_states = begun.engine.leases._draft_states[NAME]
+    draft_states = states_of(begun.engine, NAME)
 
     def failing(mixer: Mixer, step: StateStep, call: Any) -> Tensor:
         nonlocal raised
@@ -259,18 +259,18 @@ def test_an_error_in_the_middle_of_a_draft_costs_drafts_alone(
 
 def test_an_abort_gives_the_state_back() -> None:
     begun = Begun("mamba2")
-    while len(begun.slots._chains) < 3:
+    while len(begun.slots.chains) < 3:
         begun.step()
     first = begun.engine.scheduler.running[0].request.id
     begun.engine.abort(first)
-    assert len(begun.slots._chains) == 2
+    assert len(begun.slots.chains) == 2
     begun.engine.check_integrity()
     for request in begun.engine.open_requests * 2:
         begun.engine.abort(request)
     begun.engine.check_integrity()
     while begun.engine.has_work:
         begun.step()
-    assert len(begun.slots._free) == begun.slots.count
+    assert len(begun.slots.free) == begun.slots.count
 
 
 # memory
@@ -280,8 +280,7 @@ def test_its_states_are_part_of_the_memory_estimate() -> None:
     target, draft = recurrent_target("falcon_h1"), recurrent_model("mamba")
     speculation = {"method": NAME, "draft": draft, "num_speculative_tokens": 5}
     engine = make_engine(target, speculation=speculation, max_num_seqs=3)
-    (store,) = engine.leases._draft_states.values()
-    held = sum(state.nbytes for mixer in store.states for state in mixer)
+    held = sum(state.nbytes for mixer in states_of(engine, NAME).states for state in mixer)
     slot = recurrent_target("mamba").state_bytes
     assert held == (3 * PER_SEQUENCE + 3 * (5 + 1 - PER_SEQUENCE)) * slot
     assert engine.memory.states == held + 6 * target.state_bytes
@@ -335,7 +334,7 @@ def nothing_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     settle = DraftSlots.settle
 
     def last(slots: DraftSlots, seq: Sequence) -> None:
-        if chain := slots._chains.get(seq.id):
+        if chain := slots.chains.get(seq.id):
             chain.slots = dict(zip(chain.slots, reversed(chain.slots.values()), strict=True))
         settle(slots, seq)
 
@@ -376,7 +375,7 @@ def one_token_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(slots: DraftSlots, seq: Sequence) -> None:
         seen = seq.drafted.get(NAME, 0)
         settle(slots, seq)
-        chain = slots._chains.get(seq.id)
+        chain = slots.chains.get(seq.id)
         if chain is not None and seen < seq.committed and chain.start == seen:
             chain.slots = {seen + 1: chain.slots.pop(seen)}
             chain.start = seq.drafted[NAME] = seen + 1

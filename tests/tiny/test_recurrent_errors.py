@@ -77,14 +77,14 @@ def test_an_abort_gives_the_slots_back() -> None:
     engine = begin("mamba2")
     for _ in range(3):
         engine.step()
-    free = len(engine.pool.slots._free)
+    free = len(engine.pool.slots.free)
     engine.abort("q1")
-    assert len(engine.pool.slots._free) == free + 2
+    assert len(engine.pool.slots.free) == free + 2
     engine.check_integrity()
     for request in requests():
         engine.abort(request.id)
     slots = engine.pool.slots
-    assert len(slots._free) + len(slots._kept) == slots.count, "snapshots hold the others"
+    assert len(slots.free) + len(slots.kept) == slots.count, "snapshots hold the others"
 
 
 # planted errors

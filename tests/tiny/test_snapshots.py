@@ -30,7 +30,7 @@ from tests.tiny.recurrent import (
     requests,
     wrong,
 )
-from tests.tiny.scripted import Key, Request, Result, drain, make_engine, script
+from tests.tiny.scripted import Key, Request, Result, drain, make_engine, script, states_of
 from tests.tiny.test_parity import accepted_lengths, drafting
 
 SIZE = 4  # tokens of a page, in make_engine
@@ -221,9 +221,7 @@ def test_snapshots_are_part_of_the_memory_estimate() -> None:
     target = recurrent_target("falcon_h1")
     each = target.state_bytes
     engine = make_engine(target, max_num_seqs=3, snapshot_memory_gb=2.5 * each / 2**30)
-    states = engine.leases._states
-    assert states is not None
-    held = sum(state.nbytes for layer in states.states for state in layer)
+    held = sum(state.nbytes for layer in states_of(engine).states for state in layer)
     assert (engine.memory.states, engine.memory.snapshots) == (6 * each, 2 * each)
     assert held == 8 * each and "snapshots" in str(engine.memory)
     assert engine.memory.snapshots == Engine(target, None, engine.config).memory.snapshots
@@ -290,7 +288,7 @@ def test_a_snapshot_of_the_wrong_boundary_shows(name: str, monkeypatch: pytest.M
     def misplaced(states: StateSlots, seq: Sequence, position: int, page: int) -> None:
         keep(states, seq, position, page)
         if page in states.pages and len(seq.table) * SIZE > position and position > SIZE:
-            states._kept[seq.table[position // SIZE - 2]] = states._kept.pop(page)
+            states.kept[seq.table[position // SIZE - 2]] = states.kept.pop(page)
 
     monkeypatch.setattr(StateSlots, "keep", misplaced)
     with pytest.raises(AssertionError):
@@ -302,10 +300,10 @@ def test_a_snapshot_of_another_sequence_shows(name: str, monkeypatch: pytest.Mon
     assert not repeated(name)
 
     def another(states: StateSlots, seq: Sequence, position: int, page: int) -> None:
-        held = states._held[seq.id]
-        if held.position == position and page not in states._kept:
-            others = [other.committed for other in states._held.values() if other is not held]
-            states._kept[page] = states._share(others[0] if others else held.committed)
+        held = states.held[seq.id]
+        if held.position == position and page not in states.kept:
+            others = [other.committed for other in states.held.values() if other is not held]
+            states.kept[page] = states.share(others[0] if others else held.committed)
 
     monkeypatch.setattr(StateSlots, "keep", another)
     assert repeated(name)

@@ -180,10 +180,10 @@ def test_a_grammar_is_compiled_once() -> None:
         engine.add_request(
             [1, 2], SamplingParams(max_tokens=2, seed=seed, structured={"json_schema": SCHEMAS["nested"]})
         )
-    assert len(grammars_of(engine)._compiled) == 1
+    assert len(grammars_of(engine).compiled) == 1
     for i in range(grammar_module.KEPT + 9):
         engine.add_request([1, 2], SamplingParams(max_tokens=2, structured={"choice": [f"a{i}"]}))
-    assert len(grammars_of(engine)._compiled) == grammar_module.KEPT
+    assert len(grammars_of(engine).compiled) == grammar_module.KEPT
     drain(engine)
 
 

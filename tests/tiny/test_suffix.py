@@ -61,6 +61,6 @@ def test_an_aborted_sequence_leaves_what_was_committed() -> None:
     while len(written) < 20:
         written += [token for event in engine.step() for token in event.tokens]
     engine.abort("r")
-    ((_, pool),) = pools_of(engine)._pools.items()
-    assert list(pool.trail.tokens) == [*request.prompt[-8:], *written, -1]
+    ((_, _, kept),) = pools_of(engine).state()
+    assert list(kept) == [*request.prompt[-8:], *written, -1]
     assert written == plain("greedy")[request.id, 0][: len(written)]

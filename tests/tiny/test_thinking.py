@@ -39,8 +39,8 @@ def follows(form: dict[str, Any], opened: bool, special: bool, text: str) -> boo
     """Whether the whole text may be written, and end there."""
     home = grammars(special)
     found = home.matcher(SamplingParams(structured=form, thinking=Thinking(opened=opened)))
-    assert found is not None and home._tokenizer is not None
-    ids = home._tokenizer.encode(text, add_special_tokens=False)
+    assert found is not None and home.tokenizer is not None
+    ids = home.tokenizer.encode(text, add_special_tokens=False)
     end = found.end_of((*ids, *home.ends))
     assert end is not None
     return found.allows(ids) == len(ids) and end[0] >= len(ids) - 1 and end[1].reason == "stop"
@@ -86,7 +86,7 @@ TAGGED = f"<tool_call>{CALL}</tool_call>"
 @pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
 @pytest.mark.parametrize("opened", [False, True])
 def test_a_call_is_guided_after_the_thinking_alone(opened: bool, special: bool) -> None:
-    tokenizer = grammars(special)._tokenizer
+    tokenizer = grammars(special).tokenizer
     assert tokenizer is not None
     tags = {tag: tokenizer.token_id(tag) or 0 for tag in ALL_TAGS} if special else {}
     free = [token for token in (0, 1, 2) if token not in tags.values()]
@@ -107,15 +107,15 @@ def test_a_call_is_guided_after_the_thinking_alone(opened: bool, special: bool) 
 @pytest.mark.parametrize("form", [None, AGE], ids=["text", "form"])
 def test_tags_of_calls_may_be_special_tokens(parallel: bool, form: Any) -> None:
     home = grammars(True)
-    assert home._tokenizer is not None
-    tags = {tag: home._tokenizer.token_id(tag) or 0 for tag in ALL_TAGS}
+    assert home.tokenizer is not None
+    tags = {tag: home.tokenizer.token_id(tag) or 0 for tag in ALL_TAGS}
     found = home.matcher(
         SamplingParams(structured={"grammar": calls_grammar(FUNCTIONS, parallel, [0, 1, 2], form, tags)})
     )
     assert found is not None
     start = "" if form else "a <|im_start|>b"
     for call, right in ((CALL, True), ("x", False), (CALL.replace("f", "g"), False)):
-        ids = home._tokenizer.encode(f"{start}<tool_call>{call}</tool_call>", add_special_tokens=False)
+        ids = home.tokenizer.encode(f"{start}<tool_call>{call}</tool_call>", add_special_tokens=False)
         assert (found.allows(ids) == len(ids)) is right
 
 

@@ -340,20 +340,21 @@ def test_it_is_closed_at_the_end_of_a_block(tmp_path: Path) -> None:
 
 def test_a_call_that_waits_while_it_is_closed_is_refused_or_aborted(tmp_path: Path) -> None:
     llm, free = LLM(str(write_checkpoint(tmp_path / "model")), warmup=False), threading.Event()
+    shared = llm._stepper
 
     def holder(_: int) -> None:
-        with llm._stepper.turn():
+        with shared.turn():
             free.wait(30)
 
     with ThreadPoolExecutor(3) as pool:
         holding = pool.submit(holder, 0)
-        while llm._stepper._owner is None:
+        while shared._owner is None:
             pass
         closing = pool.submit(llm.close)
-        while not llm._stepper._calling:
+        while not shared._calling:
             pass
         late = pool.submit(llm.generate, "abc", LONG)
-        while llm._stepper._calling < 2:
+        while shared._calling < 2:
             pass
         free.set()
         for done in (holding, closing):

@@ -36,7 +36,7 @@ from tests.tiny.language_drafts import (
     write_draft,
     write_same,
 )
-from tests.tiny.scripted import Request
+from tests.tiny.scripted import Request, proposer_of
 from tests.tiny.test_parity import accepted_lengths, plain, requests_of
 
 LACKING = 8
@@ -201,5 +201,5 @@ def test_too_small_an_overlap_is_refused_before_the_weights_are_read(
 def test_equal_ids_need_no_map(tmp_path: Path) -> None:
     folder = write_draft(tmp_path, characters().inner, 1)
     engine = engine_of(drafts(folder))
-    drafter: Any = engine.proposers.find("draft_model")
+    drafter: Any = proposer_of(engine, "draft_model")
     assert drafter.translation is None and overlap_of(str(folder), characters()) is None

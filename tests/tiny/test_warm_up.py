@@ -12,10 +12,11 @@ from speculon.control.goodput import COLD, Goodput
 from speculon.core import Reason
 from speculon.engine import warm_up as warming
 from speculon.engine.engine import Engine
-from speculon.engine.warm_up import NAME, warm_up
+from speculon.engine.warm_up import warm_up
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, use_draft
-from tests.tiny.scripted import drain, make_engine
+from tests.tiny.scripted import assert_nothing_held, drain, make_engine
+from tests.tiny.test_policies import unknown_to
 
 PROMPT, GREEDY = [1, 2, 3, 1, 2, 3], SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
@@ -45,8 +46,7 @@ def test_afterwards_costs_are_known_and_nothing_of_sequences() -> None:
     assert costs.known and costs.step(8) > 0 and costs.plain(1) is not None and costs.plain(8) is not None
     for name in ("suffix", "draft_model"):
         assert costs.calls(name) >= COLD and costs.proposal(name, 1, 4) > 0, name
-    assert not policy._methods and not policy._classes and not policy._running
-    assert policy.state() == {"": {}}
+    assert policy.state() == {"": {}} and unknown_to(new)
 
 
 def test_afterwards_no_round_is_cold() -> None:
@@ -61,10 +61,8 @@ def test_afterwards_no_round_is_cold() -> None:
 def test_nothing_else_stays() -> None:
     new, untouched = engine(), engine()
     warm_up(new)
-    new.check_integrity()
-    assert new.pool.available == new.pool.num_blocks and new.pool.prefix_cache and not new.has_work
-    assert new.counters == untouched.counters
-    assert not new.proposers._admitted and not new._requests
+    assert_nothing_held(new)
+    assert new.pool.prefix_cache and new.counters == untouched.counters
     for one in (new, untouched):
         one.add_request(PROMPT, GREEDY, None, "a")
     mine, theirs = drain(new), drain(untouched)
@@ -123,4 +121,4 @@ def test_who_warms_up(
     monkeypatch.setattr("speculon.engine.build.warm_up", seen.append)
     llm = LLM("demo", speculation={"policy": policy} if policy else {}, warmup=warmup, kv_memory_gb=0.05)
     assert seen == [llm.engine] * times
-    assert NAME not in llm.engine._requests
+    assert_nothing_held(llm.engine)

@@ -26,7 +26,7 @@ from tests.tiny import heads
 from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import CHUNK, MIXED, WINDOW, build
 from tests.tiny.drafting import DRAFT, NoisyModel, use_draft
-from tests.tiny.scripted import Key, Request, Result, drain, make_engine, script
+from tests.tiny.scripted import Key, Request, Result, drain, make_engine, script, store_of
 
 LONG = {"max_position_embeddings": 512}
 MISTRAL = {**LONG, "sliding_window": WINDOW}
@@ -230,7 +230,7 @@ def test_a_draft_reads_no_row_of_another_text() -> None:
     """
     use_draft(target("windows"))
     engine = make_engine(target("windows"), speculation=DRAFT, **DRAFTED)
-    store, own = engine.leases._store, len(target("windows").layers)
+    store, own = store_of(engine), len(target("windows").layers)
     for pool in (*store.k[own:], *store.v[own:]):
         pool.fill_(1e6)
     speculation = {"method": "draft_model", "num_speculative_tokens": 3}

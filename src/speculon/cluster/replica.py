@@ -37,17 +37,17 @@ class Replica:
             settings["state"], self._lock = claim(self._folder, config.model)
         if config.events is not None:  # two processes cannot write one file
             settings["events"] = config.events.with_stem(f"{config.events.stem}-{name}")
-        self._engine = make(settings)
+        self.engine = make(settings)
 
     async def start(self) -> None:
         """Loads the model; raises what `LLM` would raise."""
-        await self._engine.start()
+        await self.engine.start()
 
     async def generate(self, add: Add) -> AsyncGenerator[FromReplica, None]:
         """The events of one request; ends the request where the reader leaves."""
         yield Taken(self.name)
         try:
-            queue = await self._engine.submit([add])
+            queue = await self.engine.submit([add])
         except SpeculonError as error:
             yield self._refusal(add, error)
             return
@@ -61,25 +61,25 @@ class Replica:
             queue.close()
 
     def _refusal(self, add: Add, error: SpeculonError) -> Refused:
-        lost = not self._engine.alive or isinstance(error, NotReady)
+        lost = not self.engine.alive or isinstance(error, NotReady)
         return Refused(add.request_id, ReplicaLost(f"{self.name}: {error}") if lost else error)
 
     def abort(self, request_ids: list[str]) -> None:
         """Of these requests those that are here; their last events are still sent."""
-        self._engine.abort(request_ids)
+        self.engine.abort(request_ids)
 
     async def forget_pools(self, tenant: str, pool: str | None, only: str | None = None) -> int:
         """Here, and in the folders of replicas that have ended; nothing where `only` another is meant."""
         if only not in (None, self.name):
             return 0
-        count = await self._engine.forget_pools(tenant, pool)
+        count = await self.engine.forget_pools(tenant, pool)
         if self._folder is None:
             return count
         return count + await asyncio.to_thread(forget, self._folder, tenant, pool)
 
     def statistics(self) -> ReplicaStatistics | None:
         """None once the engine has ended."""
-        engine = self._engine
+        engine = self.engine
         if engine.facts is None or not engine.alive:
             return None
         return ReplicaStatistics(
@@ -94,14 +94,14 @@ class Replica:
 
     def check_health(self) -> None:
         """Raises for an engine that has ended or hangs; its requests then continue elsewhere."""
-        if self._engine.trouble is not None:
-            fault = NotReady(self._engine.trouble)
-            self._engine.fail(fault)
+        if self.engine.trouble is not None:
+            fault = NotReady(self.engine.trouble)
+            self.engine.fail(fault)
             raise fault
 
     async def stop(self) -> None:
         """Ends the engine, which keeps its state."""
         with suppress(SpeculonError):
-            await self._engine.stop()
+            await self.engine.stop()
         if self._lock is not None:
             self._lock.release()

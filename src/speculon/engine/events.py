@@ -48,7 +48,7 @@ class Writer:
         self.path, self._half, self._head = path, limit // 2 - MARGIN, head
         self._lock, self._wake = threading.Lock(), threading.Event()
         self._lines: list[bytes] = []
-        self._held = self._size = self._begun = 0
+        self.held = self._size = self._begun = 0
         self._file = -1
         self.part = 0  # of the record, that the next line goes to
         self.open = True
@@ -61,16 +61,16 @@ class Writer:
             self._begin()
         except OSError as error:
             raise ConfigError(f"events = {str(path)!r}: {error.strerror or error}") from None
-        self._thread = threading.Thread(target=self._work, name="speculon-events", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._work, name="speculon-events", daemon=True)
+        self.thread.start()
 
     def put(self, line: bytes) -> bool:
         """Whether the line was taken: not while too many wait for the disk."""
         with self._lock:
-            if self._held + len(line) > MOST_HELD:
+            if self.held + len(line) > MOST_HELD:
                 return False
             self._lines.append(line)
-            self._held += len(line)
+            self.held += len(line)
             self._size += len(line)
             if self._size > self._half:
                 self._lines.append(NEXT_FILE)
@@ -81,8 +81,8 @@ class Writer:
         """Writes what waits and lets go of the file."""
         self.open = False
         self._wake.set()
-        if threading.current_thread() is not self._thread:  # where the garbage is collected nobody chooses
-            self._thread.join(PATIENCE)
+        if threading.current_thread() is not self.thread:  # where the garbage is collected nobody chooses
+            self.thread.join(PATIENCE)
 
     def _begin(self) -> None:
         """A new file; what stood under the name is now the older half."""
@@ -121,7 +121,7 @@ class Writer:
             else:
                 self._write(b"".join(some))
         with self._lock:
-            self._held -= sum(map(len, lines))
+            self.held -= sum(map(len, lines))
 
     def _write(self, data: bytes) -> None:
         while data:
@@ -168,7 +168,7 @@ class Events:
         )
 
     def __init__(self, writer: Writer, began: float):
-        self._writer, self._began = writer, began
+        self.writer, self._began = writer, began
         self._known: set[int] = set()  # texts whose methods this part tells
         self._part = 0
         self._lost = 0  # rounds since the last line
@@ -178,15 +178,15 @@ class Events:
 
     def round(self, done: Round, profile: Mapping[str, float]) -> None:
         """Writes the line of a committed round; `profile` holds the ms of all steps so far, by part."""
-        if not self._writer.open:
+        if not self.writer.open:
             return
         try:
-            if self._part != self._writer.part:
-                self._part = self._writer.part
+            if self._part != self.writer.part:
+                self._part = self.writer.part
                 self._known.clear()
             line = self._line(done, profile)
             self._ms = dict(profile)
-            taken = self._writer.put(as_line({**line, "lost": self._lost} if self._lost else line))
+            taken = self.writer.put(as_line({**line, "lost": self._lost} if self._lost else line))
             self._lost = 0 if taken else self._lost + 1
         except Exception:
             log.exception("no more rounds are recorded: a fault in the record itself")

@@ -98,13 +98,13 @@ class Monitor:
 
     def __init__(self, target: Target, lane: Lane, share: float, most: int, counts: MonitorCounts):
         self.counts = counts
-        self._lane, self._share, self._most = lane, share, most
+        self.lane, self._share, self._most = lane, share, most
         self._top = min(TOP, target.vocab_size)
         self._invariant = target.batch_invariant
-        self._coarse = target.dtype.itemsize < 4 and not target.batch_invariant
-        self._moved, self._positions = 0.0, 0  # the largest change of a gap, and where it was measured
+        self.coarse = target.dtype.itemsize < 4 and not target.batch_invariant
+        self._moved, self.positions = 0.0, 0  # the largest change of a gap, and where it was measured
         self._seen = 0  # answers that could be replayed
-        self._waiting: deque[Answer] = deque()
+        self.waiting: deque[Answer] = deque()
         self._replay: Generator[None, None, None] | None = None
         self._ids = itertools.count()
         counts.limit = self.limit
@@ -112,11 +112,11 @@ class Monitor:
     @property
     def limit(self) -> float:
         """The largest regret of a tie, in nat."""
-        return tie_limit(self._moved, coarse=self._coarse, invariant=self._invariant)
+        return tie_limit(self._moved, coarse=self.coarse, invariant=self._invariant)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._replay or self._waiting)
+        return bool(self._replay or self.waiting)
 
     def take(self, seq: Sequence, finish: Finish) -> None:
         """Queues an answer that has just ended, if it is its turn; the oldest gives way to it."""
@@ -126,15 +126,15 @@ class Monitor:
         # evenly spread, and the same answers in every run
         if floor(self._seen * self._share) == floor((self._seen - 1) * self._share):
             return
-        if len(self._waiting) == MOST_WAITING:
-            self._waiting.popleft()
+        if len(self.waiting) == MOST_WAITING:
+            self.waiting.popleft()
             self.counts.dropped += 1
         try:
-            self._waiting.append(Answer.of(seq, finish))
+            self.waiting.append(Answer.of(seq, finish))
         except Exception:  # the request's own end must not depend on it
             log.exception("the monitor: %s cannot be replayed", seq.request.id)
             self.counts.dropped += 1
-        self.counts.waiting = len(self._waiting)
+        self.counts.waiting = len(self.waiting)
 
     def _exact(self, seq: Sequence, finish: Finish) -> bool:
         """Whether plain decoding has to write the same tokens, and has pages for them."""
@@ -146,9 +146,9 @@ class Monitor:
     def step(self) -> None:
         """One forward of a replay. An error costs this replay, and nothing else."""
         if self._replay is None:
-            if not self._waiting:
+            if not self.waiting:
                 return
-            self._replay = self._replay_of(self._waiting.popleft())
+            self._replay = self._replay_of(self.waiting.popleft())
         began = perf_counter()
         try:
             if next(self._replay, True):  # True: it has ended
@@ -157,7 +157,7 @@ class Monitor:
             log.exception("the monitor: a replay failed")
             self.counts.dropped += 1
             self._replay = None
-        self.counts.waiting = len(self._waiting)
+        self.counts.waiting = len(self.waiting)
         self.counts.ms += (perf_counter() - began) * 1e3
 
     def forget(self, tenant: str, pool: str | None) -> None:
@@ -166,17 +166,17 @@ class Monitor:
         def stays(request: Request) -> bool:
             return request.tenant != tenant or pool not in (None, request.pool)
 
-        self._waiting = deque(answer for answer in self._waiting if stays(answer.request))
-        self.counts.waiting = len(self._waiting)
+        self.waiting = deque(answer for answer in self.waiting if stays(answer.request))
+        self.counts.waiting = len(self.waiting)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page of its own is free between two replays."""
         if self._replay is None:
-            self._lane.pool.check_integrity([])
+            self.lane.pool.check_integrity([])
 
     def _replay_of(self, answer: Answer) -> Generator[None, None, None]:
         difference, decoded, output = None, list[TokenLogprobs](), answer.output
-        with closing(self._lane.run(self._sequence(answer))) as steps:
+        with closing(self.lane.run(self._sequence(answer))) as steps:
             for step in steps:
                 if difference := differs(output, answer.finish, step):
                     break
@@ -191,7 +191,7 @@ class Monitor:
     def _decoded(self, answer: Answer) -> Generator[None, None, list[TokenLogprobs]]:
         """The whole replay, whatever the answer is."""
         decoded: list[TokenLogprobs] = []
-        with closing(self._lane.run(self._sequence(answer))) as steps:
+        with closing(self.lane.run(self._sequence(answer))) as steps:
             for step in steps:
                 decoded += step.verdict.logprobs or ()
                 yield
@@ -200,7 +200,7 @@ class Monitor:
     @property
     def _measures(self) -> bool:
         """Whether the limit is not known yet."""
-        return self._coarse and self._positions < MEASURED
+        return self.coarse and self.positions < MEASURED
 
     def _sequence(self, answer: Answer) -> Sequence:
         """The same request, without anything that drafts; it may exceed its answer by one token."""
@@ -237,13 +237,13 @@ class Monitor:
             max_len=len(tokens) + 1,
         )
         fresh: list[TokenLogprobs] = []  # of each token but the first
-        with closing(self._lane.run(Sequence(next(self._ids), request, tokens, RequestStats()))) as steps:
+        with closing(self.lane.run(Sequence(next(self._ids), request, tokens, RequestStats()))) as steps:
             for step in steps:
                 fresh += step.verdict.prompt_logprobs or ()
                 yield
         for one, again in zip(decoded, fresh[-len(decoded) :], strict=True):
             self._moved = max(self._moved, movement(one, again) or 0.0)
-        self._positions += len(decoded)
+        self.positions += len(decoded)
         self.counts.limit = self.limit
 
     def _count(self, answer: Answer, difference: Difference | None) -> None:

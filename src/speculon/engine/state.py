@@ -95,10 +95,10 @@ class State:
         clock: Callable[[], float] = monotonic,
         lock: FileLock | None = None,
     ):
-        self._folder, self._parts, self._clock = folder, parts, clock
+        self._folder, self._parts, self.clock = folder, parts, clock
         self._lock = lock  # of the folder; released at the end
-        self._due = clock() + EVERY
-        self._writing: threading.Thread | None = None
+        self.due = clock() + EVERY
+        self.writing: threading.Thread | None = None
         self._warned = False
         self.close: Callable[[], Any] = self._end
         make_folder(folder)
@@ -109,17 +109,17 @@ class State:
 
     def tick(self) -> None:
         """Writes what there is when it is time to, beside the engine."""
-        if self._clock() < self._due or (self._writing and self._writing.is_alive()):
+        if self.clock() < self.due or (self.writing and self.writing.is_alive()):
             return
-        self._due = self._clock() + EVERY
-        self._writing = threading.Thread(target=self._write, args=(self._told(),), name="speculon-state")
-        self._writing.start()
+        self.due = self.clock() + EVERY
+        self.writing = threading.Thread(target=self._write, args=(self._told(),), name="speculon-state")
+        self.writing.start()
 
     def save(self) -> None:
         """Writes what there is now."""
         # where the garbage is collected nobody chooses
-        if self._writing and self._writing is not threading.current_thread():
-            self._writing.join()
+        if self.writing and self.writing is not threading.current_thread():
+            self.writing.join()
         self._write(self._told())
 
     def save_at_end_of(self, owner: object) -> None:

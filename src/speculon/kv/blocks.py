@@ -228,6 +228,8 @@ class BlockPool:
         assert set(self._index.values()) == set(self._key) == set(self._content) >= set(self._drafters)
         assert all(self._index[key] == page for page, key in self._key.items())
         assert self.slots.pages <= set(self._key), "a snapshot without its page"
+        ended = (self._sealed.keys() | self._claims.keys()) - {seq.id for seq in live}
+        assert not ended, f"sequences {ended} have ended and are remembered"
         assert not self._found.keys() & self._sealed.keys(), "an attached sequence's prefix is remembered"
         found = [page for pages in self._found.values() for page in pages.items()]
         assert set(found) <= self._content.items(), "an evicted page is remembered"

@@ -44,23 +44,23 @@ class DraftSlots:
 
     def __init__(self, method: str, sequences: int, spare: int = 0):
         self.method, self.count = method, PER_SEQUENCE * sequences + spare
-        self._free, self._spare = list(range(self.count)), spare
-        self._chains: dict[int, Chain] = {}  # by sequence id
+        self.free, self.spare = list(range(self.count)), spare
+        self.chains: dict[int, Chain] = {}  # by sequence id
 
     def begin(self, seq: Sequence, start: int, end: int) -> tuple[int, int]:
         """The slots that a call over positions from `start` to `end` reads and writes; one may be both.
 
         The last state must have seen exactly `start` tokens. Without any there is nothing to read.
         """
-        chain = self._chains.setdefault(seq.id, Chain())
+        chain = self.chains.setdefault(seq.id, Chain())
         assert chain.written is None and start == chain.end, (seq.id, start, chain)
         assert start in chain.slots or not start, (seq.id, start, chain)
         read = chain.slots.get(start)
         if self._overwrites(chain, end, len(seq.tokens)):
             chain.written = chain.slots.pop(start)
         else:
-            self._spare -= len(chain.slots) >= PER_SEQUENCE
-            chain.written = self._free.pop()
+            self.spare -= len(chain.slots) >= PER_SEQUENCE
+            chain.written = self.free.pop()
         return chain.written if read is None else read, chain.written
 
     def _overwrites(self, chain: Chain, end: int, tokens: int) -> bool:
@@ -69,12 +69,12 @@ class DraftSlots:
         """
         if chain.end == chain.start:
             return False
-        few = len(chain.slots) >= PER_SEQUENCE and not self._spare
+        few = len(chain.slots) >= PER_SEQUENCE and not self.spare
         return end <= tokens or (few and chain.end > tokens)
 
     def done(self, seq: Sequence, ids: list[int]) -> None:
         """The call that has begun last has read these tokens."""
-        chain = self._chains[seq.id]
+        chain = self.chains[seq.id]
         assert chain.written is not None
         chain.ids += ids
         chain.slots[chain.end], chain.written = chain.written, None
@@ -84,7 +84,7 @@ class DraftSlots:
 
         A state that has seen another token than the sequence has, whoever drafted that, is not kept.
         """
-        chain = self._chains.get(seq.id)
+        chain = self.chains.get(seq.id)
         if chain is None or (chain.written is None and not chain.ids):
             return
         pairs = zip(chain.ids, seq.tokens[chain.start : seq.committed], strict=False)
@@ -93,27 +93,27 @@ class DraftSlots:
         slot = chain.slots.pop(kept, None)
         self._give_back(chain, kept=slot is not None)
         if slot is None:
-            del self._chains[seq.id]
+            del self.chains[seq.id]
             seq.drafted.pop(self.method, None)
         else:
-            self._chains[seq.id], seq.drafted[self.method] = Chain(kept, slots={kept: slot}), kept
+            self.chains[seq.id], seq.drafted[self.method] = Chain(kept, slots={kept: slot}), kept
 
     def release(self, seq: Sequence) -> None:
         """Takes its slots from a sequence; one without is left alone."""
-        if chain := self._chains.pop(seq.id, None):
+        if chain := self.chains.pop(seq.id, None):
             self._give_back(chain)
 
     def _give_back(self, chain: Chain, kept: bool = False) -> None:
-        self._spare += max(0, len(chain.held) + kept - PER_SEQUENCE)
-        self._free += chain.held
+        self.spare += max(0, len(chain.held) + kept - PER_SEQUENCE)
+        self.free += chain.held
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:
         """Raises AssertionError unless every slot is free, or the one of a live sequence between steps."""
         seqs = {seq.id: seq for seq in live}
-        held = [slot for chain in self._chains.values() for slot in chain.held]
-        assert sorted([*self._free, *held]) == list(range(self.count)), "a slot of a draft's states leaked"
-        assert len(self._free) == self.count - len(self._chains), "a sequence holds more than one state"
-        for number, chain in self._chains.items():
+        held = [slot for chain in self.chains.values() for slot in chain.held]
+        assert sorted([*self.free, *held]) == list(range(self.count)), "a slot of a draft's states leaked"
+        assert len(self.free) == self.count - len(self.chains), "a sequence holds more than one state"
+        for number, chain in self.chains.items():
             assert number in seqs, f"sequence {number} has ended and holds states of {self.method}"
             seen = seqs[number].drafted.get(self.method)
             assert list(chain.slots) == [seen], f"sequence {number}: state at {list(chain.slots)}, not {seen}"

@@ -42,21 +42,21 @@ class StateSlots:
     def __init__(self, sequences: int = 0, snapshots: int = 0, chunk: int = 0, by_row: int = 0):
         self.count, self.snapshots = PER_SEQUENCE * sequences + snapshots, snapshots
         self._chunk, self._by_row = chunk, by_row
-        self._free = list(range(self.count))
-        self._holders = [0] * self.count  # sequences and snapshots that hold a slot
-        self._held: dict[int, Held] = {}
-        self._kept: OrderedDict[int, int] = OrderedDict()  # page -> slot of its snapshot, oldest use first
+        self.free = list(range(self.count))
+        self.holders = [0] * self.count  # sequences and snapshots that hold a slot
+        self.held: dict[int, Held] = {}
+        self.kept: OrderedDict[int, int] = OrderedDict()  # page -> slot of its snapshot, oldest use first
 
     @property
     def pages(self) -> set[int]:
         """The pages that have a snapshot."""
-        return set(self._kept)
+        return set(self.kept)
 
     def claim(self, seq: Sequence) -> None:
         """Gives a sequence its slots, if it has none. At most `max_num_seqs` run, so there are enough."""
-        if self.count and seq.id not in self._held:
+        if self.count and seq.id not in self.held:
             assert seq.committed == 0, f"sequence {seq.id}: {seq.committed} tokens, and no state"
-            self._held[seq.id] = Held(self._take(), self._take())
+            self.held[seq.id] = Held(self._take(), self._take())
 
     def begin(self, seq: Sequence, pages: list[int], size: int) -> int:
         """Gives a sequence its slots, whose first tokens are in these pages of `size` tokens.
@@ -65,18 +65,18 @@ class StateSlots:
         """
         if not self.count:
             return len(pages)
-        usable = [n for n, page in enumerate(pages, 1) if page in self._kept and self._pays(seq, n * size)]
+        usable = [n for n, page in enumerate(pages, 1) if page in self.kept and self.pays(seq, n * size)]
         found = max(usable, default=0)
         if not found:
             self.claim(seq)
         else:
             page = pages[found - 1]
-            self._kept.move_to_end(page)
-            self._held[seq.id] = Held(self._share(self._kept[page]), self._take(), found * size)
-        self._held[seq.id].expected = self._expected(seq, found * size, len(pages) * size, size)
+            self.kept.move_to_end(page)
+            self.held[seq.id] = Held(self.share(self.kept[page]), self._take(), found * size)
+        self.held[seq.id].expected = self._expected(seq, found * size, len(pages) * size, size)
         return found
 
-    def _pays(self, seq: Sequence, position: int) -> bool:
+    def pays(self, seq: Sequence, position: int) -> bool:
         """Whether the rows after `position` take less time than all rows from the beginning."""
         tokens = len(seq.tokens)
         first = min(tokens, self._chunk)
@@ -90,11 +90,11 @@ class StateSlots:
         if seq.request.params.n > 1:
             expected.add((seq.request.prompt_len - 1) // size * size)
         least = max(found + size, FEWEST * size)
-        return tuple(sorted(at for at in expected if at >= least and self._pays(seq, at)))
+        return tuple(sorted(at for at in expected if at >= least and self.pays(seq, at)))
 
     def of(self, seq: Sequence) -> Held:
         """Its slots. The state must have seen exactly the committed tokens."""
-        held = self._held[seq.id]
+        held = self.held[seq.id]
         assert held.position == seq.committed, (seq.id, held.position, seq.committed)
         return held
 
@@ -105,15 +105,15 @@ class StateSlots:
         """
         held = self.of(seq)
         position = next((at for at in held.expected if held.position < at < end), None)
-        if position is not None and seq.request.prefix_cache and self._make_room():
+        if position is not None and seq.request.prefix_cache and self.make_room():
             held.cut = position, self._take()
         return held.cut
 
     def commit(self, seq: Sequence, position: int) -> None:
         """The state that this step has written, after `position` tokens, becomes the committed one."""
-        held = self._held[seq.id]
+        held = self.held[seq.id]
         written = held.next
-        if self._holders[held.committed] == 1:
+        if self.holders[held.committed] == 1:
             held.next = held.committed
         else:  # a snapshot has it, too
             self._drop(held.committed)
@@ -126,17 +126,17 @@ class StateSlots:
         Where nobody is expected to go on from there, it replaces the sequence's former one: one in the
         prompt, one in the output.
         """
-        held = self._held.get(seq.id)
-        if held is None or page in self._kept:
+        held = self.held.get(seq.id)
+        if held is None or page in self.kept:
             return
         if held.cut is not None and held.cut[0] == position:
-            self._kept[page] = held.cut[1]
+            self.kept[page] = held.cut[1]
             held.cut = None
         elif held.position == position:
             if position not in held.expected:
                 self._replace(held, position, page, seq.request.prompt_len)
-            if self._make_room():
-                self._kept[page] = self._share(held.committed)
+            if self.make_room():
+                self.kept[page] = self.share(held.committed)
 
     def _replace(self, held: Held, position: int, page: int, prompt: int) -> None:
         if held.latest is not None and (held.latest[0] < prompt) == (position < prompt):
@@ -145,12 +145,12 @@ class StateSlots:
 
     def forget(self, page: int) -> None:
         """Drops the snapshot of a page; one without is left alone."""
-        if (slot := self._kept.pop(page, None)) is not None:
+        if (slot := self.kept.pop(page, None)) is not None:
             self._drop(slot)
 
     def trim(self, seq: Sequence) -> None:
         """Gives back what the step has not kept; the slots, too, of a sequence without committed tokens."""
-        if (held := self._held.get(seq.id)) is not None and held.cut is not None:
+        if (held := self.held.get(seq.id)) is not None and held.cut is not None:
             self._drop(held.cut[1])
             held.cut = None
         if not seq.committed:
@@ -158,42 +158,42 @@ class StateSlots:
 
     def release(self, seq: Sequence) -> None:
         """Takes its slots from a sequence; one without is left alone."""
-        if held := self._held.pop(seq.id, None):
+        if held := self.held.pop(seq.id, None):
             self._drop(held.committed)
             self._drop(held.next)
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:
         """Raises AssertionError unless every slot is free, or held by live sequences and by snapshots."""
         positions = {seq.id: seq.committed for seq in live}
-        holders = Counter(self._kept.values())
-        for number, held in self._held.items():
+        holders = Counter(self.kept.values())
+        for number, held in self.held.items():
             assert number in positions, f"sequence {number} has ended and holds states"
             assert held.position == positions[number], f"sequence {number}: state at {held.position}"
             assert held.cut is None, f"sequence {number}: a state inside a span that has ended"
-            assert self._holders[held.next] == 1, f"sequence {number} writes a state that others read"
+            assert self.holders[held.next] == 1, f"sequence {number} writes a state that others read"
             holders += Counter((held.committed, held.next))
-        assert holders == Counter(dict(enumerate(self._holders))), "holders differ from their counts"
-        assert sorted([*self._free, *holders]) == list(range(self.count)), "a slot of states leaked"
-        assert len(self._kept) <= self.snapshots, "more snapshots than there is room for"
+        assert holders == Counter(dict(enumerate(self.holders))), "holders differ from their counts"
+        assert sorted([*self.free, *holders]) == list(range(self.count)), "a slot of states leaked"
+        assert len(self.kept) <= self.snapshots, "more snapshots than there is room for"
 
     # slots, one by one
 
-    def _make_room(self) -> bool:
+    def make_room(self) -> bool:
         """Whether a snapshot can be added, once the least recently used one is dropped where it must be."""
-        added = len(self._kept) + sum(held.cut is not None for held in self._held.values())
-        if added == self.snapshots and self._kept:
-            self.forget(next(iter(self._kept)))
+        added = len(self.kept) + sum(held.cut is not None for held in self.held.values())
+        if added == self.snapshots and self.kept:
+            self.forget(next(iter(self.kept)))
             return True
         return added < self.snapshots
 
     def _take(self) -> int:
-        return self._share(self._free.pop())
+        return self.share(self.free.pop())
 
-    def _share(self, slot: int) -> int:
-        self._holders[slot] += 1
+    def share(self, slot: int) -> int:
+        self.holders[slot] += 1
         return slot
 
     def _drop(self, slot: int) -> None:
-        self._holders[slot] -= 1
-        if not self._holders[slot]:
-            self._free.append(slot)
+        self.holders[slot] -= 1
+        if not self.holders[slot]:
+            self.free.append(slot)

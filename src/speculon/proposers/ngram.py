@@ -58,14 +58,14 @@ class NGram:
     def __init__(self, min_order: int, max_order: int):
         self.needs = Needs()
         self._orders = (min_order, max_order)
-        self._index: dict[int, Index] = {}
+        self.index: dict[int, Index] = {}
 
     @classmethod
     def build(cls, config: SpeculationConfig, target: TargetFacts) -> NGram:
         return cls(config.prompt_lookup_min, config.prompt_lookup_max)
 
     def admit(self, seq: Sequence) -> None:
-        self._index[seq.id] = Index(*self._orders)
+        self.index[seq.id] = Index(*self._orders)
 
     def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
         return [self._draft(seq, k) for seq, k in zip(seqs, budgets, strict=True)]
@@ -74,13 +74,13 @@ class NGram:
         """Nothing to learn: the next proposal reads the committed tokens."""
 
     def release(self, seq: Sequence) -> None:
-        self._index.pop(seq.id, None)
+        self.index.pop(seq.id, None)
 
     def _draft(self, seq: Sequence, k: int) -> Draft:
         return self.extend(seq, (), k)
 
     def extend(self, seq: Sequence, ahead: tuple[int, ...], k: int) -> Draft:
-        index = self._index[seq.id]
+        index = self.index[seq.id]
         index.extend(seq.tokens)
         found, order = index.lookup([*seq.tokens, *ahead] if ahead else seq.tokens, k)
         if not found:

@@ -112,7 +112,7 @@ class Pools:
         clock: Callable[[], float] = monotonic,
         date: Callable[[], float] = time,
     ):
-        self._most, self._tokens, self._ttl, self._vocab_size, self._clock = (
+        self.most, self._tokens, self._ttl, self._vocab_size, self._clock = (
             pools,
             tokens,
             ttl,
@@ -185,7 +185,7 @@ class Pools:
         pool.trail.extend(tokens)
         self._pools[key] = Pool(pool.trail, used)
         self._expire()
-        while len(self._pools) > self._most:
+        while len(self._pools) > self.most:
             del self._pools[next(iter(self._pools))]
 
     def _expire(self) -> None:

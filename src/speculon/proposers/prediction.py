@@ -41,10 +41,10 @@ class Cursor:
     def __init__(self, prediction: str):
         self.at: int | None = 0  # of the token expected next; None while lost
         self.seen = 0  # tokens of the text followed so far
-        self._prediction = prediction
-        self._home = 0  # where the text last agreed; a place that was only found may be the wrong one
+        self.prediction = prediction
+        self.home = 0  # where the text last agreed; a place that was only found may be the wrong one
         self.window = MAX_DRAFTS  # it may be right from beginning to end
-        self._tail = ""  # the text's end
+        self.tail = ""  # the text's end
         # tokens of that end, LONGEST at most, that stand before `at`: nowhere in the prediction do more of
         # them
         self.match = 0
@@ -55,12 +55,12 @@ class Cursor:
         """
         new = spell(written)
         agreed = 0
-        if self.at is not None and (agreed := common(new, self._prediction[self.at : self.at + len(new)])):
-            self._home = self.at = self.at + agreed
+        if self.at is not None and (agreed := common(new, self.prediction[self.at : self.at + len(new)])):
+            self.home = self.at = self.at + agreed
             match = self.match + agreed
             self.match = match if match < LONGEST else LONGEST
         self.seen += len(new)
-        self._tail = (self._tail + new)[-LONGEST:]
+        self.tail = (self.tail + new)[-LONGEST:]
         if agreed < len(new):
             self.at, self.window = self._find(len(new) - agreed), FIRST
         else:
@@ -71,18 +71,18 @@ class Cursor:
         return (
             ()
             if self.at is None
-            else tuple(map(ord, self._prediction[self.at : self.at + min(k, self.window)]))
+            else tuple(map(ord, self.prediction[self.at : self.at + min(k, self.window)]))
         )
 
     def _find(self, new: int) -> int | None:
         """The place after the longest end of the text that stands in the prediction: the first beyond home,
         else the last.
         """
-        text, tail = self._prediction, self._tail
+        text, tail = self.prediction, self.tail
         most = min(self.match + new, len(tail))  # a longer match would have been one before
         self.match = n = bisect(range(1, most + 1), False, key=lambda n: tail[-n:] not in text)
-        at = text.find(tail[-n:], max(0, self._home - n))
-        if n == 0 or (n == 1 and not 0 <= at < self._home + NEAR):
+        at = text.find(tail[-n:], max(0, self.home - n))
+        if n == 0 or (n == 1 and not 0 <= at < self.home + NEAR):
             return None
         return (at if at >= 0 else text.rfind(tail[-n:])) + n
 
@@ -99,7 +99,7 @@ class Prediction:
 
     def __init__(self) -> None:
         self.needs = Needs()
-        self._cursors: dict[int, Cursor] = {}
+        self.cursors: dict[int, Cursor] = {}
         self._latest: tuple[tuple[int, ...], str] = ((), "")  # the samples of a request share one spelling
 
     @classmethod
@@ -109,7 +109,7 @@ class Prediction:
     def admit(self, seq: Sequence) -> None:
         if self._latest[0] is not seq.request.prediction:
             self._latest = seq.request.prediction, spell(seq.request.prediction)
-        self._cursors[seq.id] = Cursor(self._latest[1])
+        self.cursors[seq.id] = Cursor(self._latest[1])
 
     def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
         return [self._draft(seq, k) for seq, k in zip(seqs, budgets, strict=True)]
@@ -118,13 +118,13 @@ class Prediction:
         """Nothing to learn: the next proposal reads the committed tokens."""
 
     def release(self, seq: Sequence) -> None:
-        self._cursors.pop(seq.id, None)
+        self.cursors.pop(seq.id, None)
 
     def _draft(self, seq: Sequence, k: int) -> Draft:
         return self.extend(seq, (), k)
 
     def extend(self, seq: Sequence, ahead: tuple[int, ...], k: int) -> Draft:
-        cursor = self._cursors[seq.id]
+        cursor = self.cursors[seq.id]
         cursor.follow(seq.tokens[seq.request.prompt_len + cursor.seen :])
         if ahead:
             cursor = copy(cursor)

@@ -30,17 +30,17 @@ TABLE: dict[str, str] = {
 LOOKUPS = ("suffix",)  # what `auto` asks before any model; docs/decisions/014 says why not ngram too
 WITH_CHECKPOINT = ("draft_model", "pard", "eagle3", "dflash")  # methods that need a `draft`
 OF_TARGET = ("mtp",)  # methods whose weights are in the target's checkpoint, where no `draft` is named
-_registered: dict[str, Factory] = {}
+registered: dict[str, Factory] = {}
 
 
 def register(name: str, factory: Factory) -> None:
     """Adds a drafting method for this process; a package does the same with an entry point."""
-    _registered[name] = factory
+    registered[name] = factory
 
 
 def known_methods() -> list[str]:
     plugins = {point.name for point in entry_points(group=ENTRY_POINTS)}
-    return [OFF, AUTO, *sorted({*TABLE, *plugins, *_registered})]
+    return [OFF, AUTO, *sorted({*TABLE, *plugins, *registered})]
 
 
 def methods() -> Methods:
@@ -53,7 +53,7 @@ def methods() -> Methods:
 def check_method(name: str) -> str:
     """The name itself, or `UnknownMethod` with the names there are."""
     # reading all entry points takes milliseconds
-    built_in = name in (OFF, AUTO) or name in TABLE or name in _registered
+    built_in = name in (OFF, AUTO) or name in TABLE or name in registered
     if not built_in and name not in known_methods():
         message = f"method = {name!r}: known are {', '.join(known_methods())}"
         raise UnknownMethod(message).about("parameters.method")
@@ -61,8 +61,8 @@ def check_method(name: str) -> str:
 
 
 def find_factory(name: str) -> Factory:
-    if name in _registered:
-        return _registered[name]
+    if name in registered:
+        return registered[name]
     if name in TABLE:
         module, _, path = TABLE[name].partition(":")
         target = import_module(module)

@@ -100,7 +100,7 @@ class Suffix:
         self.pools = pools
         self._limits = limits
         # sequence id -> its text and the key of its pool
-        self._trails: dict[int, tuple[Trail, str | None]] = {}
+        self.trails: dict[int, tuple[Trail, str | None]] = {}
 
     @classmethod
     def build(
@@ -119,7 +119,7 @@ class Suffix:
         )
 
     def admit(self, seq: Text) -> None:
-        self._trails[seq.id] = (
+        self.trails[seq.id] = (
             Trail(seq.request.max_len),
             key_of(seq.request.pool, seq.tokens[: seq.request.prompt_len], seq.request.tenant),
         )
@@ -132,7 +132,7 @@ class Suffix:
 
     def release(self, seq: Text) -> None:
         """The answer as far as it was committed enters its pool; rejected drafts were never part of it."""
-        _, key = self._trails.pop(seq.id, (None, None))
+        _, key = self.trails.pop(seq.id, (None, None))
         if key is not None and seq.num_output:
             self.pools.add(key, seq.tokens[max(0, seq.request.prompt_len - LEAD) :])
 
@@ -140,7 +140,7 @@ class Suffix:
         return self.extend(seq, (), k)
 
     def extend(self, seq: Text, ahead: tuple[int, ...], k: int) -> Draft:
-        trail, key = self._trails[seq.id]
+        trail, key = self.trails[seq.id]
         trail.extend(seq.tokens[trail.end :])
         tail = [*seq.tokens[-LONGEST:], *ahead][-LONGEST:]
         found = trail.after(tail, k, ahead)

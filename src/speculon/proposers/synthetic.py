@@ -29,8 +29,8 @@ class Synthetic:
     def __init__(self, acceptance: float, vocab_size: int, max_texts: int = 4096):
         self.needs = Needs()
         self.acceptance, self.vocab_size, self.max_texts = acceptance, vocab_size, max_texts
-        self._truth: dict[Key, tuple[int, ...]] = {}
-        self._keys: dict[int, Key] = {}  # sequence id -> what its text is a function of
+        self.truth: dict[Key, tuple[int, ...]] = {}
+        self.keys: dict[int, Key] = {}  # sequence id -> what its text is a function of
         self._chance = random.Random(0)
 
     @classmethod
@@ -39,7 +39,7 @@ class Synthetic:
 
     def admit(self, seq: Sequence) -> None:
         prompt = tuple(seq.tokens[: seq.request.prompt_len])
-        self._keys[seq.id] = prompt, 0 if seq.request.params.greedy else seq.request.seed, seq.sample
+        self.keys[seq.id] = prompt, 0 if seq.request.params.greedy else seq.request.seed, seq.sample
 
     def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
         return [self._draft(seq, k) for seq, k in zip(seqs, budgets, strict=True)]
@@ -48,15 +48,15 @@ class Synthetic:
         """Nothing to learn before the text is whole."""
 
     def release(self, seq: Sequence) -> None:
-        key, text = self._keys.pop(seq.id), tuple(seq.tokens[seq.request.prompt_len :])
-        if key not in self._truth and len(self._truth) >= self.max_texts:
-            self._truth.pop(next(iter(self._truth)))
-        if len(text) >= len(self._truth.get(key, ())):
-            self._truth[key] = text
+        key, text = self.keys.pop(seq.id), tuple(seq.tokens[seq.request.prompt_len :])
+        if key not in self.truth and len(self.truth) >= self.max_texts:
+            self.truth.pop(next(iter(self.truth)))
+        if len(text) >= len(self.truth.get(key, ())):
+            self.truth[key] = text
 
     def _draft(self, seq: Sequence, k: int) -> Draft:
         at = seq.num_output
-        truth = self._truth.get(self._keys[seq.id])
+        truth = self.truth.get(self.keys[seq.id])
         if truth is None:
             return no_draft(Stop.NO_MATCH)
         drafts = [

@@ -121,7 +121,7 @@ class Capture:
 
     def __init__(self, files: Files, only: frozenset[str] = frozenset()):
         self._files, self._only = files, only  # tenants; empty: all
-        self._writer = ThreadPoolExecutor(1, "speculon-capture")
+        self.writer = ThreadPoolExecutor(1, "speculon-capture")
         self._pending = 0  # bytes that wait for the disk
         self.open = True
         self.written = self.bytes = self.lost = 0
@@ -142,19 +142,19 @@ class Capture:
             self.lost += request.sequences
             return
         self._pending += size
-        writing = asyncio.get_running_loop().run_in_executor(self._writer, self._write, answer, label)
+        writing = asyncio.get_running_loop().run_in_executor(self.writer, self._write, answer, label)
         writing.add_done_callback(partial(self._count, size))
 
     async def forget(self, tenant: str) -> int:
         """Deletes all of a tenant, after the lines that still wait are written; returns how many files."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._writer, self._files.forget, label_of(tenant))
+        return await loop.run_in_executor(self.writer, self._files.forget, label_of(tenant))
 
     async def close(self) -> None:
         """Writes the lines that still wait."""
-        await asyncio.get_running_loop().run_in_executor(self._writer, lambda: None)
+        await asyncio.get_running_loop().run_in_executor(self.writer, lambda: None)
         self.open = False
-        self._writer.shutdown(wait=False)
+        self.writer.shutdown(wait=False)
 
     def _write(self, answer: Answer, label: str) -> Written:
         written = size = lost = 0

@@ -51,12 +51,12 @@ class Drafter:
 
     def __init__(self, settings: Settings, clock: Callable[[], float] = perf_counter) -> None:
         config = settings.speculation
-        self._settings, self._clock, self._ids = settings, clock, count()
-        self._proposers = Proposers(config, TargetFacts(settings.vocab_size, settings.max_len))
+        self.settings, self._clock, self._ids = settings, clock, count()
+        self.proposers = Proposers(config, TargetFacts(settings.vocab_size, settings.max_len))
         for method in settings.methods:
-            self._proposers.lacking(method)  # builds it
-        self._policy = Policies(config)
-        self._requests = Requests(self._admit, settings.eos_ids, settings.stages)
+            self.proposers.lacking(method)  # builds it
+        self.policy = Policies(config)
+        self.requests = Requests(self._admit, settings.eos_ids, settings.stages)
         self._statistics = Statistics(settings.options.log_seconds, clock)
         self._calls: dict[str, Proposal] = {}  # of the latest call, by method
         self._left = 0.0  # when it returned
@@ -65,18 +65,18 @@ class Drafter:
     def step(self, new: list[list[int]], lengths: Any, table: Any) -> list[list[int]]:
         """Draft tokens by row, after the new tokens of each: `Requests.read` says what these are."""
         began = self._clock()
-        seen = self._requests.read(new, lengths, table)
+        seen = self.requests.read(new, lengths, table)
         self._learn(seen, (began - self._left) * 1e3 + self._own_ms)
         for seq in seen.ended:
-            self._proposers.release(seq)
-            self._policy.forget(seq)
+            self.proposers.release(seq)
+            self.policy.forget(seq)
         drafts = self._draft(seen)
         self._left = self._clock()
         self._own_ms = (self._left - began) * 1e3 - sum(call.ms for call in self._calls.values())
         return drafts
 
     def _admit(self, tokens: list[int]) -> Sequence:
-        settings, number = self._settings, next(self._ids)
+        settings, number = self.settings, next(self._ids)
         config, params = settings.speculation, SamplingParams()
         request = Request(
             id=str(number),
@@ -102,16 +102,16 @@ class Drafter:
             spans = [attempt.span for attempt, _ in rounds]
             verdicts = [verdict_of(attempt.span.draft, new) for attempt, new in rounds]
             timing = Timing(step_ms if seen.decoding_only else None, self._calls)
-            self._policy.observe(spans, verdicts, timing)
+            self.policy.observe(spans, verdicts, timing)
             self._statistics.count(rounds)
 
     def _draft(self, seen: Seen) -> list[list[int]]:
         known = [one for one in seen.rows if one is not None]
         seqs = [one.seq for one in known]
-        decisions = self._policy.decide(seqs, Load(len(seqs), 0, 0))
-        rows = Rows.within(decisions, max(0, self._settings.max_rows - len(seen.rows)))
+        decisions = self.policy.decide(seqs, Load(len(seqs), 0, 0))
+        rows = Rows.within(decisions, max(0, self.settings.max_rows - len(seen.rows)))
         spans = [Span(seq, len(seq.tokens) - 1, 1) for seq in seqs]
-        drafting = Drafting.of(self._proposers, self._policy, rows, spans, decisions)
+        drafting = Drafting.of(self.proposers, self.policy, rows, spans, decisions)
         drafting.ask_lookups()
         self._calls = drafting.calls
         for one, attempt in zip(known, drafting.attempts, strict=True):

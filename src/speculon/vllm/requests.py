@@ -71,7 +71,7 @@ class Requests:
         self, admit: Callable[[list[int]], Sequence], eos_ids: Collection[int] = (), stages: int = 1
     ) -> None:
         self._admit, self._eos_ids, self._stages = admit, eos_ids, stages
-        self._rows: list[Known | None] = []
+        self.rows: list[Known | None] = []
         self._absent: list[Known] = []
         self._call = 0
 
@@ -98,19 +98,19 @@ class Requests:
             if found is not None:
                 found.extend(tokens, self._call, self._eos_ids)
         ended = [known for known in missing if known.end or self._call - known.call > ABSENT]
-        self._rows, self._absent = rows, [known for known in missing if known not in ended]
+        self.rows, self._absent = rows, [known for known in missing if known not in ended]
         return Seen(rows, going_on, [closed(known) for known in ended])
 
     def _at(self, row: int, tokens: Any, length: int) -> Known | None:
-        known = self._rows[row] if row < len(self._rows) else None
+        known = self.rows[row] if row < len(self.rows) else None
         return known if known is not None and known.is_in(tokens, length) else None
 
     def _missing(self, rows: list[Known | None]) -> list[Known]:
         """Known requests that are not among these."""
-        if rows == self._rows and not self._absent:
+        if rows == self.rows and not self._absent:
             return []
         found = set(rows)
-        return [known for known in (*self._rows, *self._absent) if known and known not in found]
+        return [known for known in (*self.rows, *self._absent) if known and known not in found]
 
     def _elsewhere(self, tokens: Any, length: int, others: list[Known]) -> Known:
         """One of the others, which is then taken out, or a new request."""

@@ -173,7 +173,7 @@ class Mute:
 
 
 def test_a_drafter_that_never_drafts_is_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {"mute": Mute})
+    monkeypatch.setattr(registry, "registered", {"mute": Mute})
     with pytest.raises(BenchError, match=r"mute:4 ran no speculative round .*'no_match': 14"):
         run(llm, small(modes=("mute:4",)))
 
