@@ -100,7 +100,6 @@ class DFlashDrafter:
         # the last token is the anchor: the target has no states of it yet
         if pieces := [(seq, start, end - 1) for seq, start, end in rest if start < end - 1]:
             read(pieces)
-        budgets = [min(k, self.config.max_drafts) for k in budgets]
         drawing = Drawing.of(self.model, self.vocab_size, self._blocks(seqs, budgets, lease.after(1)))
         if self.model.markov is None and all(map(independent, seqs)):
             logits, sure = drawing.all_logits()
