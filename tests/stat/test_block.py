@@ -178,8 +178,7 @@ def judged(tree: Tree, chain: tuple[int, ...], rule: str) -> list[tuple[float, t
 
     p = torch.tensor([tree.p[chain[:i]] for i in range(k + 1)])
     found = WITH_Q[rule](spans, p.log().repeat(len(patterns), 1), draw, coin)
-    for n, span in enumerate(spans):
-        tokens, accepted = found[n]
+    for n, (tokens, accepted) in enumerate(found):
         for token in range(tree.vocab):
             made.append((float(chances[n] * ends[0][n, token]), (*tokens[:-1], token), accepted))
     return made
