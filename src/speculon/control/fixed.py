@@ -30,7 +30,8 @@ def unable(span: Span) -> Reason | None:
     # the last token needs no draft: the target's own one is enough
     if span.seq.room <= 1:
         return Reason.MAX_TOKENS
-    return None if any(map(span.max_drafts, span.seq.methods)) else Reason.CONTEXT_LIMIT
+    limited = span.seq.request.max_context and not any(map(span.max_drafts, span.seq.methods))
+    return Reason.CONTEXT_LIMIT if limited else None
 
 
 class Fixed(Policy):

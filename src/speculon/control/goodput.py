@@ -276,11 +276,8 @@ class Goodput(Policy):
         span, seq, probe = one.span, one.seq, now.probe is one.span
         if (why := unable(span)) is not None:
             return Decision.plain(why)
-        asks = [
-            Ask(method, span.max_drafts(method))
-            for method in seq.methods
-            if not probe and self._due(now, one, method)
-        ]
+        ks = {method: span.max_drafts(method) for method in seq.methods}
+        asks = [Ask(method, k) for method, k in ks.items() if k and not probe and self._due(now, one, method)]
         one.looked = bool(asks)
         if offer is not None:
             asks.append(offer)
@@ -289,14 +286,14 @@ class Goodput(Policy):
         chained = (
             not probe and seq.request.chained is not False and not now.lookups.keys().isdisjoint(seq.methods)
         )
-        return Decision.of(asks, chained=max(map(span.max_drafts, seq.methods)) if chained else 0)
+        return Decision.of(asks, chained=max(ks.values()) if chained else 0)
 
     def _due(self, now: Round, one: Running, method: str) -> bool:
         """Whether a lookup is asked: in every round while it gains what it costs, then in every 2nd, 4th, ..
 
         LONGEST_GAPth.
         """
-        if method not in now.lookups or not one.span.max_drafts(method):
+        if method not in now.lookups:
             return False
         price, gain = now.lookups[method], max(one.added.gain, 1e-9)
         return (
