@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from itertools import count, product
-from types import SimpleNamespace
 from typing import Any, cast
 
 from speculon.config import SamplingParams
 from speculon.control.fixed import Fixed
-from speculon.core import Ask, Decision
+from speculon.control.policies import Policies
+from speculon.control.policy import Policy
+from speculon.core import NO_DRAFT, Ask, Decision, Draft, Load, Verdict
 from speculon.engine.drafting import Drafting
 from speculon.proposers.compose import Proposers
-from speculon.sequence import Attempt, Ending, Request, Sequence, Span
+from speculon.sequence import Ending, Request, Sequence, Span
 from speculon.telemetry import RequestStats
 
 _ids = count()
@@ -55,18 +56,32 @@ def make_sequence(
         max_len=len(tokens) + max_tokens,
         rules=given.pop("rules", cast(Any, None)),
         ending=given.pop("ending", Ending()),
-        limits=given.pop("limits", dict.fromkeys(methods, k)),
+        max_drafts=given.pop("max_drafts", dict.fromkeys(methods, k)),
     )
     request = replace(request, **{name: given.pop(name) for name in [*given] if name in OF_REQUEST})
     fresh: dict[str, Any] = {"id": number, "stats": RequestStats()}
     return Sequence(request=request, tokens=[*tokens, *(output or ())], **fresh | given)
 
 
-def draft_once(proposers: Proposers, seq: Sequence, asks: dict[str, int]) -> tuple[Attempt, Drafting]:
-    """What a round proposes for one sequence, with the lease of proposers that have no layers."""
-    decision = Decision.of(Ask(method, k) for method, k in asks.items())
-    lease: Any = SimpleNamespace(granted=[decision.k], refusals=[None], of=lambda first_layer, method: None)
-    drafting = Drafting.of(proposers, Fixed(), lease, [Span(seq, len(seq.tokens) - 1, 1)], [decision])
+def span_of(seq: Sequence, draft: Draft = NO_DRAFT, verdict: Verdict | None = None) -> Span:
+    """The round of a sequence that decodes."""
+    span = Span(seq, len(seq.tokens) - 1, 1, draft)
+    span.verdict = verdict or span.verdict
+    return span
+
+
+def decisions(policy: Policy | Policies, seqs: list[Sequence], load: Load) -> list[Decision]:
+    """What a policy decides for these sequences."""
+    spans = [span_of(seq) for seq in seqs]
+    policy.decide(spans, load)
+    return [span.decision for span in spans]
+
+
+def draft_once(proposers: Proposers, seq: Sequence, asks: dict[str, int]) -> tuple[Span, Drafting]:
+    """What a round proposes for one sequence, by methods without layers."""
+    span = span_of(seq)
+    span.decision = Decision.of(Ask(method, k) for method, k in asks.items())
+    drafting = Drafting(proposers, Fixed(), None, [span])
     drafting.ask_lookups()
     drafting.ask_models()
-    return drafting.attempts[0], drafting
+    return span, drafting

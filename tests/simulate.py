@@ -12,12 +12,9 @@ from itertools import count, islice
 from random import Random
 from typing import Any, cast
 
-from speculon.cascade import ask_in_turn
 from speculon.control.cost import Costs
 from speculon.control.policy import Policy
 from speculon.core import (
-    NO_DRAFT,
-    Decision,
     Draft,
     Load,
     PromptShape,
@@ -27,6 +24,7 @@ from speculon.core import (
     Timing,
     Verdict,
 )
+from speculon.engine.drafting import Drafting
 from speculon.sequence import Span
 
 ENDLESS = 1 << 30
@@ -39,15 +37,17 @@ class SimulatedSequence:
     """What a policy, and a span, read of a sequence."""
 
     id: int
-    limits: Mapping[str, int]  # methods in the order they are asked -> most drafts of a round
+    max_drafts: Mapping[str, int]  # methods in the order they are asked -> drafts of a round at most
     room: int = ENDLESS  # tokens it may still generate
     off: Reason | None = None
     chained: bool | None = None
     shape: PromptShape = PromptShape()
     cold_matches: int = 0
-    brought: tuple[str, ...] = ()
+    from_request: tuple[str, ...] = ()
     lookups: frozenset[str] = frozenset()
+    max_context: Mapping[str, int] = field(default_factory=dict)
     drafted: dict[str, int] = field(default_factory=dict)
+    failed: bool = False
     written: int = 0
     tokens: list[int] = field(default_factory=lambda: [ACCEPTED])  # prompt included
 
@@ -61,7 +61,7 @@ class SimulatedSequence:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        return tuple(self.limits)
+        return tuple(self.max_drafts)
 
     @property
     def request(self) -> SimulatedSequence:
@@ -106,8 +106,8 @@ class SyntheticEnvironment:
     def _sequence(self, number: int) -> SimulatedSequence:
         room = self.length or ENDLESS
         lookups = frozenset(name for name, method in self.methods.items() if method.lookup)
-        limits, prompt = dict.fromkeys(self.methods, self.most), [ACCEPTED] * self.prompt
-        return SimulatedSequence(number, limits, room, tokens=prompt, lookups=lookups)
+        max_drafts, prompt = dict.fromkeys(self.methods, self.most), [ACCEPTED] * self.prompt
+        return SimulatedSequence(number, max_drafts, room, tokens=prompt, lookups=lookups)
 
     def proposal_ms(self, method: str, sequences: int, k: int, unread: int = 0) -> float:
         return self.methods[method].ms(sequences, k) + self.methods[method].read_ms * unread
@@ -155,70 +155,61 @@ def simulate(
         for gone in (seq for seq in before if seq not in running):
             policy.forget(cast(Any, gone))
         before = list(running)
-        decisions = policy.decide(cast(Any, running), Load(len(running), 0, 1 << 20))
-        drafts, proposals = propose(policy, environment, number, running, decisions, random)
-        lengths = [len(draft.tokens) for draft in drafts]
+        spans = [Span(cast(Any, seq), len(seq.tokens) - 1, 1) for seq in running]
+        policy.decide(spans, Load(len(running), 0, 1 << 20))
+        for span in spans:
+            span.reserved = span.decision.k
+        drafting = Drafting(cast(Any, Drafters(environment, number, random)), policy, None, spans)
+        drafting.ask_lookups()
+        drafting.ask_models()
+        lengths = [len(span.draft.tokens) for span in spans]
         target_ms = environment.step_ms(len(running), sum(map(bool, lengths)), sum(lengths)) * max(
             0.5, random.gauss(1, environment.noise)
         )
-        verdicts = [judge(draft, random) for draft in drafts]
-        for seq, verdict in zip(running, verdicts, strict=True):
+        for span in spans:
+            span.verdict = judge(span.draft, random)
+        for seq, verdict in ((seq, span.verdict) for seq, span in zip(running, spans, strict=True)):
             seq.written += len(verdict.tokens)
             seq.tokens += verdict.tokens
             seq.room -= len(verdict.tokens)
             seq.drafted = {method: min(done, len(seq.tokens) - 1) for method, done in seq.drafted.items()}
-        spans = [Span(cast(Any, seq), 0, 1, draft) for seq, draft in zip(running, drafts, strict=True)]
-        timing = Timing(target_ms, proposals)
+        timing = Timing(target_ms, drafting.calls)
         if costs is not None:
             costs.observe(spans, timing)
-        policy.observe(spans, verdicts, timing)
+        policy.observe(spans, timing)
         tokens, ms = (
-            sum(len(verdict.tokens) for verdict in verdicts),
-            target_ms + sum(call.ms for call in proposals.values()),
+            sum(len(span.verdict.tokens) for span in spans),
+            target_ms + sum(call.ms for call in drafting.calls.values()),
         )
         result.tokens, result.ms = result.tokens + tokens, result.ms + ms
-        result.accepted += sum(verdict.accepted for verdict in verdicts)
+        result.accepted += sum(span.verdict.accepted for span in spans)
         result.rates.append((len(running), tokens, ms))
-        result.drafted.append(Counter(source for draft in drafts for source in draft.sources))
+        result.drafted.append(Counter(source for span in spans for source in span.draft.sources))
     return result
 
 
-def propose(
-    policy: Policy,
-    environment: SyntheticEnvironment,
-    number: int,
-    running: list[SimulatedSequence],
-    decisions: list[Decision],
-    random: Random,
-) -> tuple[list[Draft], dict[str, Proposal]]:
-    """As in the engine: lookups in turn, then models, until one has a draft that is kept."""
-    drafts = [NO_DRAFT] * len(running)
-    calls: dict[str, list[int]] = {}
-    unread: Counter[str] = Counter()
+@dataclass(frozen=True, slots=True)
+class Drafters:
+    """The methods of an environment in one round, asked as `Proposers` are."""
 
-    def ask(method: str, rooms: dict[int, int]) -> list[int]:
-        ks = list(rooms.values())
-        if any(method not in running[i].lookups for i in rooms):
-            ks = policy.confirm(method, cast(Any, [running[i] for i in rooms]), ks)
-        for i, k in ((i, k) for i, k in zip(rooms, ks, strict=True) if k):
-            calls.setdefault(method, []).append(k)
-            if method not in running[i].lookups:
-                unread[method] += len(running[i].tokens) - running[i].drafted.get(method, 0) - 1
-            draft = environment.draft(number, running[i], method, k, random)
-            running[i].drafted[method] = len(running[i].tokens) + max(0, len(draft.tokens) - 1)
-            if draft.tokens and (room := decisions[i].chained - len(draft.tokens)) > 0:
-                draft = environment.chain(number, running[i], draft, room, random)
-            drafts[i] = policy.trim(cast(Any, running[i]), method, draft) if draft.tokens else draft
-        return [i for i in rooms if drafts[i].tokens]
+    environment: SyntheticEnvironment
+    number: int
+    random: Random
 
-    for lookups in (True, False):
-        left = [i for i, decision in enumerate(decisions) if decision.asks and not drafts[i].tokens]
-        asks = {
-            i: [a for a in decisions[i].asks if (a.method in running[i].lookups) == lookups] for i in left
-        }
-        ask_in_turn(asks, ask)
-    sizes = ((method, len(ks), max(ks), unread[method]) for method, ks in calls.items())
-    return drafts, {size[0]: Proposal(*size[1:3], environment.proposal_ms(*size), size[3]) for size in sizes}
+    def ask(self, method: str, spans: list[Span], lease: None) -> Proposal:
+        unread = 0
+        for span in spans:
+            seq = cast(SimulatedSequence, span.seq)
+            if method not in seq.lookups:
+                unread += len(seq.tokens) - seq.drafted.get(method, 0) - 1
+            draft = self.environment.draft(self.number, seq, method, span.k, self.random)
+            span.proposals.append((method, span.k, draft))
+            seq.drafted[method] = len(seq.tokens) + max(0, len(draft.tokens) - 1)
+            if draft.tokens and (room := span.decision.chained - len(draft.tokens)) > 0:
+                draft = self.environment.chain(self.number, seq, draft, room, self.random)
+            span.draft = draft
+        k = max(span.k for span in spans)
+        return Proposal(len(spans), k, self.environment.proposal_ms(method, len(spans), k, unread), unread)
 
 
 def judge(draft: Draft, random: Random) -> Verdict:

@@ -219,7 +219,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A method, and the most tokens it may draft."""
+    """A method, and K: the most tokens it is to draft."""
 
     method: str
     k: int
@@ -249,6 +249,9 @@ class Decision:
     def k(self) -> int:
         """The most drafts of this round; 0 is plain decoding."""
         return max((self.chained, *(ask.k for ask in self.asks)), default=0)
+
+
+UNDECIDED = Decision.plain(Reason.OFF_CONFIG)
 
 
 class Padding(NamedTuple):
@@ -354,14 +357,6 @@ class Load:
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
-
-
-def share(requested: list[int], most: int) -> list[int]:
-    """The numbers with at most `most` in all: under the highest limit for everybody that allows it."""
-    limit = MAX_DRAFTS
-    while limit and sum(min(k, limit) for k in requested) > most:
-        limit -= 1
-    return [min(k, limit) for k in requested]
 
 
 def joint_reach(target: Iterable[LayerSpec], drafters: Iterable[Needs] = ()) -> int | None:

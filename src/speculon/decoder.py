@@ -18,7 +18,7 @@ from speculon.checkpoints.pairing import is_search
 from speculon.config import MAX_DRAFTS, EngineConfig, ModelObject, SamplingParams, SpeculationConfig
 from speculon.control.adaptive import Adaptive, AdaptiveLookahead
 from speculon.control.fixed import Fixed
-from speculon.core import Draft, Verdict
+from speculon.core import Ask, Decision, Draft, Verdict
 from speculon.engine.admission import check_draft, check_room, read_ids
 from speculon.engine.drafting import Drafting
 from speculon.engine.engine import Engine
@@ -27,7 +27,7 @@ from speculon.models.ends import add_ends
 from speculon.models.load import wrap_model
 from speculon.outputs import Completion, RequestOutput, StepResult, absorb
 from speculon.proposers.registry import OFF, WITH_CHECKPOINT
-from speculon.sequence import Event, Plan, Sequence, Span
+from speculon.sequence import Event, Sequence, Span
 from speculon.telemetry import RequestStats, SpeculationStats, Stopwatch
 from speculon.text import Tokenizer, final_text
 from speculon.verify import read_logits, verify_given
@@ -181,9 +181,9 @@ class SpeculativeDecoder:
         if k is None and self._adaptive is not None:
             k = self._adaptive.lookahead
         with self._last_span(ids, params, prompt_len, k) as span:
-            plan, decisions = Plan.alone(span), Fixed().decide([span.seq], self.engine.scheduler.load)
-            with self.engine.leases.reserve(plan, [decision.k for decision in decisions]) as lease:
-                drafting = Drafting.of(self.engine.proposers, Fixed(), lease, [span], decisions)
+            Fixed().decide([span], self.engine.scheduler.load)
+            with self.engine.leases.reserve([span]) as lease:
+                drafting = Drafting(self.engine.proposers, Fixed(), lease, [span])
                 drafting.ask_lookups()
                 drafting.ask_models()
         return span.draft
@@ -217,12 +217,13 @@ class SpeculativeDecoder:
             return self._verify_by(target_logits, self._prepare(ids, params, prompt_len), draft)
         with self._last_span(ids, params, prompt_len) as span:
             check_room(span.seq, k)
-            with self.engine.leases.reserve(Plan.alone(span), [k]) as lease:
-                if lease.granted != [k]:  # the pages of a window may be all that there are
+            span.decision = Decision.of([Ask(GIVEN, k)])
+            with self.engine.leases.reserve([span]) as lease:
+                if span.reserved < k:  # the pages of a window may be all that there are
                     raise NeverFits(f"{k} drafts after {len(span.seq.tokens)} tokens: no pages for them")
                 span.draft = draft
-                _, (verdict,) = self.engine.ask_target([span], lease, Stopwatch())
-        return verdict
+                self.engine.ask_target([span], lease, Stopwatch())
+        return span.verdict
 
     def _verify_by(self, target_logits: Tensor, seq: Sequence, draft: Draft) -> Verdict:
         k, prompt_logprobs = len(draft.tokens), seq.request.params.prompt_logprobs
@@ -249,17 +250,16 @@ class SpeculativeDecoder:
         the last, unfinished page.
         """
         with self._last_span(ids, params, prompt_len, k, goes_on=True) as span:
-            seq = span.seq
-            self._last = list(seq.tokens), seq.request.params
+            self._last, stats = (list(span.seq.tokens), span.seq.request.params), span.seq.stats
             began = perf_counter()
-            (verdict,) = self.engine.round(Plan.alone(span))
+            self.engine.round([span])
             ms = (perf_counter() - began) * 1e3
-        self._stats.add(seq.stats)
-        if verdict.finish:
+        self._stats.add(stats)
+        if span.verdict.finish:
             self._forget_sequence()
-        self._clock(ms, len(verdict.tokens))
-        reason = next(iter(seq.stats.reasons), None)
-        return StepResult(span.draft, verdict, reason, seq.stats.draft_ms, ms - seq.stats.draft_ms)
+        self._clock(ms, len(span.verdict.tokens))
+        reason = next(iter(stats.reasons), None)
+        return StepResult(span.draft, span.verdict, reason, stats.draft_ms, ms - stats.draft_ms)
 
     # a whole text
 
@@ -406,8 +406,8 @@ class SpeculativeDecoder:
             beside = 1 if engine.target.taps else min(most, pool.block_size)
             while seq.pending > beside:
                 rows = pool.chunk(seq, min(most, seq.pending - 1))
-                engine.round(Plan([Span(seq, seq.committed, rows)]))
-            yield Span(seq, seq.committed, seq.pending)
+                engine.round([Span(seq, seq.committed, rows)])
+            yield Span(seq, seq.committed, seq.pending, decodes=True)  # drafts may follow a prompt
         finally:
             engine.proposers.release(seq)
             engine.pool.release(seq)

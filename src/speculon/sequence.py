@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from speculon.config import SamplingParams
+from speculon.config import MAX_DRAFTS, SamplingParams
 from speculon.core import (
     NO_DRAFT,
+    UNDECIDED,
     Decision,
     Draft,
     Estimate,
@@ -87,13 +88,12 @@ class Request:
     max_len: int  # prompt + max_tokens
     rules: Rules
     ending: Ending
-    limits: Mapping[str, int] = field(
-        default_factory=dict
-    )  # methods in the order they are asked -> most drafts
-    lookups: frozenset[str] = (
-        frozenset()
-    )  # of these, those without weights: their proposals cost next to nothing
-    brought: tuple[str, ...] = ()  # of these, those that draft from what the request brought along
+    # methods in the order they are asked -> drafts of a round at most: as set, and as the drafter can make
+    max_drafts: Mapping[str, int] = field(default_factory=dict)
+    max_context: Mapping[str, int] = field(default_factory=dict)  # of the drafters that have a limit, tokens
+    # of the methods, those without weights: their proposals cost next to nothing
+    lookups: frozenset[str] = frozenset()
+    from_request: tuple[str, ...] = ()  # of the methods, those that draft from what came with the request
     off: Reason | None = None  # why its method does not draft; None where it does
     policy: str = "fixed"
     chained: bool | None = None  # whether lookups continue a draft at its end; None: as its policy decides
@@ -143,14 +143,14 @@ class Sequence:
     @property
     def methods(self) -> tuple[str, ...]:
         """All that may draft for it, in the order they are asked."""
-        return () if self.failed else tuple(self.request.limits)
+        return () if self.failed else tuple(self.request.max_drafts)
 
     @property
     def off(self) -> Reason | None:
         """Why nothing drafts for it; None where something does."""
         if self.failed:
             return Reason.ERROR
-        return None if self.request.limits else self.request.off
+        return None if self.request.max_drafts else self.request.off
 
     @property
     def pending(self) -> int:
@@ -184,19 +184,43 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """Consecutive positions of one sequence in one forward: a prompt chunk, or [last token, d_1..d_K]."""
+    """One sequence in one round: consecutive positions of one forward, and what is decided, drafted and
+    verified for it. A prompt chunk, or the last token with the drafts d_1..d_K after it.
+    """
 
     seq: Sequence
     start: int  # position of the first row in its sequence = tokens already in pages
     length: int  # rows without the drafts
-    draft: Draft = NO_DRAFT
+    draft: Draft = NO_DRAFT  # what is verified
+    decision: Decision = UNDECIDED
+    reserved: int = MAX_DRAFTS  # drafts for which the lease has pages, and the memory estimate rows
+    k: int = 0  # the most drafts of the proposal that is made
+    # (method, k, its draft), in the order they were made, empty ones too
+    proposals: list[tuple[str, int, Draft]] = field(default_factory=list)
+    reason: Reason | None = None  # why nothing is verified; of no meaning with a draft
+    estimate: Estimate | None = None  # of the draft, where its policy has one
     row: int = 0  # first row in the flat batch
     score: range = range(0)  # its rows among the R scored ones
+    verdict: Verdict = Verdict(())
     # whether it reaches the sequence's last token, so that its last rows are sampled
     samples: bool = field(init=False)
+    decodes: bool = False  # whether it may carry a draft: every last token alone
 
     def __post_init__(self) -> None:
         self.samples = self.start + self.length == len(self.seq.tokens)
+        self.decodes |= self.samples and self.length == 1
+
+    def max_drafts(self, method: str) -> int:
+        """The bound of K: the most drafts of a method that this round has a place for.
+
+        As many as are set and as its drafter can make (`Request.max_drafts`), as its drafter's context holds,
+        as tokens may follow before the target's own last one, and as are reserved.
+        """
+        request = self.seq.request
+        bound = min(request.max_drafts[method], self.seq.room - 1, self.reserved)
+        if method in request.max_context:
+            bound = min(bound, request.max_context[method] - self.start - self.length)
+        return max(0, bound)
 
     @property
     def rows(self) -> int:
@@ -216,51 +240,37 @@ class Span:
             and seq.wants_prompt_logprobs
         )
 
-
-@dataclass(slots=True)
-class Plan:
-    """Who runs in this step; `decoding` are the spans that may carry a draft."""
-
-    spans: list[Span]
-    decoding: list[Span] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.decoding = [span for span in self.spans if span.length == 1 and span.samples]
-
-    @classmethod
-    def alone(cls, span: Span) -> Plan:
-        """One span, whose drafts may follow the rest of its prompt."""
-        plan = cls([span])
-        plan.decoding = [span]
-        return plan
-
-
-@dataclass(slots=True)
-class Attempt:
-    """What one round was for one decoding sequence, from the decision of its policy to the draft verified."""
-
-    span: Span  # its draft is the one that is verified
-    decision: Decision
-    granted: int  # drafts for which pages and memory were reserved: at most the decision's k
-    reason: Reason | None  # why nothing is verified; of no meaning with a draft
-    # (method, the most drafts, its draft), in the order they were made, empty ones too
-    proposals: list[tuple[str, int, Draft]] = field(default_factory=list)
-    estimate: Estimate | None = None  # of the draft, where its policy has one
+    @property
+    def method(self) -> str:
+        """Whose proposal its draft is."""
+        return self.proposals[-1][0]
 
     @property
     def asked(self) -> bool:
         """Whether its methods are to draft; not where one has failed and there is no draft."""
-        return self.granted > 0 and self.why_plain is not Reason.ERROR
+        return self.reserved > 0 and bool(self.decision.asks) and self.why_plain is not Reason.ERROR
 
     @property
     def done(self) -> bool:
         """Whether no other method is to be asked."""
-        return bool(self.span.draft.tokens) or self.span.seq.failed
+        return bool(self.draft.tokens) or self.seq.failed
 
     @property
     def why_plain(self) -> Reason | None:
         """Why nothing is verified; None with a draft."""
-        return None if self.span.draft.tokens else self.reason
+        return None if self.draft.tokens else self.reason
+
+
+def share_rows(spans: list[Span], rows: int) -> None:
+    """Reserves what is decided for each, at most `rows` drafts in all: the longest shrink first, to zero with
+    reason `load`.
+    """
+    limit = MAX_DRAFTS
+    while limit and sum(min(span.decision.k, limit) for span in spans) > rows:
+        limit -= 1
+    for span in spans:
+        span.reserved = min(span.decision.k, limit)
+        span.reason = span.decision.reason or (None if limit else Reason.LOAD)
 
 
 @dataclass(slots=True)
@@ -269,31 +279,24 @@ class Round:
 
     load: Load  # before it
     spans: list[Span]
-    verdicts: list[Verdict]  # of each span
-    attempts: list[Attempt]  # of the spans that decode
     calls: Mapping[str, Proposal]  # by method
     draft_ms: float
     step_ms: float  # without the proposals
-    decoding_only: bool  # whether no prompt was computed beside
     repair_ms: float = 0.0  # of the step, to restore recurrent states after rejected drafts
+
+    @property
+    def decoding(self) -> list[Span]:
+        return [span for span in self.spans if span.decodes]
 
     @property
     def timing(self) -> Timing:
         """What a cost model may learn from it."""
-        return Timing(self.step_ms if self.decoding_only else None, self.calls)
+        decoding_only = all(span.length == 1 for span in self.spans)
+        return Timing(self.step_ms if decoding_only else None, self.calls)
 
     @property
     def rows(self) -> int:
         return sum(span.rows for span in self.spans)
-
-    def attempted(self) -> dict[int, Attempt]:
-        """By sequence id."""
-        return {attempt.span.seq.id: attempt for attempt in self.attempts}
-
-    def generated(self) -> dict[int, int]:
-        """Tokens by sequence id, stop tokens among them."""
-        pairs = zip(self.spans, self.verdicts, strict=True)
-        return {span.seq.id: verdict.generated for span, verdict in pairs}
 
 
 # of an output token: an accepted draft; the target's, after a rejected draft, after an accepted one, without

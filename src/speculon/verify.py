@@ -43,12 +43,11 @@ from speculon.sampling import (
 from speculon.sequence import Ending, Sequence, Span
 
 Coin = Callable[[Tensor, Tensor, list[Row]], Tensor]  # p [N] and q [N] of drafted tokens -> which stand [N]
-# first row of a span -> its tokens, how many of them are drafts
-Outcomes = dict[int, tuple[tuple[int, ...], int]]
+Outcomes = list[tuple[tuple[int, ...], int]]  # of each span its tokens, and how many of them are drafts
 
 
-def verify(batch: Batch, logits: Tensor, draw: Draw | None = None, coin: Coin | None = None) -> list[Verdict]:
-    """One verdict per span from the target's logits [R, V]; a prompt chunk yields none of its tokens yet.
+def verify(batch: Batch, logits: Tensor, draw: Draw | None = None, coin: Coin | None = None) -> None:
+    """Sets the verdict of each span by the target's logits [R, V]; a prompt chunk yields no token yet.
 
     `draw` and `coin` replace the keyed noise in tests.
     """
@@ -56,18 +55,14 @@ def verify(batch: Batch, logits: Tensor, draw: Draw | None = None, coin: Coin | 
     by_rule: dict[str, list[Span]] = {"matching": []}
     for span in sampled:
         by_rule.setdefault(judged_by(span), []).append(span)
-    outcomes = match(by_rule.pop("matching"), logits, draw)
     for rule, spans in by_rule.items():
-        outcomes |= WITH_Q[rule](spans, logits, draw, coin)
-    verdicts = [
-        judge(span, *outcomes[span.row], logits) if span.samples else Verdict(()) for span in batch.spans
-    ]
-    if logits.shape[0] == count(sampled):
-        return verdicts
-    return [
-        with_prompt_logprobs(span, verdict, logits)
-        for span, verdict in zip(batch.spans, verdicts, strict=True)
-    ]
+        with_q = WITH_Q.get(rule)
+        outcomes = with_q(spans, logits, draw, coin) if with_q else match(spans, logits, draw)
+        for span, (tokens, accepted) in zip(spans, outcomes, strict=True):
+            span.verdict = judge(span, tokens, accepted, logits)
+    if logits.shape[0] > count(sampled):
+        for span in batch.spans:
+            span.verdict = with_prompt_logprobs(span, logits)
 
 
 def judged_by(span: Span) -> str:
@@ -86,14 +81,14 @@ def match(spans: list[Span], logits: Tensor, draw: Draw | None = None) -> Outcom
         tokens = iter(best(logits_of(spans, logits)).tolist() if spans else ())
     else:
         tokens = iter(sample(*rows_of(spans, logits), draw))
-    outcomes: Outcomes = {}
+    outcomes: Outcomes = []
     for span in spans:
         draft = span.draft.tokens
         target = tuple(islice(tokens, len(draft) + 1))
         accepted = 0
         while accepted < len(draft) and draft[accepted] == target[accepted]:
             accepted += 1
-        outcomes[span.row] = target[: accepted + 1], accepted
+        outcomes.append((target[: accepted + 1], accepted))
     return outcomes
 
 
@@ -142,10 +137,10 @@ class Drafted:
             for row, k in zip(last, self.lengths, strict=True)
         ]
         drawn = pick(weights.log(), ends, draw)
-        return {
-            s.row: ((*s.draft.tokens[:a], token), a)
-            for s, a, token in zip(self.spans, accepted, drawn, strict=True)
-        }
+        return [
+            ((*span.draft.tokens[:a], token), a)
+            for span, a, token in zip(self.spans, accepted, drawn, strict=True)
+        ]
 
 
 def reject(spans: list[Span], logits: Tensor, draw: Draw | None = None, coin: Coin | None = None) -> Outcomes:
@@ -266,18 +261,17 @@ def outcome_of(accepted: int, k: int) -> SpanOutcome | None:
     return SpanOutcome.FULL if accepted == k else SpanOutcome.TAIL if accepted == k - 1 else SpanOutcome.EARLY
 
 
-def with_prompt_logprobs(span: Span, verdict: Verdict, logits: Tensor) -> Verdict:
+def with_prompt_logprobs(span: Span, logits: Tensor) -> Verdict:
     """Adds the log-probabilities of the prompt tokens that follow this span's rows."""
     seq = span.seq
     if not span.scores_prompt:
-        return verdict
+        return span.verdict
     first = max(span.start, seq.prompt_scored)  # a prompt that is computed again is not reported again
     following = seq.tokens[first + 1 : min(span.start + span.length + 1, seq.request.prompt_len)]
     row = span.score.start + first - span.start
     rows = logits[row : row + len(following)]
-    return replace(
-        verdict, prompt_logprobs=token_logprobs(rows, following, seq.request.params.prompt_logprobs or 0)
-    )
+    logprobs = token_logprobs(rows, following, seq.request.params.prompt_logprobs or 0)
+    return replace(span.verdict, prompt_logprobs=logprobs)
 
 
 def verify_given(span: Span, logits: Tensor) -> Verdict:
@@ -289,12 +283,13 @@ def verify_given(span: Span, logits: Tensor) -> Verdict:
     k = len(span.draft.tokens)
     has_bonus = len(logits) > k
     rows = logits if has_bonus else torch.cat([logits, logits.new_zeros(1, logits.shape[1])])
-    (verdict,) = verify(Batch.pack([span], logits.device), rows)
+    verify(Batch.pack([span], logits.device), rows)
     if not has_bonus:
-        verdict = replace(
-            verdict, tokens=verdict.tokens[:k], logprobs=verdict.logprobs and verdict.logprobs[:k]
-        )
-    return cut_one(verdict, span)
+        verdict = span.verdict
+        logprobs = verdict.logprobs and verdict.logprobs[:k]
+        span.verdict = replace(verdict, tokens=verdict.tokens[:k], logprobs=logprobs)
+    cut([span])
+    return span.verdict
 
 
 def read_logits(logits: Any, k: int, vocab_size: int) -> Tensor:  # [K + 1, V] or [K, V]
@@ -306,47 +301,41 @@ def read_logits(logits: Any, k: int, vocab_size: int) -> Tensor:  # [K + 1, V] o
     if logits.shape not in ((k + 1, vocab_size), (k, vocab_size)):
         limit = f"needs shape ({k + 1}, {vocab_size}), or ({k}, {vocab_size}) without a bonus token"
         raise InvalidParameter("target_logits", tuple(logits.shape), limit)
-    found = logits.detach().float()
-    for row, largest in enumerate(found.amax(-1).tolist()):  # NaN where the row has one
+    rows = logits.detach().float()
+    for row, largest in enumerate(rows.amax(-1).tolist()):  # NaN where the row has one
         if not isfinite(largest):
             raise InvalidParameter(
                 "target_logits", largest, f"row {row} takes finite numbers and -inf, not -inf alone"
             )
-    return found
+    return rows
 
 
-def cut(verdicts: list[Verdict], spans: list[Span]) -> list[Verdict]:
-    """Ends each text at its first stop token, stop string or at max_tokens. Pure: nothing is kept or counted
-    yet.
+def cut(spans: list[Span]) -> None:
+    """Ends the verdict of each sequence at its first stop token, stop string or at max_tokens. Nothing is
+    committed or counted yet.
 
-    A stop token is dropped; the token that completes a stop string or a grammar is kept.
+    A stop token is dropped; the token that completes a stop string or a grammar stays.
     """
-    return [
-        cut_one(verdict, span) if span.samples else verdict
-        for verdict, span in zip(verdicts, spans, strict=True)
-    ]
-
-
-def cut_one(verdict: Verdict, span: Span) -> Verdict:
-    seq = span.seq
-    end, finish = find_end(seq, verdict.tokens)
-    if finish is None:
-        return verdict
-    kept = verdict.tokens[: end + 1]
-    if isinstance(finish.matched, int) or finish.reason == "error" or seq.room == 0:
-        kept = verdict.tokens[:end]
-    outcome = verdict.outcome
-    if outcome is not None and end < len(span.draft.tokens):
-        outcome = SpanOutcome.STOP if end < verdict.accepted else SpanOutcome.EARLY_STOP
-    logprobs = verdict.logprobs and verdict.logprobs[: len(kept)]
-    return replace(
-        verdict,
-        tokens=kept,
-        accepted=min(verdict.accepted, len(kept)),
-        outcome=outcome,
-        logprobs=logprobs,
-        finish=finish,
-    )
+    for span in spans:
+        if not span.samples:
+            continue
+        seq, verdict = span.seq, span.verdict
+        end, finish = find_end(seq, verdict.tokens)
+        if finish is None:
+            continue
+        dropped = isinstance(finish.matched, int) or finish.reason == "error" or seq.room == 0
+        tokens = verdict.tokens[:end] if dropped else verdict.tokens[: end + 1]
+        outcome = verdict.outcome
+        if outcome is not None and end < len(span.draft.tokens):
+            outcome = SpanOutcome.STOP if end < verdict.accepted else SpanOutcome.EARLY_STOP
+        span.verdict = replace(
+            verdict,
+            tokens=tokens,
+            accepted=min(verdict.accepted, len(tokens)),
+            outcome=outcome,
+            logprobs=verdict.logprobs and verdict.logprobs[: len(tokens)],
+            finish=finish,
+        )
 
 
 def find_end(seq: Sequence, tokens: tuple[int, ...]) -> tuple[int, Finish | None]:

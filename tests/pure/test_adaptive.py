@@ -16,7 +16,7 @@ from speculon.control.fixed import Fixed
 from speculon.core import Draft, Load, Reason, Timing, Verdict
 from speculon.errors import ConfigError, InvalidParameter
 from speculon.sequence import Sequence, Span
-from tests.builders import make_sequence
+from tests.builders import decisions, make_sequence, span_of
 from tests.simulate import SimulatedMethod, SyntheticEnvironment, simulate
 
 ALONE = Load(1, 0, 100)
@@ -191,12 +191,12 @@ def text(k: int = 12, **fields: Any) -> Sequence:
 
 
 def told(policy: Adaptive, seq: Sequence, drafted: int, accepted: int) -> None:
-    span = Span(seq, 2, 1, Draft((0,) * drafted, ("ngram",) * drafted))
-    policy.observe([span], [Verdict((0,) * (accepted + 1), accepted)], Timing())
+    draft = Draft((0,) * drafted, ("ngram",) * drafted)
+    policy.observe([span_of(seq, draft, Verdict((0,) * (accepted + 1), accepted))], Timing())
 
 
 def k_of(policy: Adaptive, seq: Sequence) -> int:
-    (decision,) = policy.decide([seq], ALONE)
+    (decision,) = decisions(policy, [seq], ALONE)
     return decision.k
 
 
@@ -208,7 +208,7 @@ def test_each_text_has_its_own_lookahead_and_is_forgotten() -> None:
         told(policy, bad, k_of(policy, bad), 0)
     assert [k_of(policy, seq) for seq in (good, bad)] == [11, 2]
     policy.forget(good)
-    assert policy.texts.keys() == {bad.id} and k_of(policy, good) == 5
+    assert policy.lookaheads.keys() == {bad.id} and k_of(policy, good) == 5
 
 
 def test_a_full_window_makes_the_next_one_longer_up_to_the_limit() -> None:
@@ -222,12 +222,12 @@ def test_a_short_draft_that_stood_does_not_pull_the_mean_down() -> None:
     policy, seq = Adaptive(), text()
     for _ in range(20):
         told(policy, seq, k_of(policy, seq), 4)
-    before = policy.texts[seq.id].mean_accepted
+    before = policy.lookaheads[seq.id].mean_accepted
     for _ in range(20):
         told(policy, seq, 1, 1)
-    assert policy.texts[seq.id].mean_accepted == before
+    assert policy.lookaheads[seq.id].mean_accepted == before
     told(policy, seq, 1, 0)
-    assert policy.texts[seq.id].mean_accepted < before, (
+    assert policy.lookaheads[seq.id].mean_accepted < before, (
         "a short draft that did not stand is a miss like any other"
     )
 
@@ -243,7 +243,7 @@ def test_a_short_draft_that_stood_does_not_pull_the_mean_down() -> None:
     ],
 )
 def test_other_limits_hold_beside_it(seq: Sequence, k: int, reason: Reason | None) -> None:
-    (decision,) = Adaptive().decide([seq], ALONE)
+    (decision,) = decisions(Adaptive(), [seq], ALONE)
     assert (decision.k, decision.reason) == (k, reason)
 
 
@@ -252,9 +252,9 @@ def test_rounds_without_a_draft_leave_it_where_it_is() -> None:
     k_of(policy, seq)
     for _ in range(50):
         told(policy, seq, 0, 0)
-    assert k_of(policy, seq) == 5 and policy.texts[seq.id].observations == 0
+    assert k_of(policy, seq) == 5 and policy.lookaheads[seq.id].observations == 0
     told(policy, text(), 4, 4)
-    assert policy.texts.keys() == {seq.id}, "texts of other policies are none of its own"
+    assert policy.lookaheads.keys() == {seq.id}, "texts of other policies are none of its own"
 
 
 # one controller for all sequences
@@ -263,11 +263,17 @@ def test_rounds_without_a_draft_leave_it_where_it_is() -> None:
 def accepted_in_full(policy: Adaptive) -> None:
     """One round of two sequences; all of their drafts are accepted."""
     seqs = [text(), text()]
-    spans = [Span(seq, 2, 1, Draft((0,) * k, ("ngram",) * k)) for seq in seqs for k in [k_of(policy, seq)]]
-    policy.observe(spans, [Verdict((0,) * span.rows, span.rows - 1) for span in spans], Timing())
+    ks = [k_of(policy, seq) for seq in seqs]
+    policy.observe(
+        [
+            span_of(seq, Draft((0,) * k, ("ngram",) * k), Verdict((0,) * (k + 1), k))
+            for seq, k in zip(seqs, ks, strict=True)
+        ],
+        Timing(),
+    )
     for seq in seqs:
         policy.forget(seq)
-    assert not policy.texts
+    assert not policy.lookaheads
 
 
 def test_a_shared_controller_observes_all_sequences_and_is_kept() -> None:
@@ -283,9 +289,9 @@ def test_a_shared_controller_observes_all_sequences_and_is_kept() -> None:
 class OneByOne(Adaptive):
     """Planted: a draft is compared with the window that the sequence before it has changed."""
 
-    def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
-        for span, verdict in zip(spans, verdicts, strict=True):
-            super().observe([span], [verdict], timing)
+    def observe(self, spans: list[Span], timing: Timing) -> None:
+        for span in spans:
+            super().observe([span], timing)
 
 
 @pytest.mark.parametrize(("policy", "observations"), [(Adaptive, 2), (OneByOne, 1)])

@@ -44,7 +44,7 @@ class Drafter:
             seq.committed = len(seq.tokens) + len(new) - 1
             seq.tokens.extend(new)
         seq.drafted = {name: min(done, seq.committed) for name, done in seq.drafted.items()}
-        self.slots.settle(seq)
+        self.slots.roll_back(seq)
         self.slots.check_integrity([seq])
 
     def seen(self, seq: Sequence) -> list[int]:
@@ -157,7 +157,7 @@ def test_many_sequences_share_the_spare_slots() -> None:
                 seq.committed = len(seq.tokens) + len(new) - 1
                 seq.tokens.extend(new)
             seq.drafted = {name: min(done, seq.committed) for name, done in seq.drafted.items()}
-            slots.settle(seq)
+            slots.roll_back(seq)
             assert drafter.seen(seq) == seq.tokens[: seq.drafted.get(NAME, 0)]
         slots.check_integrity(seqs)
         for seq in seqs[: number % 5 == 0]:

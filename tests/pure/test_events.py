@@ -35,7 +35,7 @@ from speculon.core import (
 from speculon.engine import events as module
 from speculon.engine.events import Events, older
 from speculon.errors import ConfigError
-from speculon.sequence import Attempt, Round, Span
+from speculon.sequence import Round, Span
 from tests.builders import make_sequence
 from tests.recording import Recording, read
 
@@ -58,11 +58,10 @@ def tell(events: Events, seq: Any = None, ms: float = 2.0) -> None:
     span = Span(seq or make_sequence([SECRET] * 4, methods=("ngram", "model")), 3, 1)
     proposals = [("ngram", 4, no_draft(Stop.NO_MATCH)), ("model", 4, DRAFT)]
     span.draft = DRAFT.cut(2)
-    verdict = Verdict((SECRET, SECRET), 1, SpanOutcome.TAIL)
-    attempt = Attempt(span, Decision.of(ASKS), 4, None, proposals)
+    span.verdict = Verdict((SECRET, SECRET), 1, SpanOutcome.TAIL)
+    span.decision, span.reserved, span.proposals = Decision.of(ASKS), 4, proposals
     calls = {"model": Proposal(1, 4, 0.5, 7)}
-    done = Round(Load(1, 2, 3), [span], [verdict], [attempt], calls, 0.5, ms, decoding_only=True)
-    events.round(done, {"forward": ms})
+    events.round(Round(Load(1, 2, 3), [span], calls, 0.5, ms), {"forward": ms})
 
 
 def written(path: Path, rounds: int = 3, **settings: Any) -> Recording:
@@ -111,9 +110,10 @@ def test_plain_rounds_prompts_and_ends_are_recorded(path: Path) -> None:
     events = begun(path)
     prompt, plain = (make_sequence([1] * 6, sample=2, methods=()) for _ in range(2))
     spans = [Span(prompt, 0, 6), Span(plain, 5, 1)]
-    verdicts = [Verdict((1,)), Verdict((2,), finish=Finish("length"))]
-    attempts = [Attempt(spans[1], Decision.plain(Reason.COST), 0, Reason.COST)]
-    events.round(Round(Load(2, 0, 1), spans, verdicts, attempts, {}, 0.0, 1.0, decoding_only=False), {})
+    spans[0].verdict = Verdict((1,))
+    spans[1].verdict = Verdict((2,), finish=Finish("length"))
+    spans[1].decision, spans[1].reason = Decision.plain(Reason.COST), Reason.COST
+    events.round(Round(Load(2, 0, 1), spans, {}, 0.0, 1.0), {})
     events.close()
     (round_,) = read(path).rounds
     first, second = round_.texts

@@ -18,7 +18,8 @@ from speculon.control.cost import Costs, Prices
 from speculon.control.fixed import Fixed
 from speculon.control.goodput import Goodput
 from speculon.core import Decision, Draft, Load, PromptShape, Reason
-from tests.builders import make_sequence
+from speculon.sequence import Span
+from tests.builders import decisions, make_sequence
 from tests.simulate import (
     SimulatedMethod,
     SimulatedSequence,
@@ -62,7 +63,7 @@ def check_rate(accept: float, texts: int) -> None:
     rounds = 2000 if texts == 1 else 1000
     best = max(plain(texts), fixed(lambda k: world(lambda *_: accept, lambda _: texts, most=k), rounds))
     rates = [run(world(lambda *_: accept, lambda _: texts), rounds, seed).rate(200) for seed in range(6)]
-    assert mean(rates) > 0.95 * best and min(rates) > 0.84 * best
+    assert mean(rates) > 0.95 * best and min(rates) > 0.92 * best
 
 
 # the soak has the other three
@@ -175,8 +176,8 @@ def test_rows_beside_those_of_prompts_are_not_free() -> None:
     policy = Goodput(costs)
     simulate(policy, bent(lambda number: 1 + number % 4, accept=0.3), 400, costs=costs)
     two = [make_sequence([1, 2, 3], methods=("model",), k=16) for _ in range(2)]
-    alone = [max(one.k for one in policy.decide(two, Load(2, 0, 9))) for _ in range(4)]
-    beside = [policy.decide(two[:1], Load(2, 0, 9))[0].k for _ in range(4)]
+    alone = [max(one.k for one in decisions(policy, two, Load(2, 0, 9))) for _ in range(4)]
+    beside = [decisions(policy, two[:1], Load(2, 0, 9))[0].k for _ in range(4)]
     assert 0 < max(beside) < max(alone)
 
 
@@ -314,9 +315,9 @@ def test_drafts_are_chained_where_that_pays() -> None:
 def test_a_cold_start_measures_before_it_asks_many() -> None:
     costs = Costs()
     policy, seqs = Goodput(costs), [make_sequence([1, 2, 3], methods=("model",)) for _ in range(8)]
-    assert {decision.reason for decision in policy.decide(seqs, Load(8, 0, 9))} == {Reason.COLD}
+    assert {decision.reason for decision in decisions(policy, seqs, Load(8, 0, 9))} == {Reason.COLD}
     costs.observe_step(8, 0, 0, 8.0)
-    assert sum(decision.k > 0 for decision in policy.decide(seqs, Load(8, 0, 9))) == 1, (
+    assert sum(decision.k > 0 for decision in decisions(policy, seqs, Load(8, 0, 9))) == 1, (
         "a new method is tried on one"
     )
 
@@ -333,7 +334,7 @@ def decide(costs: Costs, accept: float, texts: int, rounds: int = 300) -> list[D
     seqs = [make_sequence([1, 2, 3], methods=("model",)) for _ in range(texts)]
     found: list[Decision] = []
     for _ in range(40):  # probes draft now and then
-        found = policy.decide(seqs, Load(texts, 0, 9))
+        found = decisions(policy, seqs, Load(texts, 0, 9))
         if not any(one.k for one in found):
             break
     return found
@@ -366,7 +367,7 @@ def test_a_model_too_dear_for_any_acceptance_is_refused_for_its_cost() -> None:
         costs=costs,
     )
     seqs = [make_sequence([1, 2, 3], methods=("model",))]
-    assert Reason.COST in {policy.decide(seqs, Load(1, 0, 9))[0].reason for _ in range(3)}
+    assert Reason.COST in {decisions(policy, seqs, Load(1, 0, 9))[0].reason for _ in range(3)}
 
 
 class Noting(Goodput):
@@ -374,10 +375,9 @@ class Noting(Goodput):
 
     reasons: Counter[Reason | None]
 
-    def decide(self, seqs: list[Any], load: Load) -> list[Decision]:
-        decisions = super().decide(seqs, load)
-        self.reasons.update(decision.reason for decision in decisions)
-        return decisions
+    def decide(self, spans: list[Span], load: Load) -> None:
+        super().decide(spans, load)
+        self.reasons.update(span.decision.reason for span in spans)
 
 
 def test_lookups_out_of_turn_are_a_cooldown() -> None:

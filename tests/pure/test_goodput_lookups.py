@@ -10,7 +10,7 @@ from speculon.control import goodput as module
 from speculon.control.cost import Costs
 from speculon.control.goodput import Goodput
 from speculon.core import Draft
-from tests.builders import make_sequence
+from tests.builders import make_sequence, span_of
 from tests.pure.test_goodput import LOOKUP, STEP, run
 from tests.simulate import SimulatedMethod, SimulatedSequence, SyntheticEnvironment
 
@@ -18,12 +18,12 @@ from tests.simulate import SimulatedMethod, SimulatedSequence, SyntheticEnvironm
 def test_a_sequence_begins_with_the_mean_of_its_class() -> None:
     """Not with the last rounds of those before it, in which more was copied."""
     policy, (first, second) = Goodput(Costs()), (make_sequence([1], seed=seed) for seed in range(2))
-    one = policy._of(first)
+    one = policy._of(span_of(first))
     for gained in (*(0.0,) * 30, *(8.0,) * 10):
         one.book(module.Added(tokens=gained, gain=gained))
     assert one.added.tokens > 5.0
     policy.forget(first)
-    assert policy._of(second).added.tokens == pytest.approx(2.0)
+    assert policy._of(span_of(second)).added.tokens == pytest.approx(2.0)
 
 
 def drafted_after_a_full_batch() -> int:
@@ -66,7 +66,7 @@ class Bringing(SyntheticEnvironment):
 
     def _sequence(self, number: int) -> SimulatedSequence:
         seq = super()._sequence(number)
-        seq.brought = ("lookup",)
+        seq.from_request = ("lookup",)
         return seq
 
 

@@ -12,7 +12,7 @@ from speculon.errors import UnknownMethod
 from speculon.proposers.base import TargetFacts
 from speculon.proposers.compose import Proposers
 from speculon.proposers.registry import known_methods
-from speculon.sequence import Attempt
+from speculon.sequence import Span
 from tests.builders import draft_once, make_sequence
 
 FACTS = TargetFacts(vocab_size=10, max_context=100)
@@ -47,20 +47,20 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def propose(proposers: Proposers, method: str, k: int = 4) -> Attempt:
+def propose(proposers: Proposers, method: str, k: int = 4) -> Span:
     seq = make_sequence([1, 2, 3], methods=(method,))
-    attempt, _ = draft_once(proposers, seq, {method: k})
+    span, _ = draft_once(proposers, seq, {method: k})
     proposers.release(seq)
-    return attempt
+    return span
 
 
 def test_an_installed_package_adds_a_method_by_its_entry_point(plugin: None):
     assert "constant" in known_methods()
     proposers = Proposers(SpeculationConfig(options={"token": 7}), FACTS)
     assert proposers.lacking("constant") is None
-    attempt = propose(proposers, "constant")
-    assert attempt.span.draft.tokens == (7, 7, 7, 7), "a draft beyond its budget is cut"
-    assert attempt.asked and attempt.why_plain is None
+    span = propose(proposers, "constant")
+    assert span.draft.tokens == (7, 7, 7, 7), "a draft beyond its budget is cut"
+    assert span.asked and span.why_plain is None
     import constant_plugin  # type: ignore[import-not-found]
 
     assert [what for what, _ in constant_plugin.Constant.log] == ["admit", "release"]
@@ -71,8 +71,8 @@ def test_a_draft_outside_the_vocabulary_costs_its_sequence_the_speculation_and_n
 ):
     proposers = Proposers(SpeculationConfig(options={"token": 10}), FACTS)
     proposers.lacking("constant")
-    attempt = propose(proposers, "constant")
-    assert attempt.span.draft == NO_DRAFT and attempt.why_plain is Reason.ERROR
+    span = propose(proposers, "constant")
+    assert span.draft == NO_DRAFT and span.why_plain is Reason.ERROR
     assert "outside the vocabulary of 10" in caplog.text
 
 

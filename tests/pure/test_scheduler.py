@@ -11,23 +11,22 @@ from speculon.engine.admission import check_request
 from speculon.engine.scheduler import Scheduler
 from speculon.errors import EmptyPrompt, InvalidParameter, NeverFits, TooLong
 from speculon.kv.blocks import BlockPool
-from speculon.sequence import Plan, Sequence
-from tests.builders import make_sequence
+from speculon.sequence import Sequence, Span
+from tests.builders import decisions, make_sequence
 
 LOAD = Load(1, 0, 10)
 
 
-def run(scheduler: Scheduler, plan: Plan, token: int = 7, finish: set[Sequence] = frozenset()) -> list:  # type: ignore[assignment]
+def run(scheduler: Scheduler, spans: list[Span], token: int = 7, finish: set[Sequence] = frozenset()) -> list:  # type: ignore[assignment]
     """Computes a plan as the engine would, every sampled sequence writing `token`."""
-    verdicts = []
-    for span in plan.spans:
+    for span in spans:
         scheduler.pool.extend(span.seq, span.end)
         span.seq.committed = span.end
         done = Finish("length") if span.seq in finish else None
-        verdicts.append(Verdict((token,) if span.samples else (), finish=done))
-        span.seq.tokens.extend(verdicts[-1].tokens)
+        span.verdict = Verdict((token,) if span.samples else (), finish=done)
+        span.seq.tokens.extend(span.verdict.tokens)
         scheduler.pool.seal(span.seq)
-    return scheduler.settle(plan.spans, verdicts)[0]
+    return scheduler.free_ended(spans)[0]
 
 
 def test_a_long_prompt_comes_in_chunks_and_decoding_goes_first():
@@ -37,9 +36,9 @@ def test_a_long_prompt_comes_in_chunks_and_decoding_goes_first():
     scheduler.add([long])
     lengths = []
     for _ in range(4):
-        plan = scheduler.plan()
-        lengths.append([(span.seq is long, span.length) for span in plan.spans])
-        run(scheduler, plan)
+        spans = scheduler.plan()
+        lengths.append([(span.seq is long, span.length) for span in spans])
+        run(scheduler, spans)
     assert lengths == [
         [(False, 3), (True, 7)],
         [(False, 1), (True, 9)],
@@ -57,10 +56,10 @@ def first_steps(scheduler: Scheduler, seqs: list[Sequence], late: list[Sequence]
     for seq in seqs:
         scheduler.add([seq])
     for step in range(1000):
-        plan = scheduler.plan()
-        assert sum(span.length for span in plan.spans) <= STEP
-        done = {span.seq for span in plan.spans if span.samples}
-        run(scheduler, plan, finish=done)
+        spans = scheduler.plan()
+        assert sum(span.length for span in spans) <= STEP
+        done = {span.seq for span in spans if span.samples}
+        run(scheduler, spans, finish=done)
         scheduler.check_integrity()
         first |= dict.fromkeys(done, step)
         for seq in late if not step else ():
@@ -177,10 +176,10 @@ def test_waiting_prompts_look_up_only_what_is_new(pages: int, places: int, own: 
         scheduler.add([make_sequence([1] * LONG + [10 + i] * own)])
     while not oldest.num_output:
         index.lookups = 0
-        plan = scheduler.plan()
+        spans = scheduler.plan()
         # pages of the last step, and one that is not there, for each; to start, one prompt looks again
         assert index.lookups <= waiting * 2 * (STEP // 4 + 2) + (LONG + own) // 4
-        run(scheduler, plan)
+        run(scheduler, spans)
         scheduler.check_integrity()
 
 
@@ -196,8 +195,8 @@ def test_without_pages_the_youngest_gives_way_and_comes_back():
     assert scheduler.running == [old] and list(scheduler.waiting) == [young]
     assert young.stats.preemptions == 1 and young.committed == 0
     run(scheduler, scheduler.plan(), finish={old})
-    plan = scheduler.plan()
-    assert plan.spans[0].seq is young and plan.spans[0].samples
+    spans = scheduler.plan()
+    assert spans[0].seq is young and spans[0].samples
 
 
 def test_samples_start_from_the_first_one_s_pages():
@@ -205,8 +204,8 @@ def test_samples_start_from_the_first_one_s_pages():
     samples = [make_sequence([1] * 9, request_id="r") for _ in range(3)]
     scheduler.add(samples)
     run(scheduler, scheduler.plan())
-    plan = scheduler.plan()
-    assert [(span.seq.id, span.start) for span in plan.spans[1:]] == [(s.id, 8) for s in samples[1:]]
+    spans = scheduler.plan()
+    assert [(span.seq.id, span.start) for span in spans[1:]] == [(s.id, 8) for s in samples[1:]]
     assert samples[1].table == samples[0].table[:2]
 
 
@@ -235,19 +234,19 @@ def test_abort_ends_running_waiting_and_not_yet_started_samples():
             id="off by request",
         ),
         pytest.param(
-            {"limits": {"brought": 9, "ngram": 4}},
+            {"max_drafts": {"brought": 9, "ngram": 4}},
             Decision.of([Ask("brought", 9), Ask("ngram", 4)]),
             id="each with its own limit",
         ),
         pytest.param(
-            {"off": Reason.MEMORY, "limits": {"brought": 9}},
+            {"off": Reason.MEMORY, "max_drafts": {"brought": 9}},
             Decision.of([Ask("brought", 9)]),
             id="a lacking method is no hindrance to what came along",
         ),
     ],
 )
 def test_the_fixed_policy_says_why_not(fields: dict, expected: Decision):
-    assert Fixed().decide([make_sequence([1], **fields)], LOAD) == [expected]
+    assert decisions(Fixed(), [make_sequence([1], **fields)], LOAD) == [expected]
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,11 @@ from speculon.cli.screen import account
 from speculon.control import shadow as shadow_module
 from speculon.control.shadow import WATCHED, Judged, Shadow, ShadowPolicy
 from speculon.core import NO_DRAFT, Draft, Finish, Load, Reason, SpanOutcome, Timing, Verdict
-from speculon.sequence import Sequence, Span
+from speculon.sequence import Sequence
 from speculon.telemetry import EngineCounters, RequestStats, log_line
-from tests.builders import make_sequence
+from tests.builders import decisions, make_sequence, span_of
 
 A, B, C, X = 1, 2, 3, 9  # X is never written
-
-
-def draft_of(*tokens: int, confidence: tuple[float, ...] | None = None) -> Draft:
-    return Draft(tokens, ("any",) * len(tokens), confidence=confidence)
 
 
 def write(shadow: Shadow, seq: Sequence, *tokens: int) -> list[Judged]:
@@ -32,7 +28,7 @@ def write(shadow: Shadow, seq: Sequence, *tokens: int) -> list[Judged]:
     found = []
     for token in tokens:
         seq.tokens.append(token)
-        found += shadow.settle(seq)
+        found += shadow.judge(seq)
     return found
 
 
@@ -50,9 +46,9 @@ def test_the_fate_of_a_draft(
     draft: tuple[int, ...], written: tuple[int, ...], drafted: int, accepted: int, judged: int
 ) -> None:
     shadow, seq = Shadow(), make_sequence([A, B])
-    shadow.watch(seq, "any", draft_of(*draft))
+    shadow.watch(seq, "any", draft)
     assert write(shadow, seq, *written) == [Judged("any", drafted, accepted, judged, False)]
-    assert len(shadow) == 0 and shadow.settle(seq, ended=True) == [], "it is told once"
+    assert len(shadow) == 0 and shadow.judge(seq, ended=True) == [], "it is told once"
 
 
 @pytest.mark.parametrize(
@@ -63,16 +59,16 @@ def test_a_text_that_ends_early_censors_the_rest(
     written: tuple[int, ...], drafted: int, accepted: int
 ) -> None:
     shadow, seq = Shadow(), make_sequence([7])
-    shadow.watch(seq, "any", draft_of(A, B, C, confidence=(0.9, 0.8, 0.7)))
+    shadow.watch(seq, "any", (A, B, C))
     assert write(shadow, seq, *written) == []
-    assert shadow.settle(seq, ended=True) == [Judged("any", drafted, accepted, drafted, False)]
+    assert shadow.judge(seq, ended=True) == [Judged("any", drafted, accepted, drafted, False)]
 
 
 def test_a_draft_of_which_nothing_is_known_is_no_draft() -> None:
     shadow, seq = Shadow(), make_sequence([7])
-    shadow.watch(seq, "any", draft_of(A, B, C))
-    shadow.watch(seq, "any", NO_DRAFT)
-    assert shadow.settle(seq, ended=True) == [] and len(shadow) == 0
+    shadow.watch(seq, "any", (A, B, C))
+    shadow.watch(seq, "any", ())
+    assert shadow.judge(seq, ended=True) == [] and len(shadow) == 0
 
 
 def test_drafts_that_overlap_are_all_judged_and_told_apart() -> None:
@@ -80,49 +76,48 @@ def test_drafts_that_overlap_are_all_judged_and_told_apart() -> None:
     shadow, seq, truth = Shadow(), make_sequence([7]), [A, B, C, A, B, C, A]
     found = []
     for i in range(4):
-        shadow.watch(seq, "any", draft_of(*truth[i : i + 3]))
+        shadow.watch(seq, "any", tuple(truth[i : i + 3]))
         found += write(shadow, seq, truth[i])
     assert [(one.accepted, one.overlaps) for one in found] == [(3, False), (3, True)]
-    shadow.watch(seq, "any", draft_of(X))
+    shadow.watch(seq, "any", (X,))
     found = write(shadow, seq, truth[4], truth[5])
     assert [(one.accepted, one.overlaps) for one in found] == [(3, True), (0, False), (3, True)]
 
 
 def test_methods_and_texts_do_not_touch_each_other() -> None:
     shadow, one, two = Shadow(), make_sequence([7]), make_sequence([8])
-    shadow.watch(one, "lookup", draft_of(A, B))
-    shadow.watch(one, "model", draft_of(A, X))
-    shadow.watch(two, "lookup", draft_of(B))
+    shadow.watch(one, "lookup", (A, B))
+    shadow.watch(one, "model", (A, X))
+    shadow.watch(two, "lookup", (B,))
     found = write(shadow, one, A, B)
     assert {(j.method, j.accepted, j.overlaps) for j in found} == {("lookup", 2, False), ("model", 1, False)}
     shadow.forget(one)
     assert len(shadow) == 1 and [j.accepted for j in write(shadow, two, B)] == [1]
 
 
-def test_several_tokens_at_once_settle_as_single_ones_do() -> None:
+def test_several_tokens_at_once_are_judged_as_single_ones_do() -> None:
     shadow, seq = Shadow(), make_sequence([7])
-    shadow.watch(seq, "any", draft_of(A, B, X))
+    shadow.watch(seq, "any", (A, B, X))
     seq.tokens += [A, B, C, A]
-    assert shadow.settle(seq) == [Judged("any", 3, 2, 3, False)]
+    assert shadow.judge(seq) == [Judged("any", 3, 2, 3, False)]
 
 
 def test_a_step_that_is_repeated_watches_its_draft_once() -> None:
     shadow, seq = Shadow(), make_sequence([7])
-    shadow.watch(seq, "any", draft_of(A, B))
-    shadow.watch(seq, "any", draft_of(A, X))
+    shadow.watch(seq, "any", (A, B))
+    shadow.watch(seq, "any", (A, X))
     assert write(shadow, seq, A, B) == [Judged("any", 2, 1, 2, False)]
 
 
-def test_what_is_kept_of_a_text_is_bounded_and_without_probabilities() -> None:
+def test_what_is_kept_of_a_text_is_bounded() -> None:
     shadow, seq = Shadow(), make_sequence([7])
-    for _ in range(3 * WATCHED):  # nobody settles
-        shadow.watch(seq, "any", replace(draft_of(*[A] * 64), probs=object()))  # type: ignore[arg-type]
+    for _ in range(3 * WATCHED):  # nobody judges
+        shadow.watch(seq, "any", (A,) * 64)
         seq.tokens.append(A)
     assert len(shadow) == WATCHED
-    assert all(draft.probs is None for draft in shadow._texts[seq.id]["any"].drafts.values())
-    assert len(shadow.settle(seq)) == WATCHED
+    assert len(shadow.judge(seq)) == WATCHED
     for _ in range(3 * WATCHED):  # as the engine does it
-        shadow.watch(seq, "any", draft_of(*[A] * 8))
+        shadow.watch(seq, "any", (A,) * 8)
         write(shadow, seq, A)
         assert len(shadow) <= 8
     shadow.forget(seq)
@@ -154,9 +149,9 @@ class Tale:
         policy, seq = ShadowPolicy(), make_sequence([7], max_tokens=len(self.truth))
         for token, draft in zip(self.truth, self.drafts, strict=True):
             if draft:
-                assert policy.trim(seq, "any", draft_of(*draft)) == NO_DRAFT
+                assert policy.trim("any", span_of(seq, Draft(draft, ("any",) * len(draft)))) == 0
             seq.tokens.append(token)
-            policy.observe([Span(seq, len(seq.tokens) - 2, 1)], [Verdict((token,))], Timing())
+            policy.observe([span_of(seq, verdict=Verdict((token,)))], Timing())
         policy.forget(seq)
         assert not policy.shadow._texts
         done = seq.stats.speculation()
@@ -206,11 +201,11 @@ def test_counting_every_draft_flatters_and_is_seen(monkeypatch: pytest.MonkeyPat
     """Planted: overlapping drafts counted like rounds. A run of nine counts nine times, a miss once."""
     truth = [A] * 10 + [B, C] * 5
     tale = Tale(truth, [tuple([A] * min(4, len(truth) - at - 1)) for at in range(len(truth))])
-    settle = Shadow.settle
+    judge = Shadow.judge
     rounds, drafted, accepted = tale.watched()
     assert (rounds, drafted, accepted) == tale.verified
     monkeypatch.setattr(
-        Shadow, "settle", lambda *args, **kw: [replace(one, overlaps=False) for one in settle(*args, **kw)]
+        Shadow, "judge", lambda *args, **kw: [replace(one, overlaps=False) for one in judge(*args, **kw)]
     )
     _, all_drafted, all_accepted = tale.watched()
     assert all_accepted / all_drafted > 1.2 * accepted / drafted
@@ -221,7 +216,7 @@ def test_counting_every_draft_flatters_and_is_seen(monkeypatch: pytest.MonkeyPat
 
 def test_it_asks_as_fixed_does_and_says_why_nothing_is_verified() -> None:
     policy, seq = ShadowPolicy(), make_sequence([1], methods=("suffix", "model"), max_tokens=3)
-    (decision,) = policy.decide([seq], Load(1, 0, 9))
+    (decision,) = decisions(policy, [seq], Load(1, 0, 9))
     assert (decision.k, decision.unused, [ask.method for ask in decision.asks]) == (
         2,
         Reason.SHADOW,
@@ -270,10 +265,10 @@ def test_the_account_in_words() -> None:
         "no speculation: drafts were measured, not used (1 round); "
         "suffix in shadow: 50% of 6 drafts would have been accepted, 2.50"
     )
-    stats.record(draft_of(1, 2), Verdict((1, 2, 3), 2, SpanOutcome.FULL), ("suffix",))
+    stats.record(Draft((1, 2), ("any",) * 2), Verdict((1, 2, 3), 2, SpanOutcome.FULL), ("suffix",))
     line = account(stats.speculation(), stats.reasons)
     assert line.startswith("any: 4 tokens in 2 target calls") and "suffix in shadow" in line
-    stats.record(draft_of(1, 2), Verdict((1,), 1, finish=Finish("stop", 2)), ("suffix",))
+    stats.record(Draft((1, 2), ("any",) * 2), Verdict((1,), 1, finish=Finish("stop", 2)), ("suffix",))
     line = account(stats.speculation(), stats.reasons)
     assert line.startswith("any: 5 tokens and 1 stop token in 3 target calls, 2.00 per call")
     none = account(RequestStats().speculation(), {})

@@ -31,22 +31,22 @@ class World:
 
     def step(self, chance: random.Random | None = None) -> None:
         """One step of all that run; with `chance` it has drafts, and may fail before its commit."""
-        plan = self.scheduler.plan()
-        verdicts, fails = [], chance is not None and chance.random() < 0.1
-        for span in plan.spans:
+        spans = self.scheduler.plan()
+        fails = chance is not None and chance.random() < 0.1
+        for span in spans:
             self.pool.slots.claim(span.seq)
             drafts = chance.randrange(4) if chance and span.samples else 0
-            needed = sum(self.pool.missing(s.seq, s.start + s.length) for s in plan.spans)
+            needed = sum(self.pool.missing(s.seq, s.start + s.length) for s in spans)
             drafts = min(drafts, max(0, self.pool.available - needed) * SIZE)
             self.pool.extend(span.seq, span.start + span.length + drafts)
-            verdicts.append(self.forward(span, drafts, chance))
+            span.verdict = self.forward(span, drafts, chance)
         if not fails:
-            for span, verdict in zip(plan.spans, verdicts, strict=True):
-                self.commit(span, verdict)
-        for span in plan.spans:
+            for span in spans:
+                self.commit(span, span.verdict)
+        for span in spans:
             self.pool.trim(span.seq)
         if not fails:
-            self.scheduler.settle(plan.spans, verdicts)
+            self.scheduler.free_ended(spans)
         self.scheduler.check_integrity()
 
     def forward(self, span: Span, drafts: int, chance: random.Random | None) -> Verdict:

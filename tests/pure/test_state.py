@@ -26,8 +26,7 @@ from speculon.errors import ConfigError
 from speculon.proposers.base import TargetFacts
 from speculon.proposers.compose import Proposers
 from speculon.proposers.suffix import Suffix
-from speculon.sequence import Span
-from tests.builders import make_sequence
+from tests.builders import make_sequence, span_of
 
 FACTS = TargetFacts(50, 1000, device="cpu", dtype="float32")
 CONFIG = SpeculationConfig(method="suffix")
@@ -67,10 +66,13 @@ class Engine:
         """Some rounds of policy goodput."""
         seq = make_sequence([1, 2, 3], methods=("model",), shape=PromptShape("greedy"), policy="goodput")
         for i in range(8):
-            self.policies.decide([seq], Load(1, 0, 9))
-            span = Span(seq, 2, 1, Draft((4, 5), ("model", "model"), confidence=(0.9, 0.5)))
+            span = span_of(seq)
+            self.policies.decide([span], Load(1, 0, 9))
+            span.draft = Draft((4, 5), ("model", "model"), confidence=(0.9, 0.5))
+            span.proposals = [("model", 2, span.draft)]
+            span.verdict = Verdict((4, 5, 6)[: 1 + i % 3], i % 3, SpanOutcome.TAIL)
             timing = Timing(8.0 + i % 3, {"model": Proposal(1, 2, 1.0 + i % 2)})
-            self.policies.observe([span], [Verdict((4, 5, 6)[: 1 + i % 3], i % 3, SpanOutcome.TAIL)], timing)
+            self.policies.observe([span], timing)
         return self.policies
 
 

@@ -240,9 +240,9 @@ def proposed(
     )
     proposers = Proposers(SpeculationConfig(method="fixed"), FACTS)
     seq = make_sequence([1, 2, 3], methods=("fixed",), **fields)
-    attempt, _ = draft_once(proposers, seq, {"fixed": k})
-    assert all((method, most) == ("fixed", k) for method, most, _ in attempt.proposals)
-    return [outcome(draft) for _, _, draft in attempt.proposals], attempt.why_plain
+    span, _ = draft_once(proposers, seq, {"fixed": k})
+    assert all((method, most) == ("fixed", k) for method, most, _ in span.proposals)
+    return [outcome(draft) for _, _, draft in span.proposals], span.why_plain
 
 
 def test_what_the_engine_cuts_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,11 +279,11 @@ def test_a_failed_call_leaves_no_proposal(
 ) -> None:
     proposers = Proposers(SpeculationConfig(method="ngram"), FACTS)
     seq = make_sequence([1, 2, 1, 2])
-    attempt, _ = draft_once(proposers, seq, {"ngram": 2})
-    assert [method for method, _, _ in attempt.proposals] == ["ngram"]
+    span, _ = draft_once(proposers, seq, {"ngram": 2})
+    assert [method for method, _, _ in span.proposals] == ["ngram"]
     monkeypatch.setattr(proposers.find("ngram"), "propose", lambda *_: 1 / 0)
-    attempt, _ = draft_once(proposers, seq, {"ngram": 2})
-    assert attempt.proposals == [] and seq.off is Reason.ERROR
+    span, _ = draft_once(proposers, seq, {"ngram": 2})
+    assert span.proposals == [] and seq.off is Reason.ERROR
 
 
 def test_every_stop_is_seen_here_or_where_models_draft() -> None:

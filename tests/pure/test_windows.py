@@ -146,13 +146,13 @@ def test_long_sequences_run_in_a_pool_of_the_pages_that_are_counted():
     scheduler.add([long])
     scheduler.add([short])
     for _ in range(200):
-        plan = scheduler.plan()
-        done = {s.seq for s in plan.spans if len(s.seq.tokens) == s.seq.request.max_len - 1}
-        assert all(readable(s.seq, REACH, 0) for s in plan.spans)
-        for span in plan.spans:
+        spans = scheduler.plan()
+        done = {s.seq for s in spans if len(s.seq.tokens) == s.seq.request.max_len - 1}
+        assert all(readable(s.seq, REACH, 0) for s in spans)
+        for span in spans:
             pool.extend(span.seq, span.end)
-        run(scheduler, plan, finish=done)
-        for span in plan.spans:
+        run(scheduler, spans, finish=done)
+        for span in spans:
             pool.trim(span.seq)
         scheduler.check_integrity()
     assert not scheduler.has_work and short.stats.preemptions

@@ -56,8 +56,9 @@ def one_round(
         return torch.tensor([token for _, token in outcomes])
 
     batch = Batch.pack(spans, torch.device("cpu"))
-    verdicts = cut(verify(batch, forward(batch), draw, coin), spans)
-    return [(float(chance), verdict) for chance, verdict in zip(chances, verdicts, strict=True) if chance > 0]
+    verify(batch, forward(batch), draw, coin)
+    cut(spans)
+    return [(float(chance), span.verdict) for chance, span in zip(chances, spans, strict=True) if chance > 0]
 
 
 def texts(
@@ -177,8 +178,7 @@ def judged(tree: Tree, chain: tuple[int, ...], rule: str) -> list[tuple[float, t
 
     p = torch.tensor([tree.p[chain[:i]] for i in range(k + 1)])
     found = WITH_Q[rule](spans, p.log().repeat(len(patterns), 1), draw, coin)
-    for n, span in enumerate(spans):
-        tokens, accepted = found[span.row]
+    for n, (tokens, accepted) in enumerate(found):
         for token in range(tree.vocab):
             made.append((float(chances[n] * ends[0][n, token]), (*tokens[:-1], token), accepted))
     return made
@@ -283,8 +283,8 @@ def drawn_by_noise() -> list[tuple[int, ...]]:
             row += k + 1
             spans.append(span)
         found = verifying.block(spans, torch.tensor([P] * row).log())
-        for span in spans:
-            span.seq.tokens += found[span.row][0]
+        for span, (tokens, _) in zip(spans, found, strict=True):
+            span.seq.tokens += tokens
     return [tuple(seq.tokens[1 : LENGTH + 1]) for seq in seqs]
 
 

@@ -112,8 +112,9 @@ def one_round(
         return torch.tensor(outcomes).flatten()
 
     batch = Batch.pack(spans, torch.device("cpu"))
-    verdicts = cut(verify(batch, forward(batch), draw=oracle), spans)
-    return [(float(chance), verdict) for chance, verdict in zip(joint, verdicts, strict=True) if chance > 0]
+    verify(batch, forward(batch), draw=oracle)
+    cut(spans)
+    return [(float(chance), span.verdict) for chance, span in zip(joint, spans, strict=True) if chance > 0]
 
 
 def speculative_texts(
@@ -258,10 +259,10 @@ def test_drawing_from_the_unfiltered_distribution_is_seen(monkeypatch: pytest.Mo
 def test_accepting_drafts_without_comparing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def credulous(spans: list[Span], logits: Tensor, draw: sampling.Draw | None) -> verifying.Outcomes:
         picked, rows = verifying.rows_of(spans, logits)
-        tokens, outcomes = iter(sampling.sample(picked, rows, draw)), {}
+        tokens, outcomes = iter(sampling.sample(picked, rows, draw)), []
         for span in spans:
             *_, bonus = itertools.islice(tokens, len(span.draft.tokens) + 1)
-            outcomes[span.row] = (*span.draft.tokens, bonus), len(span.draft.tokens)
+            outcomes.append(((*span.draft.tokens, bonus), len(span.draft.tokens)))
         return outcomes
 
     monkeypatch.setattr(verifying, "match", credulous)

@@ -155,13 +155,13 @@ def check_method(engine: Engine, name: str, row: Capability) -> None:
     assert row.status == ("off" if found else "on"), reasons
     request = resolved(engine, {"method": name}).request
     if found:
-        assert row.reason.partition(":")[0] in found and not request.limits
+        assert row.reason.partition(":")[0] in found and not request.max_drafts
         return
-    drafts = set(request.limits.values())
+    drafts = set(request.max_drafts.values())
     if name in ("prediction", "grammar"):
         brings = {"prediction": [4, 5]} if name == "prediction" else None
         form = {"structured": {"regex": "an+"}} if name == "grammar" and engine.tokenizer else {}
-        drafts = {resolved(engine, brings, **form).request.limits.get(name, row.limits["drafts"])}
+        drafts = {resolved(engine, brings, **form).request.max_drafts.get(name, row.limits["drafts"])}
     assert drafts == {row.limits["drafts"]} or engine.config.speculation.method == "off"
     proposer = engine.proposers.find(name)
     if proposer is not None:
@@ -193,7 +193,7 @@ def is_changed(engine: Engine, name: str, value: Any) -> bool:
     draws = judged(engine, "block") > 0
     return (
         (draws and seq.request.acceptance != plain.request.acceptance)
-        or seq.request.limits != plain.request.limits
+        or seq.request.max_drafts != plain.request.max_drafts
         or seq.grammar is not None
         or (caches(engine) and not cached(engine, **{name: value}))
         or (name == "n" and engine.config.speculation.policy == "solo")
@@ -205,7 +205,7 @@ def has_effect(engine: Engine, name: str, value: Any) -> bool:
     request = resolved(engine, speculation).request
     match name:
         case "prediction" | "prediction.text":
-            return "prediction" in request.limits
+            return "prediction" in request.max_drafts
         case "pool":
             engine.forget_pools()
             ask(engine, speculation={"method": "suffix", "pool": value})
@@ -214,9 +214,9 @@ def has_effect(engine: Engine, name: str, value: Any) -> bool:
             return any(isinstance(engine.proposers.find(one), Extending) for one in ("suffix", "ngram"))
         case "num_speculative_tokens":
             named = resolved(engine, {"method": "suffix", name: value}).request
-            return set(named.limits.values()) == {value}
+            return set(named.max_drafts.values()) == {value}
         case _:
-            return value in (request.policy, request.acceptance, *request.limits)
+            return value in (request.policy, request.acceptance, *request.max_drafts)
 
 
 def cached(engine: Engine, **params: Any) -> int:
@@ -255,7 +255,7 @@ def check_policy(engine: Engine, name: str, row: Capability) -> None:
     assert row.status == "on"
     assert ask(engine, speculation={"policy": name}).finish is not None
     request = resolved(engine, {"policy": name, "method": "suffix"}).request
-    assert (request.policy, set(request.limits.values())) == (name, {row.limits["drafts"]})
+    assert (request.policy, set(request.max_drafts.values())) == (name, {row.limits["drafts"]})
 
 
 def check_acceptance(engine: Engine, name: str, row: Capability) -> None:

@@ -165,7 +165,7 @@ def assert_nothing_held(engine: Engine) -> None:
 def assert_idle(llm: LLM) -> None:
     """No call runs, and nothing of one remains."""
     assert_nothing_held(llm.engine)
-    assert not llm._shared._groups
+    assert not len(llm._stepper._requests)
 
 
 def proposer_of(engine: Engine, method: str) -> Any:

@@ -194,14 +194,13 @@ def test_a_tail_that_was_not_judged_would_be_seen(monkeypatch: pytest.MonkeyPatc
     """Planted: what was chained is committed as it is."""
     from speculon.verify import verify as judge
 
-    def accept_all(batch: Any, logits: Any) -> Any:
-        verdicts = judge(batch, logits)
-        return [
-            replace(v, tokens=(*s.draft.tokens, v.tokens[-1]), accepted=len(s.draft.tokens))
-            if "knowing" in s.draft.sources
-            else v
-            for s, v in zip(batch.spans, verdicts, strict=True)
-        ]
+    def accept_all(batch: Any, logits: Any) -> None:
+        judge(batch, logits)
+        for span in batch.spans:
+            draft, verdict = span.draft, span.verdict
+            if "knowing" in draft.sources:
+                tokens = (*draft.tokens, verdict.tokens[-1])
+                span.verdict = replace(verdict, tokens=tokens, accepted=len(draft.tokens))
 
     monkeypatch.setattr("speculon.engine.engine.verify", accept_all)
     engine, _ = with_chain(plain("greedy"))

@@ -148,7 +148,7 @@ def test_samples_of_a_prompt_share_the_controller() -> None:
     decoder = with_controller(QUICK)
     out = decoder.generate(PROMPT, SamplingParams(n=3, seed=1, max_tokens=8, ignore_eos=True))
     assert len({tuple(one.token_ids) for one in out.outputs}) == 3 and figures(decoder.adaptive)[2] > 3
-    assert not decoder.engine.policy.of("adaptive").texts  # type: ignore[attr-defined]
+    assert not decoder.engine.policy.of("adaptive").lookaheads  # type: ignore[attr-defined]
 
 
 def test_the_controller_goes_on_with_the_next_sequence_until_a_reset() -> None:

@@ -280,7 +280,7 @@ def test_the_limit_of_the_block_is_that_of_the_request(tmp_path: Path) -> None:
     engine = make_engine(deep_target(), speculation=folder_of(path))
     request = requests_of("greedy")[1]
     [seq] = engine.admission.admit("r", request.prompt, request.params, ask(16))
-    assert seq.request.limits == {"dflash": 4}
+    assert seq.request.max_drafts == {"dflash": 4}
     engine.add_request(request.prompt, request.params, ask(16), request.id)
     assert drain(engine)[request.id, 0].tokens == plain("greedy")[request.id, 0]
     assert max(len(made.draft.tokens) for made in watch.rounds) == 4

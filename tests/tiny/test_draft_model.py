@@ -144,9 +144,9 @@ def test_what_is_caught_up_is_reported_with_the_time_it_took() -> None:
     calls: list[Proposal] = []
     observe = made.policy.observe
 
-    def watched(spans: Any, verdicts: Any, timing: Timing) -> None:
+    def watched(spans: Any, timing: Timing) -> None:
         calls.extend(timing.proposals.values())
-        observe(spans, verdicts, timing)
+        observe(spans, timing)
 
     made.policy.observe = watched  # type: ignore[method-assign]
     drain(made)

@@ -230,7 +230,7 @@ def test_the_record_separates_proposed_from_verified_drafts(
 ) -> None:
     script({}, lambda position: True)
     engine = make_engine(tiny_target("llama"), events=tmp_path / "e.jsonl")
-    monkeypatch.setattr(engine.policy, "trim", lambda seq, method, draft: draft.cut(1))
+    monkeypatch.setattr(engine.policy, "trim", lambda method, span: 1)
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     engine.add_request([5] * 6, params, {"method": "scripted", "num_speculative_tokens": 3})
     drain(engine)

@@ -19,7 +19,7 @@ from speculon.core import Reason
 from speculon.engine.engine import Engine
 from speculon.engine.warm_up import warm_up
 from speculon.errors import InvalidParameter
-from speculon.sequence import Sequence
+from speculon.sequence import Sequence, Span
 from speculon.text import Tokenizer
 from tests.builders import spread
 from tests.tiny.conftest import tiny_model, tiny_target
@@ -55,7 +55,7 @@ def texts(results: dict[Key, Result]) -> Texts:
 def unknown_to(engine: Engine) -> bool:
     """Whether no policy remembers a text."""
     kept: dict[str, Callable[[Any], list[dict[int, Any]]]] = {
-        "adaptive": lambda policy: [policy.texts],
+        "adaptive": lambda policy: [policy.lookaheads],
         "shadow": lambda policy: [policy.shadow._texts],
         "goodput": lambda policy: [policy._running, policy._shadow._texts],
     }
@@ -151,14 +151,16 @@ def test_a_trim_that_spoils_a_draft_costs_no_token_and_one_that_spoils_the_outpu
     engine = make_engine(tiny_target(LLAMA))
     trim = engine.policy.trim
 
-    def spoil(seq: Any, method: str, draft: Any) -> Any:
-        if len(seq.tokens) == seq.request.prompt_len + 5:
-            seq.tokens[-1] ^= 1
-        return trim(seq, method, draft)
+    def spoil_draft(method: str, span: Span) -> int:
+        span.draft = replace(span.draft, tokens=tuple(token ^ 1 for token in span.draft.tokens))
+        return trim(method, span)
 
-    monkeypatch.setattr(
-        engine.policy, "trim", lambda *args: replace(trim(*args), tokens=tuple(t ^ 1 for t in args[2].tokens))
-    )
+    def spoil(method: str, span: Span) -> int:
+        if len(span.seq.tokens) == span.seq.request.prompt_len + 5:
+            span.seq.tokens[-1] ^= 1
+        return trim(method, span)
+
+    monkeypatch.setattr(engine.policy, "trim", spoil_draft)
     for request in under("fixed", "greedy", "scripted"):
         engine.add_request(request.prompt, request.params, request.speculation, request.id)
     assert texts(drain(engine)) == plain("greedy")

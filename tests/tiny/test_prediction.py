@@ -16,13 +16,15 @@ from speculon.batch import Batch
 from speculon.bench import workloads
 from speculon.bench.measure import loops
 from speculon.config import MAX_DRAFTS, EngineConfig, SpeculationConfig
-from speculon.core import Reason
+from speculon.core import Ask, Decision, Reason
 from speculon.engine.engine import Engine
 from speculon.errors import InvalidParameter
-from speculon.kv.lease import Leases, share
+from speculon.kv.lease import Leases
 from speculon.kv.store import View
 from speculon.models.target import Output
 from speculon.proposers.prediction import Cursor
+from speculon.sequence import share_rows
+from tests.builders import make_sequence, span_of
 from tests.tiny.conftest import tiny_target
 from tests.tiny.demo_texts import MISSING, TIE, Demo, first_difference
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, spell
@@ -288,7 +290,13 @@ def test_the_largest_forward_is_the_estimated_one(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_drafts_are_shared_out(wanted: list[int], most: int, granted: list[int]) -> None:
-    assert share(wanted, most) == granted
+    spans = [span_of(make_sequence([1, 2])) for _ in wanted]
+    for span, k in zip(spans, wanted, strict=True):
+        span.decision = Decision.of([Ask("ngram", k)]) if k else Decision.plain(Reason.COST)
+    share_rows(spans, most)
+    assert [span.reserved for span in spans] == granted
+    reasons = [None if k and any(granted) else Reason.LOAD if k else Reason.COST for k in wanted]
+    assert [span.reason for span in spans] == reasons
 
 
 # the shipped model, on texts that do not repeat themselves

@@ -34,7 +34,7 @@ SECONDS = {  # powers of two: any sum identifies its parts
     "__exit__": ("commit", 2048),
     "observe": ("settle", 4096),
     "account": ("settle", 8192),
-    "settle": ("settle", 16384),
+    "free_ended": ("settle", 16384),
     "_forget": ("settle", 32768),
 }
 
@@ -60,7 +60,7 @@ def stepped(monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, float]:
     with monkeypatch.context() as patch:
         patch.setattr(telemetry, "perf_counter", clock)
         owners: dict[object, tuple[str, ...]] = {
-            engine.scheduler: ("plan", "settle"),
+            engine.scheduler: ("plan", "free_ended"),
             engine.policy: ("decide",),
             engine.leases: ("reserve",),
             Drafting: ("ask_lookups", "ask_models"),

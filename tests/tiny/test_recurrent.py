@@ -25,7 +25,6 @@ from speculon.kv.states import StateSpan, StateStep
 from speculon.models import convolution, recurrent
 from speculon.models.fuse import Fused
 from speculon.models.load import context_limit, wrap_model
-from speculon.sequence import Plan
 from tests.recording import read
 from tests.tiny.checkpoint import byte_tokenizer
 from tests.tiny.checkpoint_formats import write_eagle3
@@ -204,7 +203,7 @@ def test_an_eagle3_head_taps_recurrent_layers(name: str, tmp_path: Path) -> None
 def wrong_taps(engine: Engine, name: str, taps: tuple[int, ...]) -> float:
     """The largest difference of a state in the pages from the stock model's, relative to the largest."""
     worst, model = 0.0, copy.deepcopy(recurrent_model(name))
-    lease = engine.leases.reserve(Plan([]), []).of(len(engine.target.layers))
+    lease = engine.leases.reserve([]).of(len(engine.target.layers))
     assert len(engine.scheduler.running) > 2
     for seq in engine.scheduler.running:
         stored = lease.taps([(seq, 0, seq.committed)])

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from speculon.config import SamplingParams, SpeculationConfig
-from speculon.core import Ask, Decision, Draft, Finish, Reason, SpanOutcome
+from speculon.core import Ask, Decision, Draft, Finish, Load, Reason, SpanOutcome
 from speculon.errors import UnknownMethod
 from speculon.proposers.registry import register
+from speculon.sequence import Span
 from speculon.text import Tokenizer, final_text
 from tests.tiny.conftest import tiny_target
 from tests.tiny.scripted import (
@@ -190,9 +191,13 @@ def test_max_tokens_is_never_passed(limit: int) -> None:
 def test_max_tokens_is_kept_by_the_cut_alone(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy that drafts beyond the limit."""
     engine = make_engine(tiny_target("llama"))
-    monkeypatch.setattr(
-        engine.policy, "decide", lambda seqs, load: [Decision.of([Ask("scripted", K)]) for _ in seqs]
-    )
+    monkeypatch.setattr(Span, "max_drafts", lambda span, method: K)
+
+    def decide(spans: list[Span], load: Load) -> None:
+        for span in spans:
+            span.decision = Decision.of([Ask("scripted", K)])
+
+    monkeypatch.setattr(engine.policy, "decide", decide)
     script({("r", 0): text()}, lambda position: False)
     single = request(max_tokens=limit)
     engine.add_request(single.prompt, single.params, single.speculation, "r")

@@ -88,18 +88,18 @@ def watched(engine: Engine, share: float, chance: random.Random) -> Iterator[Arm
     """Counts wrong drafts and rounds judged with q, and keeps `share` of the wrong drafts."""
     work, ask_target = ArmStats(), engine.ask_target
 
-    def ask(spans: list[Span], lease: Lease, watch: Stopwatch) -> tuple[Output, list[Verdict]]:
-        out, verdicts = ask_target(spans, lease, watch)
-        for i, (span, verdict) in enumerate(zip(spans, verdicts, strict=True)):
+    def ask(spans: list[Span], lease: Lease, watch: Stopwatch) -> Output:
+        out = ask_target(spans, lease, watch)
+        for span in spans:
             work.by_q += span.samples and judged_by(span) in WITH_Q
-            wrong = wrong_draft(span, verdict)
+            wrong = wrong_draft(span)
             if wrong is None:
                 continue
             work.wrong += 1
             if chance.random() < share:
                 work.planted += 1
-                verdicts[i] = planted(span, verdict)
-        return out, verdicts
+                span.verdict = planted(span)
+        return out
 
     vars(engine)["ask_target"] = ask
     try:
@@ -108,25 +108,26 @@ def watched(engine: Engine, share: float, chance: random.Random) -> Iterator[Arm
         del vars(engine)["ask_target"]
 
 
-def planted(span: Span, verdict: Verdict) -> Verdict:
+def planted(span: Span) -> Verdict:
     """The verdict with the wrong draft in place of the round's last token.
 
     Under block verification with all drafts behind it, up to a stop token: alone it is often as likely as
     what replaced it, since the drafts behind it were the wrong ones.
     """
-    draft, at = span.draft.tokens, verdict.accepted
+    draft, at = span.draft.tokens, span.verdict.accepted
     last = at + 1
     while judged_by(span) == "block" and draft[last:] and draft[last] not in span.seq.request.ending.stop_ids:
         last += 1
-    return replace(verdict, tokens=draft[:last], accepted=last - 1)
+    return replace(span.verdict, tokens=draft[:last], accepted=last - 1)
 
 
-def wrong_draft(span: Span, verdict: Verdict) -> int | None:
+def wrong_draft(span: Span) -> int | None:
     """The draft that the round's last token replaced; None where there is none, or the text ends.
 
     Block verification may put the same token in its place.
     """
-    draft, at = span.draft.tokens, verdict.accepted
+    draft, verdict = span.draft.tokens, span.verdict
+    at = verdict.accepted
     if not span.samples or verdict.finish or at == len(draft) or len(verdict.tokens) != at + 1:
         return None
     same = {*span.seq.request.ending.stop_ids, verdict.tokens[-1]}

@@ -10,7 +10,7 @@ from math import floor
 from speculon.config import AdaptiveConfig
 from speculon.control.fixed import ask_all
 from speculon.control.policy import Policy
-from speculon.core import Decision, Load, Timing, Verdict
+from speculon.core import Load, Timing
 from speculon.sequence import Sequence, Span
 
 __all__ = ["Adaptive", "AdaptiveConfig", "AdaptiveLookahead"]
@@ -35,9 +35,7 @@ class AdaptiveLookahead:
         self.reset()
 
     def observe(self, proposed: int, accepted: int) -> None:
-        """A round that verified `proposed` drafts, `accepted` of which stood; more than proposed count as
-        all.
-        """
+        """A round with `proposed` drafts, `accepted` of them; more than proposed count as all."""
         if proposed < 0 or accepted < 0:
             raise ValueError(f"proposed = {proposed}, accepted = {accepted}: neither can be negative")
         reached = float(min(accepted, proposed))
@@ -71,28 +69,29 @@ class Adaptive(Policy):
 
     def __init__(self, config: AdaptiveConfig | None = None, shared: AdaptiveLookahead | None = None):
         self.config, self.shared = config or AdaptiveConfig(), shared
-        self.texts: dict[int, AdaptiveLookahead] = {}  # sequence id -> its own
+        self.lookaheads: dict[int, AdaptiveLookahead] = {}  # sequence id -> its own
 
-    def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
-        return [ask_all(seq, self._of(seq).lookahead) for seq in seqs]
+    def decide(self, spans: list[Span], load: Load) -> None:
+        for span in spans:
+            span.decision = ask_all(span, self._lookahead(span.seq).lookahead)
 
-    def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
+    def observe(self, spans: list[Span], timing: Timing) -> None:
         known = [
-            (self.texts[span.seq.id], len(span.draft.tokens), verdict.accepted)
-            for span, verdict in zip(spans, verdicts, strict=True)
-            if span.seq.id in self.texts
+            (self.lookaheads[span.seq.id], len(span.draft.tokens), span.verdict.accepted)
+            for span in spans
+            if span.seq.id in self.lookaheads
         ]
         # all judged before any is observed
-        for lookahead, drafted, accepted in [one for one in known if counts(*one)]:
+        for lookahead, drafted, accepted in [values for values in known if counts(*values)]:
             lookahead.observe(drafted, accepted)
 
     def forget(self, seq: Sequence) -> None:
-        self.texts.pop(seq.id, None)
+        self.lookaheads.pop(seq.id, None)
 
-    def _of(self, seq: Sequence) -> AdaptiveLookahead:
-        if seq.id not in self.texts:
-            self.texts[seq.id] = AdaptiveLookahead(self.config) if self.shared is None else self.shared
-        return self.texts[seq.id]
+    def _lookahead(self, seq: Sequence) -> AdaptiveLookahead:
+        if seq.id not in self.lookaheads:
+            self.lookaheads[seq.id] = AdaptiveLookahead(self.config) if self.shared is None else self.shared
+        return self.lookaheads[seq.id]
 
 
 def counts(lookahead: AdaptiveLookahead, drafted: int, accepted: int) -> bool:

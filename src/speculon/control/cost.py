@@ -101,10 +101,10 @@ class Prices(NamedTuple):
 
 
 class Costs:
-    """Of the steps and proposals of one engine: of B sequences, D of which draft R rows in all; of n, with k
+    """Of the steps and proposals of one engine: of B sequences, M of which have N drafts in all; of n, with k
     drafts at most.
 
-    T(B, D, R) = a + b B + c D + d R + sum_h d_h max(0, B + R - h) + (e B + f R) L, with h of `BENDS`; L is
+    T(B, M, N) = a + b B + c M + d N + sum_h d_h max(0, B + N - h) + (e B + f N) L, with h of `BENDS`; L is
     the mean tokens of a sequence, in thousands. P(n, k, unread) = a + b k + c k n + d unread. No part is
     below 0: the more rows, the more a further row costs. Where that begins the measurements say.
     """
@@ -119,7 +119,7 @@ class Costs:
         return bool(self._step.parts)
 
     def step(self, sequences: int, drafting: float = 0, rows: float = 0) -> float:
-        """ms without its proposals; D and R may be means. Raises `ValueError` before any was measured."""
+        """ms without its proposals; M and N may be means. Raises `ValueError` before any was measured."""
         return self._step.at(self._features(sequences, drafting, rows), (sequences, drafting > 0))
 
     def _features(self, sequences: int, drafting: float, rows: float) -> Features:

@@ -3,12 +3,13 @@ choices.
 
 A round of B sequences in which method m drafts k_i tokens for sequence i has (Liu 2024, SmartSpec, section 3)
 
-    goodput = sum_i (1 + S_i1 + .. + S_ik_i) / (T(B, D, R) + sum_m P_m(n, k, unread))
+    goodput = sum_i (1 + S_i1 + .. + S_ik_i) / (T(B, M, N) + sum_m P_m(n, k, unread))
 
-S_ij = P(d_1..d_j of i accepted), T and P the ms of a step and of a proposal (`cost`), R = sum k_i, k = max
-k_i. A ratio is maximised by maximising  tokens - r ms  at the r it leads to (Dinkelbach 1967); r is the
-goodput of late, or that of plain decoding where it is more. With  T = .. + c D + d_1 + .. + d_R, where the
-d_j of a step rise (`cost`), and  P = a + b k + e n k + f unread  it follows what drafts must bring:
+S_ij = P(d_1..d_j of i accepted), T and P the ms of a step and of a proposal (`cost`), N = sum k_i the drafts
+of M sequences that have any, k = max k_i. A ratio is maximised by maximising  tokens - r ms  at the r it
+leads to (Dinkelbach 1967); r is the goodput of late, or that of plain decoding where it is more. With
+T = .. + c M + d_1 + .. + d_N, where the d_j of a step rise (`cost`), and  P = a + b k + e n k + f unread  it
+follows what drafts must bring:
 
     trim     draft j of i is verified while  S_ij > r d, if the sum of  S_ij - r d  over them exceeds  r c;
              d is that of the row which it adds to the rows of the round so far
@@ -17,8 +18,8 @@ d_j of a step rise (`cost`), and  P = a + b k + e n k + f unread  it follows wha
              that is > 0; d is the mean of the j-th rows of all n
 
 Lookups, whose P is next to nothing, are asked first, for it is not known before whether they find anything:
-in every round while what they gained of late exceeds r P, else ever more rarely. What a request brought is
-verified whole until a draft of it is rejected. `confirm` weighs the model again for the sequences that
+in every round while what they gained of late exceeds r P, else ever more rarely. What came with a request
+is verified whole until a draft of it is rejected. `confirm` weighs the model again for the sequences that
 lookups left. S carries the bonus of UCB; a model out of use gets single proposals, for a fixed share of all
 time.
 """
@@ -38,7 +39,7 @@ from speculon.control.cost import BENDS, OF_LATE, Costs
 from speculon.control.fixed import unable
 from speculon.control.policy import Policy
 from speculon.control.shadow import Shadow
-from speculon.core import Ask, Decision, Draft, Estimate, Load, Reason, SpanOutcome, Timing, Verdict
+from speculon.core import Ask, Decision, Draft, Estimate, Load, Reason, SpanOutcome, Timing
 from speculon.sequence import Sequence, Span
 
 # proposals before a cost is believed, drafts of a probe, matches that a lookup shows where the prompt is no
@@ -89,7 +90,7 @@ class PromptClass:
 class Running:
     """Statistics of one sequence."""
 
-    seq: Sequence
+    span: Span  # of its latest round
     cls: PromptClass
     added: Added
     missing: int  # continuations that must match before a lookup's drafts are verified
@@ -101,8 +102,9 @@ class Running:
     rate: float = 0.0  # the highest r of its rounds, until r is less than half of it
     rejected: set[str] = field(default_factory=set)  # methods that had a draft rejected
 
-    def most(self, method: str) -> int:
-        return min(self.seq.request.limits[method], self.seq.room - 1)
+    @property
+    def seq(self) -> Sequence:
+        return self.span.seq
 
     def unread(self, method: str) -> int:
         return len(self.seq.tokens) - self.seq.begin(method) - 1
@@ -140,12 +142,7 @@ class Round:
     rows: int = 0  # of the step so far, beside one of each sequence
     lookups: dict[str, float] = field(default_factory=dict)  # method -> price of a proposal
     models: dict[str, list[Running]] = field(default_factory=dict)  # method -> the sequences it may draft for
-    offers: dict[int, Ask] = field(default_factory=dict)  # sequence -> what a model would draft for it
-    probe: int | None = None  # the sequence whose draft is a probe
-    # sequence -> the model that was asked and has not drafted
-    unanswered: dict[int, str] = field(default_factory=dict)
-    kept: dict[int, str] = field(default_factory=dict)  # sequence -> the method whose draft is verified
-    estimates: dict[int, Estimate] = field(default_factory=dict)  # by sequence
+    probe: Span | None = None  # whose draft is a probe
 
 
 class Goodput(Policy):
@@ -161,25 +158,31 @@ class Goodput(Policy):
 
     # before the drafts
 
-    def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
+    def decide(self, spans: list[Span], load: Load) -> None:
         if not self.costs.known:
-            return [Decision.plain(unable(seq) or Reason.COLD) for seq in seqs]
-        running = [self._of(seq) for seq in seqs]
-        now = self._now = self._begin(running, max(len(seqs), load.running))
+            for span in spans:
+                span.decision = Decision.plain(unable(span) or Reason.COLD)
+            return
+        running = [self._of(span) for span in spans]
+        now = self._now = self._begin(running, max(len(spans), load.running))
+        offers: dict[Span, Ask] = {}
         if self._refused is None or now.number % WEIGH_GAP == 0:
-            self._refused = self._offer(now)
+            self._refused = self._offer(now, offers)
         plain = Decision.plain(self._refused or Reason.COOLDOWN)
-        return [self._decision(now, one, plain) for one in running]
+        for one in running:
+            one.span.decision = self._decision(now, one, offers.get(one.span), plain)
 
-    def _of(self, seq: Sequence) -> Running:
+    def _of(self, span: Span) -> Running:
         """A sequence begins with what its class had on average: the last rounds of a text are its best."""
+        seq = span.seq
         if one := self._running.get(seq.id):
+            one.span = span
             return one
         cls = self._classes.setdefault(seq.request.shape.name, PromptClass(self._methods))
         seq.cold_matches = 0 if seq.request.shape.favourable or cls.added.copied > OF_LATE else COLD
         # lookups are asked at first: it may repeat what they know
         added = replace(cls.added, gain=max(OF_LATE, cls.added.gain))
-        return self._running.setdefault(seq.id, Running(seq, cls, added, seq.cold_matches))
+        return self._running.setdefault(seq.id, Running(span, cls, added, seq.cold_matches))
 
     def _begin(self, running: list[Running], batch: int) -> Round:
         """The prices, and who may draft for whom."""
@@ -191,52 +194,57 @@ class Goodput(Policy):
         now.rows = BENDS[-1] if batch > len(running) else 0
         for one in running:
             one.price(now.rate)
-            for method in one.seq.methods if unable(one.seq) is None else ():
+            for method in one.seq.methods if unable(one.span) is None else ():
+                if not (k := one.span.max_drafts(method)):
+                    continue
                 if method not in one.seq.request.lookups:
                     now.models.setdefault(method, []).append(one)
                 elif method not in now.lookups:
-                    now.lookups[method] = now.rate * self.costs.proposal(method, 1, one.most(method))
+                    now.lookups[method] = now.rate * self.costs.proposal(method, 1, k)
         return now
 
     def _priced(self, rate: float, batch: int) -> Round:
         return Round(self._now.number + 1, batch, rate, rate * self.costs.first(batch))
 
-    def _offer(self, now: Round) -> Reason | None:
-        """Sets what the model that gains most is to draft, and a probe of another; returns why none gains
+    def _offer(self, now: Round, offers: dict[Span, Ask]) -> Reason | None:
+        """Adds what the model that gains most is to draft, and a probe of another; returns why none gains
         anything.
         """
-        best, used, refused = 0.0, "", Reason.COOLDOWN
+        best, used, refused, ks = 0.0, "", Reason.COOLDOWN, dict[Span, int]()
         for method, group in now.models.items():
-            offers, gain = self._weigh(now, method, group) if self.costs.calls(method) >= COLD else ({}, 0.0)
+            found, gain = self._weigh(now, method, group) if self.costs.calls(method) >= COLD else ({}, 0.0)
             if gain > best:
-                best, used, now.offers = gain, method, offers
+                best, used, ks = gain, method, found
             elif not best:
                 refused = self._refusal(method, group)
+        offers.update((span, Ask(used, k)) for span, k in ks.items())
         for method in now.models.keys() - {used}:
-            self._probe(now, method)
+            self._probe(now, method, offers)
         return None if best else refused
 
     def _weigh(
         self, now: Round, method: str, group: list[Running], sure: bool = False
-    ) -> tuple[dict[int, Ask], float]:
-        """One proposal for these sequences at its best K, and the tokens that it gains; `sure`: as if all
-        were accepted.
+    ) -> tuple[dict[Span, int], float]:
+        """K of each in one proposal for these sequences at its best, and the tokens that it gains; `sure`: as
+        if all were accepted.
         """
         price = self.costs.prices(method, len(group))
         call, depth = now.rate * price.call, now.rate * price.depth
-        rows = self.costs.rows(now.batch, now.rows, len(group), max(one.most(method) for one in group))
+        rows = self.costs.rows(
+            now.batch, now.rows, len(group), max(one.span.max_drafts(method) for one in group)
+        )
         each = [now.rate * (row + price.draft) for row in rows]
         gains, best, most = list[list[float]](), 0, 0.0
         for one in group:
             curve = (1.0,) * POSITIONS if sure else one.cls.of(method).survival(one.own[method].shift)
             read = now.rate * price.unread * one.unread(method) / one.left()
-            gains.append(gains_of(curve[: one.most(method)], each, now.first, read))
+            gains.append(gains_of(curve[: one.span.max_drafts(method)], each, now.first, read))
         for k in range(1, max(map(len, gains), default=0) + 1):
             gain = sum(some[min(k, len(some)) - 1] for some in gains if some) - call - depth * k
             if gain > most:
                 best, most = k, gain
         drafting = ((one, some) for one, some in zip(group, gains, strict=True) if best and any(some))
-        return {one.seq.id: Ask(method, min(best, len(some))) for one, some in drafting}, most
+        return {one.span: min(best, len(some)) for one, some in drafting}, most
 
     def _refusal(self, method: str, group: list[Running]) -> Reason:
         """Why a model does not pay: in this batch, at this acceptance, or at any."""
@@ -246,12 +254,12 @@ class Goodput(Policy):
             return Reason.LOAD if self._now.batch > 1 else Reason.COST
         return Reason.LOW_ACCEPTANCE if self._weigh(alone, method, [best], sure=True)[1] else Reason.COST
 
-    def _probe(self, now: Round, method: str) -> None:
+    def _probe(self, now: Round, method: str, offers: dict[Span, Ask]) -> None:
         """A proposal of a model out of use, for the sequence that accepts most of it, once time was saved for
         it.
         """
         one = min(now.models[method], key=lambda one: (-one.own[method].shift, one.unread(method)))
-        k = min(COLD, one.most(method))
+        k = min(COLD, one.span.max_drafts(method))
         ms = (
             self.costs.proposal(method, 1, k, one.unread(method))
             + self.costs.step(now.batch, 1, k)
@@ -262,26 +270,23 @@ class Goodput(Policy):
         new = self.costs.calls(method) < COLD or self._methods[method].seen < TRIED
         if now.probe is None and (self._budget_ms >= ms or new):
             self._budget_ms -= 0.0 if new else ms
-            now.probe, now.offers[one.seq.id] = one.seq.id, Ask(method, k)
+            now.probe, offers[one.span] = one.span, Ask(method, k)
 
-    def _decision(self, now: Round, one: Running, plain: Decision) -> Decision:
-        seq, probe = one.seq, now.probe == one.seq.id
-        if (why := unable(seq)) is not None:
+    def _decision(self, now: Round, one: Running, offer: Ask | None, plain: Decision) -> Decision:
+        span, seq, probe = one.span, one.seq, now.probe is one.span
+        if (why := unable(span)) is not None:
             return Decision.plain(why)
-        asks = [
-            Ask(method, one.most(method))
-            for method in seq.methods
-            if not probe and self._due(now, one, method)
-        ]
+        ks = {method: span.max_drafts(method) for method in seq.methods}
+        asks = [Ask(method, k) for method, k in ks.items() if k and not probe and self._due(now, one, method)]
         one.looked = bool(asks)
-        if seq.id in now.offers:
-            asks.append(now.offers[seq.id])
+        if offer is not None:
+            asks.append(offer)
         if not asks:
             return plain
         chained = (
             not probe and seq.request.chained is not False and not now.lookups.keys().isdisjoint(seq.methods)
         )
-        return Decision.of(asks, chained=max(map(one.most, seq.methods)) if chained else 0)
+        return Decision.of(asks, chained=max(ks.values()) if chained else 0)
 
     def _due(self, now: Round, one: Running, method: str) -> bool:
         """Whether a lookup is asked: in every round while it gains what it costs, then in every 2nd, 4th, ..
@@ -292,76 +297,62 @@ class Goodput(Policy):
             return False
         price, gain = now.lookups[method], max(one.added.gain, 1e-9)
         return (
-            method in one.seq.request.brought
+            method in one.seq.request.from_request
             or gain >= price
             or not now.number % int(2 ** ceil(log2(min(LONGEST_GAP, price / gain))))
         )
 
     # after the lookups, and after the drafts
 
-    def confirm(self, method: str, seqs: list[Sequence], ks: list[int]) -> list[int]:
+    def confirm(self, method: str, spans: list[Span]) -> None:
         """The model is weighed again, for the sequences that lookups left."""
         now = self._now
-        if method not in now.models:
-            return ks
-        if now.probe not in {seq.id for seq in seqs}:
-            offers, _ = self._weigh(now, method, [self._running[seq.id] for seq in seqs])
-            ks = [
-                min(k, offers[seq.id].k) if seq.id in offers else 0 for seq, k in zip(seqs, ks, strict=True)
-            ]
-        now.unanswered.update((seq.id, method) for seq, k in zip(seqs, ks, strict=True) if k)
-        return ks
+        if method in now.models and now.probe not in spans:
+            ks, _ = self._weigh(now, method, [self._running[span.seq.id] for span in spans])
+            for span in spans:
+                span.k = min(span.k, ks.get(span, 0))
 
-    def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
+    def trim(self, method: str, span: Span) -> int:
         """The part of a draft that gains most beyond its rows; none where the model gains more, or where it
         is only watched.
         """
-        now, one = self._now, self._running[seq.id]
-        now.unanswered.pop(seq.id, None)
-        now.kept[seq.id] = method
+        now, seq, draft, one = self._now, span.seq, span.draft, self._running[span.seq.id]
         each = (
             (one.cls.of(name), count, one.own[name].shift) for name, _, count in parts(seq, draft, method)
         )
         chances = (chance for acceptance, count, shift in each for chance in acceptance.chances(count, shift))
-        curve, lookup, best, most, net = (
-            list(accumulate(chances, mul)),
-            method in now.lookups,
-            0,
-            0.0,
-            -now.first,
-        )
-        if lookup and seq.id in now.offers:  # what the model would gain if nobody else asked it
-            most = self._weigh(now, now.offers[seq.id].method, [one])[1]
+        curve, lookup = list(accumulate(chances, mul)), method in now.lookups
+        best, most, net = 0, 0.0, -now.first
+        model = next((ask.method for ask in span.decision.asks if ask.method in now.models), None)
+        if lookup and model is not None:  # what it would gain if nobody else asked it
+            most = self._weigh(now, model, [one])[1]
         prices = [now.rate * ms for ms in self.costs.rows(now.batch, now.rows, 1, len(curve))]
         for k, (survival, price) in enumerate(zip(curve, prices, strict=True), 1):
             net += survival - price
             if net > most:
                 best, most = k, net
-        if now.probe == seq.id:
+        if now.probe is span:
             best = len(curve)
-        if method in seq.request.brought and method not in one.rejected:
+        if method in seq.request.from_request and method not in one.rejected:
             best = max(best, draft.unchained(seq.methods))
-        if cold := lookup and one.missing > 0 and method not in seq.request.brought:
+        if cold := lookup and one.missing > 0 and method not in seq.request.from_request:
             best = 0
         if not best:
-            name = bucket(method, draft)
-            self._shadow.watch(seq, name, draft.cut(COLD if cold else draft.unchained(seq.methods)))
+            watched = COLD if cold else draft.unchained(seq.methods)
+            self._shadow.watch(seq, bucket(method, draft), draft.tokens[:watched])
         now.rows += best
-        now.estimates[seq.id] = Estimate(sum(curve[:best]), now.first + sum(prices[:best]))
-        return draft.cut(best)
-
-    def estimate(self, seq: Sequence) -> Estimate | None:
-        return self._now.estimates.get(seq.id)
+        span.estimate = Estimate(sum(curve[:best]), now.first + sum(prices[:best])) if best else None
+        return best
 
     # afterwards
 
-    def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
+    def observe(self, spans: list[Span], timing: Timing) -> None:
         self._budget_ms += PROBE_SHARE * (timing.target_ms or 0.0)
         row_ms = self._row_ms([len(span.draft.tokens) for span in spans])
-        for span, verdict in zip(spans, verdicts, strict=True):
+        for span in spans:
             if one := self._running.get(span.seq.id):
-                self._judge(one, span.draft, verdict)
-                self._book(one, span.draft, len(verdict.tokens) - 1, row_ms, timing)
+                self._judge(one, span)
+                self._book(one, span, row_ms, timing)
 
     def _row_ms(self, lengths: list[int]) -> float:
         """A draft's share of what the round's drafts have added to the step."""
@@ -370,33 +361,33 @@ class Goodput(Policy):
         batch, drafting = self._now.batch, sum(map(bool, lengths))
         return max(0.0, self.costs.step(batch, drafting, rows) - self.costs.step(batch)) / rows
 
-    def _judge(self, one: Running, draft: Draft, verdict: Verdict) -> None:
+    def _judge(self, one: Running, span: Span) -> None:
         """Learns from the drafts that were verified, and from those that were only watched."""
-        if method := self._now.unanswered.pop(one.seq.id, None):
-            one.learn(method, 1, 0)  # an empty proposal costs as much as a rejected one
+        draft, verdict = span.draft, span.verdict
+        for method, _, proposed in span.proposals:
+            if not proposed.tokens and method not in one.seq.request.lookups:
+                one.learn(method, 1, 0)  # an empty proposal costs as much as a rejected one
         judged = min(verdict.accepted + (verdict.outcome is not SpanOutcome.STOP), len(draft.tokens))
         if verdict.accepted < judged:
             one.rejected.add(draft.sources[verdict.accepted])
-        for name, before, count in (
-            parts(one.seq, draft, self._now.kept.get(one.seq.id, draft.sources[0])) if judged else ()
-        ):
+        for name, before, count in parts(one.seq, draft, span.method) if judged else ():
             if before < judged:
                 one.learn(name, min(count, judged - before), min(count, verdict.accepted - before))
-        for fate in self._shadow.settle(one.seq):
+        for fate in self._shadow.judge(one.seq):
             if not fate.overlaps:
                 one.missing = max(0, one.missing - (fate.accepted > 0))
                 one.learn(fate.method, fate.judged, fate.accepted)
 
-    def _book(self, one: Running, draft: Draft, gained: int, row_ms: float, timing: Timing) -> None:
+    def _book(self, one: Running, span: Span, row_ms: float, timing: Timing) -> None:
         """What drafting has added to the round for one sequence."""
         now, gain = self._now, 0.0 if one.looked else one.added.gain
-        if not draft.tokens:
+        if not span.draft.tokens:
             return one.book(Added(0.0, 0.0, 0.0, gain))
-        ms, method = row_ms * len(draft.tokens), now.kept.get(one.seq.id, draft.sources[0])
-        price, lookup = now.rate * ms, method in now.lookups
-        if not lookup and (call := timing.proposals.get(method)):
-            ms += self.costs.proposal(method, call.sequences, call.k) / call.sequences
-        gained = max(0, gained)  # -1: it ended with this round
+        ms = row_ms * len(span.draft.tokens)
+        price, lookup = now.rate * ms, span.method in now.lookups
+        if not lookup and (call := timing.proposals.get(span.method)):
+            ms += self.costs.proposal(span.method, call.sequences, call.k) / call.sequences
+        gained = max(0, len(span.verdict.tokens) - 1)  # -1: it ended with this round
         one.book(Added(gained, ms, (1 + gained) * lookup, gained - price if lookup else gain))
 
     def forget(self, seq: Sequence) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from typing import Any, TypeVar
+from typing import Any
 
 from speculon.config import SpeculationConfig
 from speculon.control.adaptive import Adaptive
@@ -13,10 +13,9 @@ from speculon.control.fixed import Fixed, Solo
 from speculon.control.goodput import Goodput
 from speculon.control.policy import Policy
 from speculon.control.shadow import ShadowPolicy
-from speculon.core import Decision, Draft, Estimate, Load, Timing, Verdict
+from speculon.core import Load, Timing
 from speculon.sequence import Sequence, Span
 
-Answer = TypeVar("Answer")
 COSTS = "costs"  # the name of their line in what is kept across restarts
 
 # name -> how it is made; `config.USUAL_DRAFTS` has the same names
@@ -39,41 +38,27 @@ class Policies:
         self._config = config
         self._made: dict[str, Policy] = {}
 
-    def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
-        return self._of_each(seqs, lambda policy, mine: policy.decide([seqs[i] for i in mine], load))
+    def decide(self, spans: list[Span], load: Load) -> None:
+        for policy, its in self._by_policy(spans):
+            policy.decide(its, load)
 
-    def confirm(self, method: str, seqs: list[Sequence], ks: list[int]) -> list[int]:
-        return self._of_each(
-            seqs, lambda policy, mine: policy.confirm(method, [seqs[i] for i in mine], [ks[i] for i in mine])
-        )
+    def confirm(self, method: str, spans: list[Span]) -> None:
+        for policy, its in self._by_policy(spans):
+            policy.confirm(method, its)
 
-    def _of_each(
-        self, seqs: list[Sequence], call: Callable[[Policy, list[int]], list[Answer]]
-    ) -> list[Answer]:
-        """What the policy of each sequence answers for it; `call` takes a policy and the places of its
-        sequences.
-        """
-        found: dict[int, Answer] = {}
-        for name in dict.fromkeys(seq.request.policy for seq in seqs):
-            mine = [i for i, seq in enumerate(seqs) if seq.request.policy == name]
-            found.update(zip(mine, call(self.of(name), mine), strict=True))
-        return [found[i] for i in range(len(seqs))]
+    def trim(self, method: str, span: Span) -> int:
+        return self.of(span.seq.request.policy).trim(method, span)
 
-    def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
-        return self.of(seq.request.policy).trim(seq, method, draft)
-
-    def estimate(self, seq: Sequence) -> Estimate | None:
-        return self.of(seq.request.policy).estimate(seq)
-
-    def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
+    def observe(self, spans: list[Span], timing: Timing) -> None:
         self.costs.observe(spans, timing)
-        for name in dict.fromkeys(span.seq.request.policy for span in spans):
-            mine = [
-                (span, verdict)
-                for span, verdict in zip(spans, verdicts, strict=True)
-                if span.seq.request.policy == name
-            ]
-            self.of(name).observe([span for span, _ in mine], [verdict for _, verdict in mine], timing)
+        for policy, its in self._by_policy(spans):
+            policy.observe(its, timing)
+
+    def _by_policy(self, spans: list[Span]) -> list[tuple[Policy, list[Span]]]:
+        groups: dict[str, list[Span]] = {}
+        for span in spans:
+            groups.setdefault(span.seq.request.policy, []).append(span)
+        return [(self.of(name), group) for name, group in groups.items()]
 
     def forget(self, seq: Sequence) -> None:
         if seq.request.policy in self._made:

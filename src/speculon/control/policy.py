@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from speculon.core import Decision, Draft, Estimate, Load, Timing, Verdict
+from speculon.core import Load, Timing
 from speculon.sequence import Sequence, Span
 
 
@@ -13,26 +13,26 @@ class Policy(Protocol):
     end.
     """
 
-    def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
-        """Who drafts how much for each decoding sequence, or the reason for nobody."""
+    def decide(self, spans: list[Span], load: Load) -> None:
+        """Sets the `decision` of each decoding span: K of each method to ask, at most `Span.max_drafts`, or
+        the reason why none is.
+        """
         ...
 
-    def confirm(self, method: str, seqs: list[Sequence], ks: list[int]) -> list[int]:
-        """The most drafts of each sequence that a model is about to draft for; 0: it drafts none. Lookups are
-        not confirmed.
+    def confirm(self, method: str, spans: list[Span]) -> None:
+        """May reduce the `k` of spans that a model is about to draft for; 0: it drafts none. Lookups are not
+        confirmed.
         """
-        return ks
-
-    def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
-        """Drops positions that cost more than they gain; after an empty draft the next method is asked."""
-        return draft
-
-    def estimate(self, seq: Sequence) -> Estimate | None:
-        """Of the draft of this round; None where the policy weighs none."""
         return None
 
-    def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
-        """Learns from the round."""
+    def trim(self, method: str, span: Span) -> int:
+        """How many of the span's drafts are verified, without those that cost more than they gain; after 0
+        the next method is asked. A policy that weighs a draft sets the span's `estimate`.
+        """
+        return len(span.draft.tokens)
+
+    def observe(self, spans: list[Span], timing: Timing) -> None:
+        """Learns from the verdicts of the round."""
         return None
 
     def forget(self, seq: Sequence) -> None:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from speculon.config import MAX_DRAFTS
 from speculon.control.fixed import ask_all
 from speculon.control.policy import Policy
-from speculon.core import NO_DRAFT, Decision, Draft, Load, Reason, Timing, Verdict
+from speculon.core import Load, Reason, Timing
 from speculon.sequence import Sequence, Span
 
-# most drafts of a method that a text can have open: settled at each token, none is open for longer
+# most drafts of a method that a text can have open: judged at each token, none is open for longer
 WATCHED = MAX_DRAFTS
 
 
@@ -31,7 +31,7 @@ class Judged:
 class Watch:
     """The open drafts of one method for one text, by the position of their first token."""
 
-    drafts: dict[int, Draft] = field(default_factory=dict)
+    drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     leader: int | None = None  # the draft whose round it would be now, had they been verified
     free: int = 0  # first position at which the next round could begin
 
@@ -50,43 +50,43 @@ class Shadow:
         """Open drafts."""
         return sum(len(watch.drafts) for text in self._texts.values() for watch in text.values())
 
-    def watch(self, seq: Sequence, method: str, draft: Draft) -> None:
+    def watch(self, seq: Sequence, method: str, tokens: tuple[int, ...]) -> None:
         """Remembers a draft of what follows `seq.tokens`; one of the same method and place takes its place.
 
-        Beyond `WATCHED` open ones of a method a draft is not watched: `settle` was not called for as many
+        Beyond `WATCHED` open ones of a method a draft is not watched: `judge` was not called for as many
         tokens.
         """
         watch = self._texts.setdefault(seq.id, {}).setdefault(method, Watch())
         start = len(seq.tokens)
-        if not draft.tokens or (len(watch.drafts) >= WATCHED and start not in watch.drafts):
+        if not tokens or (len(watch.drafts) >= WATCHED and start not in watch.drafts):
             return
         if watch.leader is None and start >= watch.free:
             watch.leader = start
-        watch.drafts[start] = Draft(draft.tokens, draft.sources)  # without q: [K, V] is large
+        watch.drafts[start] = tokens
 
-    def settle(self, seq: Sequence, ended: bool = False) -> list[Judged]:
+    def judge(self, seq: Sequence, ended: bool = False) -> list[Judged]:
         """The drafts whose fate the committed tokens tell, and all that are open where the text has ended.
 
         Each is told once.
         """
-        found: list[Judged] = []
+        judged: list[Judged] = []
         if seq.id not in self._texts:
-            return found
+            return judged
         for method, watch in self._texts[seq.id].items():
-            for start, draft in list(watch.drafts.items()):
-                written = seq.tokens[start : start + len(draft.tokens)]
-                accepted = common(draft.tokens, written)
+            for start, tokens in list(watch.drafts.items()):
+                written = seq.tokens[start : start + len(tokens)]
+                accepted = common(tokens, written)
                 differs = accepted < len(written)
-                if not (differs or ended or len(written) == len(draft.tokens)):
+                if not (differs or ended or len(written) == len(tokens)):
                     continue
                 leads = watch.leader == start
                 if leads:
                     watch.leader, watch.free = None, start + accepted + 1
                 del watch.drafts[start]
-                drafted = len(draft.tokens) if differs else len(written)
+                drafted = len(tokens) if differs else len(written)
                 if drafted:
-                    found.append(Judged(method, drafted, accepted, accepted + differs, not leads))
-        return found
+                    judged.append(Judged(method, drafted, accepted, accepted + differs, not leads))
+        return judged
 
     def forget(self, seq: Sequence) -> None:
         self._texts.pop(seq.id, None)
@@ -101,14 +101,15 @@ class ShadowPolicy(Policy):
     def __init__(self) -> None:
         self.shadow = Shadow()
 
-    def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
-        return [ask_all(seq, unused=Reason.SHADOW, chained=False) for seq in seqs]
+    def decide(self, spans: list[Span], load: Load) -> None:
+        for span in spans:
+            span.decision = ask_all(span, unused=Reason.SHADOW, chained=False)
 
-    def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
-        self.shadow.watch(seq, method, draft)
-        return NO_DRAFT
+    def trim(self, method: str, span: Span) -> int:
+        self.shadow.watch(span.seq, method, span.draft.tokens)
+        return 0
 
-    def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
+    def observe(self, spans: list[Span], timing: Timing) -> None:
         for span in spans:
             self._account(span.seq)
 
@@ -118,7 +119,7 @@ class ShadowPolicy(Policy):
 
     def _account(self, seq: Sequence, ended: bool = False) -> None:
         """Counts what verification would have met; overlapping drafts it would not have."""
-        for judged in self.shadow.settle(seq, ended):
+        for judged in self.shadow.judge(seq, ended):
             if not judged.overlaps:
                 seq.stats.watch(judged.method, judged.drafted, judged.accepted)
 

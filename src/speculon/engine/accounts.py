@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from speculon.sequence import Round
+from speculon.sequence import Round, Span
 from speculon.telemetry import EngineCounters
 
 if TYPE_CHECKING:
@@ -19,36 +19,34 @@ def account(counters: EngineCounters, costs: Costs, done: Round) -> None:
     for method, call in done.calls.items():
         counters.proposals[method] += call.sequences
         counters.proposal_ms[method] += call.ms
-    attempted = done.attempted()
-    for span, verdict in zip(done.spans, done.verdicts, strict=True):
+    for span in done.spans:
         if not span.samples:
             continue
-        stats, attempt = span.seq.stats, attempted.get(span.seq.id)
-        if attempt is None:
-            stats.record(span.draft, verdict)
+        stats = span.seq.stats
+        if not span.decodes:
+            stats.record(span.draft, span.verdict)
             continue
-        for method, _, draft in attempt.proposals:
+        for method, _, draft in span.proposals:
             stats.propose(method, draft)
-        methods = tuple(ask.method for ask in attempt.decision.asks) if attempt.asked else ()
-        stats.record(span.draft, verdict, methods, attempt.why_plain)
-    book(costs, done)
+        methods = tuple(ask.method for ask in span.decision.asks) if span.asked else ()
+        stats.record(span.draft, span.verdict, methods, span.why_plain)
+    book(costs, done.decoding, done.draft_ms, done.timing.target_ms)
 
 
-def book(costs: Costs, done: Round) -> None:
+def book(costs: Costs, spans: list[Span], draft_ms: float, target_ms: float | None) -> None:
     """Books the ms of a round in which methods were asked, against those of plain steps of its batch size.
 
     Where prompts were computed beside, the cost model says what the step took without them.
     """
-    batch, asking = len(done.attempts), sum(attempt.asked for attempt in done.attempts)
-    if not asking or not costs.known:
+    batch, sharing = len(spans), sum(span.asked for span in spans)
+    if not sharing or not costs.known:
         return
-    lengths = [len(attempt.span.draft.tokens) for attempt in done.attempts]
-    measured = done.timing.target_ms
-    step_ms = costs.step(batch, sum(map(bool, lengths)), sum(lengths)) if measured is None else measured
-    row_ms = step_ms / sum(attempt.span.rows for attempt in done.attempts)
-    plain_ms, tokens = costs.plain(batch), done.generated()
-    for attempt in done.attempts:
-        seq = attempt.span.seq
-        plain = None if plain_ms is None else tokens[seq.id] * plain_ms / batch
-        seq.stats.expect(attempt.estimate)
-        seq.stats.spend(done.draft_ms / asking if attempt.asked else 0.0, row_ms * attempt.span.rows, plain)
+    lengths = [len(span.draft.tokens) for span in spans]
+    step_ms = costs.step(batch, sum(map(bool, lengths)), sum(lengths)) if target_ms is None else target_ms
+    row_ms = step_ms / sum(span.rows for span in spans)
+    plain_ms = costs.plain(batch)
+    for span in spans:
+        stats = span.seq.stats
+        plain = None if plain_ms is None else span.verdict.generated * plain_ms / batch
+        stats.expect(span.estimate)
+        stats.spend(draft_ms / sharing if span.asked else 0.0, row_ms * span.rows, plain)

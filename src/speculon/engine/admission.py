@@ -43,7 +43,7 @@ SHAPE_TOKENS = 512  # of a prompt's end that are read for its class
 class Admission:
     """Admits requests to one engine, or refuses them by name."""
 
-    brings = ("grammar", "prediction")  # methods that draft from what a request brings along
+    from_request = ("grammar", "prediction")  # methods that draft from what comes with a request
 
     def __init__(
         self,
@@ -94,8 +94,8 @@ class Admission:
         own = self._own_method(speculation, config)  # refused first: a grammar may take seconds to compile
         prediction = read_prediction(speculation.prediction, self._tokenizer, self._vocab_size)
         grammar = self._grammars.matcher(params, written)
-        found = dict(zip(self.brings, (grammar, prediction), strict=True))
-        limits, brought, off = self._methods(speculation, own, found)
+        sources = dict(zip(self.from_request, (grammar, prediction), strict=True))
+        max_drafts, from_request, off = self._methods(speculation, own, sources)
         rules, ending = self._sampling(params, prompt)
         request = Request(
             id=request_id,
@@ -105,9 +105,10 @@ class Admission:
             max_len=max_len,
             rules=rules,
             ending=ending,
-            limits=limits,
-            lookups=self._proposers.lookups(tuple(limits)),
-            brought=brought,
+            max_drafts=max_drafts,
+            max_context=self._proposers.max_context(max_drafts),
+            lookups=self._proposers.lookups(tuple(max_drafts)),
+            from_request=from_request,
             off=off,
             policy=speculation.policy or config.policy,
             chained=config.chained_drafts
@@ -130,29 +131,29 @@ class Admission:
         self,
         speculation: RequestSpeculation,
         own: tuple[str | None, int, Reason | None],
-        brought: Mapping[str, object],
+        sources: Mapping[str, object],
     ) -> tuple[dict[str, int], tuple[str, ...], Reason | None]:
-        """(method -> most drafts, those that draft from what was brought, why its own method is off)."""
+        """(method -> most drafts, those that draft from what came along, why its own method is off)."""
         name, k, off = own
         first: tuple[str, ...] = ()
         if off not in (Reason.OFF_REQUEST, Reason.OFF_CONFIG):
-            first = tuple(m for m, value in brought.items() if value and not self._proposers.lacking(m))
-        most = speculation.num_speculative_tokens or GIVEN_DRAFTS
+            first = tuple(m for m, value in sources.items() if value and not self._proposers.lacking(m))
+        first_k = speculation.num_speculative_tokens or GIVEN_DRAFTS
         methods = self._proposers.methods_of(first, name)
-        limits = {m: most if m in first else self._proposers.most(m, k) for m in methods}
-        return limits, first, off
+        ks = {method: first_k if method in first else k for method in methods}
+        return {m: self._proposers.max_drafts(m, k) for m, k in ks.items()}, first, off
 
     def _own_method(
         self, speculation: RequestSpeculation, config: SpeculationConfig
     ) -> tuple[str | None, int, Reason | None]:
         """(method, K, why none): what a request asks for, else what the engine is set to."""
         name = speculation.method or config.method
-        own_k, usual_k = speculation.num_speculative_tokens, config.most(speculation.policy)
-        k = usual_k if own_k is None else own_k
+        k = speculation.num_speculative_tokens
+        by_request = (speculation.method if name == OFF else k) is not None
+        k = config.most(speculation.policy) if k is None else k
         if name != OFF and k:
             lacking = self._lacking(name)
             return (None, 0, lacking) if lacking else (name, k, None)
-        by_request = speculation.method is not None if name == OFF else own_k is not None
         return None, 0, Reason.OFF_REQUEST if by_request else Reason.OFF_CONFIG
 
     def _lacking(self, name: str) -> Reason | None:

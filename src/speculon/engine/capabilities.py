@@ -185,10 +185,10 @@ def method(name: str, engine: Engine) -> Capability:
     proposer = proposers.find(name)
     context = proposer and proposer.needs.max_context
     most = {"context": context} if context else {}
-    if name in engine.admission.brings:
+    if name in engine.admission.from_request:
         return row("on", "a lookup in what a request brings", drafts=GIVEN_DRAFTS, **most)
     what = "a lookup" if name in proposers.lookups((name,)) else "a model"
-    return row("on", what, drafts=proposers.most(name, config.most()), **most)
+    return row("on", what, drafts=proposers.max_drafts(name, config.most()), **most)
 
 
 def why_lacking(name: str, reason: Reason, engine: Engine) -> str:
@@ -252,7 +252,7 @@ def prediction(engine: Engine, value: Any) -> Capability:
     if found is not None:
         return found
     request = admit(engine, speculation={"prediction": value}).request
-    if "prediction" in request.brought:
+    if "prediction" in request.from_request:
         return row("on", "drafts are read from it first", most=MAX_PREDICTION, drafts=GIVEN_DRAFTS)
     return row("off", f"{request.off}: nothing drafts where a request names no method")
 
@@ -280,8 +280,8 @@ def differences(plain: Sequence, seq: Sequence, engine: Engine) -> list[str]:
         found.append(f"acceptance is {request.acceptance} instead of {usual.acceptance}")
     if seq.grammar is not None:
         found.append("drafts are cut where they leave the grammar")
-    if request.brought != usual.brought:
-        found.append(f"drafts come from {', '.join(request.brought)} first")
+    if request.from_request != usual.from_request:
+        found.append(f"drafts come from {', '.join(request.from_request)} first")
     if engine.pool.prefix_cache and seq.wants_prompt_logprobs:
         found.append("no prefix is taken from the cache")
     if request.params.n > 1 and request.policy == "solo":

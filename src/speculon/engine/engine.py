@@ -1,5 +1,5 @@
 """The loop: plan, decide, reserve, ask lookups, ask models, pack, forward, verify, cut, commit, observe,
-account, settle.
+account, free what has ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from speculon.batch import Batch
 from speculon.capabilities import Capability
 from speculon.config import MAX_DRAFTS, EngineConfig, RequestSpeculation, SamplingParams
 from speculon.control.policies import Policies
-from speculon.core import Load, Needs, Verdict, joint_reach
+from speculon.core import Load, Needs, joint_reach
 from speculon.engine.accounts import account
 from speculon.engine.admission import Admission
 from speculon.engine.capabilities import capabilities_of
@@ -40,7 +40,7 @@ from speculon.kv.states import StateStore
 from speculon.kv.store import PageStore
 from speculon.proposers.base import TargetFacts
 from speculon.proposers.compose import Proposers
-from speculon.sequence import Event, Plan, Round, Span
+from speculon.sequence import Event, Round, Span
 from speculon.telemetry import EngineCounters, RequestStats, Stopwatch, log_line
 from speculon.text import Tokenizer
 from speculon.verify import cut, verify
@@ -127,13 +127,13 @@ class Engine:
         self._requests: dict[str, _Request] = {}
         self._names = itertools.count()
 
-    def _draft_states(self, of: dict[str, Needs]) -> dict[str, StateStore]:
+    def _draft_states(self, needs_of_states: dict[str, Needs]) -> dict[str, StateStore]:
         """The states of drafters that have any, by method; their slots are the pool's."""
         stores = {}
-        for method, needs in of.items():
-            its = DraftSlots(method, self.config.max_num_seqs, needs.spare_states)
-            self.pool.draft_slots[method] = its
-            stores[method] = StateStore(needs.states, its.count, self.target.device)
+        for method, needs in needs_of_states.items():
+            slots = DraftSlots(method, self.config.max_num_seqs, needs.spare_states)
+            self.pool.draft_slots[method] = slots
+            stores[method] = StateStore(needs.states, slots.count, self.target.device)
         return stores
 
     @property
@@ -203,63 +203,51 @@ class Engine:
     def step(self) -> list[Event]:
         """One round for everybody who can run. An error leaves every sequence as it was before."""
         watch = self.stopwatch()
-        plan = self.scheduler.plan()
-        if not plan.spans:
+        spans = self.scheduler.plan()
+        if not spans:
             return []
-        verdicts = self.round(plan, watch)
-        events, ended = self.scheduler.settle(plan.spans, verdicts)
+        self.round(spans, watch)
+        events, ended = self.scheduler.free_ended(spans)
         self._forget(ended)
         watch.lap("settle")
         return events
 
     @torch.inference_mode()
-    def round(self, plan: Plan, watch: Stopwatch | None = None, counted: bool = True) -> list[Verdict]:
-        """Drafts, verifies and commits one plan; one verdict per span.
+    def round(self, spans: list[Span], watch: Stopwatch | None = None, counted: bool = True) -> None:
+        """Drafts, verifies and commits one plan; each span has its verdict then.
 
         An error leaves every sequence as it was before. One that is not `counted` is in no counter and in no
         record; its sequences, the drafters and the policy learn from it all the same.
         """
         watch = watch or (self.stopwatch() if counted else Stopwatch())
-        load, decoding = self.scheduler.load, plan.decoding
+        load, decoding = self.scheduler.load, [span for span in spans if span.decodes]
         watch.lap("prepare")
-        decisions = self.policy.decide([span.seq for span in decoding], load)
+        self.policy.decide(decoding, load)
         watch.lap("decide")
-        with self.leases.reserve(plan, [decision.k for decision in decisions]) as lease:
-            drafting = Drafting.of(self.proposers, self.policy, lease, decoding, decisions)
+        with self.leases.reserve(spans) as lease:
+            drafting = Drafting(self.proposers, self.policy, lease, decoding)
             watch.lap("prepare")
             drafting.ask_lookups()
             drafting.ask_models()
             draft_ms = watch.lap("propose")
-            out, verdicts = self.ask_target(plan.spans, lease, watch)
-            lease.commit(verdicts)
-        for span, verdict in zip(plan.spans, verdicts, strict=True):
+            out = self.ask_target(spans, lease, watch)
+            lease.commit()
+        for span in spans:
             if span.seq.grammar is not None:
-                span.seq.grammar.consume(verdict.tokens)
+                span.seq.grammar.consume(span.verdict.tokens)
         watch.lap("commit")
-        verdict_of = {span.seq.id: verdict for span, verdict in zip(plan.spans, verdicts, strict=True)}
-        self.proposers.observe([a.span.seq for a in drafting.attempts if a.asked], verdict_of, out.taps)
+        self.proposers.observe(decoding, out.taps)
         watch.lap("settle")
-        done = Round(
-            load,
-            plan.spans,
-            verdicts,
-            drafting.attempts,
-            drafting.calls,
-            draft_ms,
-            step_ms=watch.ms - draft_ms,
-            decoding_only=all(span.length == 1 for span in plan.spans),
-            repair_ms=lease.repair_ms,
-        )
-        self._learn(done, [verdict_of[span.seq.id] for span in decoding], counted, watch)
-        return verdicts
+        done = Round(load, spans, drafting.calls, draft_ms, watch.ms - draft_ms, lease.repair_ms)
+        self._learn(done, counted, watch)
 
-    def _learn(self, done: Round, verdicts: list[Verdict], counted: bool, watch: Stopwatch) -> None:
+    def _learn(self, done: Round, counted: bool, watch: Stopwatch) -> None:
         """Reports a committed round to the policy, the counters and the record.
 
         An error costs what they would have kept of it: raised, it would lose the round's tokens.
         """
         try:
-            self.policy.observe([attempt.span for attempt in done.attempts], verdicts, done.timing)
+            self.policy.observe(done.decoding, done.timing)
             watch.lap("decide")
             if counted:
                 account(self.counters, self.policy.costs, done)
@@ -268,7 +256,7 @@ class Engine:
         except Exception:
             log.exception("a round is not in the statistics; its output is kept")
 
-    def ask_target(self, spans: list[Span], lease: Lease, watch: Stopwatch) -> tuple[Output, list[Verdict]]:
+    def ask_target(self, spans: list[Span], lease: Lease, watch: Stopwatch) -> Output:
         """One target call for all spans and their drafts: pack, forward, verify, cut. Commits nothing."""
         batch = Batch.pack(spans, self.target.device)
         view = lease.view(batch)
@@ -277,9 +265,10 @@ class Engine:
         if out.taps is not None:
             self.proposers.keep(out.taps, view)
         watch.lap("forward")
-        verdicts = cut(verify(batch, out.logits), spans)
+        verify(batch, out.logits)
+        cut(spans)
         watch.lap("verify")
-        return out, verdicts
+        return out
 
     def stopwatch(self) -> Stopwatch:
         """Started now; its laps are booked in the counters."""

@@ -16,9 +16,9 @@ from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Any
 
-from speculon.core import Draft, Verdict
+from speculon.core import Draft
 from speculon.errors import ConfigError
-from speculon.sequence import Attempt, Round, Span
+from speculon.sequence import Round, Span
 
 if TYPE_CHECKING:
     from speculon.config import EngineConfig
@@ -193,54 +193,46 @@ class Events:
             self.close()
 
     def _line(self, done: Round, profile: Mapping[str, float]) -> dict[str, Any]:
-        attempted, drafts = done.attempted(), sum(len(a.span.draft.tokens) for a in done.attempts)
         return {
             "time": round(time() - self._began, 4),
             "running": done.load.running,
             "waiting": done.load.waiting,
             "free_pages": done.load.free_pages,
             "rows": done.rows,
-            "prompt_rows": done.rows - len(done.attempts) - drafts,
+            "prompt_rows": done.rows - sum(1 + len(span.draft.tokens) for span in done.decoding),
             "target_ms": round(done.step_ms, 4),
             "ms": {part: round(ms - self._ms.get(part, 0.0), 4) for part, ms in profile.items()},
             **({"repair_ms": round(done.repair_ms, 4)} if done.repair_ms else {}),
             "proposals": {method: call._replace(ms=round(call.ms, 4)) for method, call in done.calls.items()},
-            "texts": [
-                self._sequence(span, verdict, attempted.get(span.seq.id))
-                for span, verdict in zip(done.spans, done.verdicts, strict=True)
-                if span.samples
-            ],
+            "texts": [self._sequence(span) for span in done.spans if span.samples],
         }
 
-    def _sequence(self, span: Span, verdict: Verdict, attempt: Attempt | None) -> dict[str, Any]:
-        seq, request = span.seq, span.seq.request
+    def _sequence(self, span: Span) -> dict[str, Any]:
+        seq, request, verdict = span.seq, span.seq.request, span.verdict
         fields: dict[str, Any] = {"id": request.id, "policy": request.policy, "tokens": len(verdict.tokens)}
         if seq.sample:
             fields["sample"] = seq.sample
         if seq.id not in self._known:
             self._known.add(seq.id)
-            fields["methods"] = {method: request.limits[method] for method in seq.methods}
+            fields["methods"] = {method: request.max_drafts[method] for method in seq.methods}
             fields |= {"prompt_class": request.shape.name, "marker": request.shape.marker}
             fields["cold_matches"] = seq.cold_matches
-        if attempt is None:
-            fields["prompt"] = span.length
-        else:
-            fields |= attempted_fields(attempt, verdict)
+        fields |= drafted_fields(span) if span.decodes else {"prompt": span.length}
         fields |= {"outcome": verdict.outcome} if verdict.outcome else {}
         return fields | ({"finish": verdict.finish.reason} if verdict.finish else {})
 
 
-def attempted_fields(attempt: Attempt, verdict: Verdict) -> dict[str, Any]:
+def drafted_fields(span: Span) -> dict[str, Any]:
     """What was proposed and verified for a sequence, or why nothing was."""
     fields: dict[str, Any] = {}
-    if attempt.proposals:
-        fields["proposals"] = [proposal_fields(*proposal) for proposal in attempt.proposals]
-    if sources := attempt.span.draft.sources:
+    if span.proposals:
+        fields["proposals"] = [proposal_fields(*proposal) for proposal in span.proposals]
+    if sources := span.draft.sources:
         fields["drafts"] = [(source, len(list(some))) for source, some in groupby(sources)]
-        fields["accepted"] = verdict.accepted
-    if attempt.estimate:
-        fields["estimate"] = [round(value, 3) for value in attempt.estimate]
-    return fields | ({"reason": attempt.why_plain} if attempt.why_plain else {})
+        fields["accepted"] = span.verdict.accepted
+    if span.estimate:
+        fields["estimate"] = [round(value, 3) for value in span.estimate]
+    return fields | ({"reason": span.why_plain} if span.why_plain else {})
 
 
 def proposal_fields(method: str, k: int, draft: Draft) -> dict[str, Any]:

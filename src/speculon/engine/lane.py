@@ -16,7 +16,7 @@ from speculon.kv.budget import REPLAY_ROWS, replay_pages
 from speculon.kv.lease import Lease, Leases
 from speculon.kv.slots import StateSlots
 from speculon.kv.store import PageStore
-from speculon.sequence import Plan, Sequence, Span
+from speculon.sequence import Sequence, Span
 from speculon.verify import cut, verify
 
 if TYPE_CHECKING:
@@ -57,24 +57,25 @@ class Lane:
         try:
             while verdict.finish is None:
                 span = Span(seq, seq.committed, self.pool.chunk(seq, self._rows))
-                plan = Plan([span])
-                with self._leases.reserve(plan, [0] * len(plan.decoding)) as lease:
-                    logits, verdict = self._ask_target(span, lease)
+                with self._leases.reserve([span]) as lease:
+                    logits = self._ask_target(span, lease)
+                    verdict = span.verdict
                     yield Step(span, logits, verdict)
-                    commit(lease, verdict)
+                    commit(lease)
                 if seq.grammar is not None:
                     seq.grammar.consume(verdict.tokens)
         finally:
             self.pool.release(seq)
 
     @torch.inference_mode()
-    def _ask_target(self, span: Span, lease: Lease) -> tuple[Tensor, Verdict]:
+    def _ask_target(self, span: Span, lease: Lease) -> Tensor:
         batch = Batch.pack([span], self._target.device)
         logits = self._target.forward(batch, lease.view(batch)).logits
-        (verdict,) = cut(verify(batch, logits), [span])
-        return logits, verdict
+        verify(batch, logits)
+        cut([span])
+        return logits
 
 
 @torch.inference_mode()
-def commit(lease: Lease, verdict: Verdict) -> None:
-    lease.commit([verdict])
+def commit(lease: Lease) -> None:
+    lease.commit()

@@ -10,7 +10,7 @@ from operator import attrgetter
 
 from speculon.core import NO_DRAFT, Draft, Finish, Load, Verdict, ceil_div
 from speculon.kv.blocks import BlockPool
-from speculon.sequence import Event, Plan, Sequence, Span
+from speculon.sequence import Event, Sequence, Span
 
 Ended = list[tuple[Sequence, Finish]]
 AGE = attrgetter("id")  # ids are given in the order of arrival
@@ -65,7 +65,7 @@ class Scheduler:
         if others:
             self._siblings[first.id] = others
 
-    def plan(self) -> Plan:
+    def plan(self) -> list[Span]:
         """Spans within `max_batch_tokens` rows whose pages are there, counted but not taken.
 
         When pages run out the youngest running sequence gives all of its own back and waits to be computed
@@ -86,7 +86,7 @@ class Scheduler:
                 starts = starts and self._start(seq, rows, step)
             elif seq in step.left and not self._go_on(seq, rows, step):
                 starts = False
-        return Plan(step.spans)
+        return step.spans
 
     def _turns(self, prompts: list[Sequence], rows: int) -> list[tuple[Sequence, int]]:
         """Prompts in the order in which they get rows, with the rows that each leaves to those after it.
@@ -164,12 +164,12 @@ class Scheduler:
         """The most pages that it holds at once until its tokens are computed."""
         return self.pool.most(len(seq.tokens), self.max_batch_tokens)
 
-    def settle(self, spans: list[Span], verdicts: list[Verdict]) -> tuple[list[Event], Ended]:
+    def free_ended(self, spans: list[Span]) -> tuple[list[Event], Ended]:
         """Frees what has ended and lets siblings in; returns the events, and which sequences ended how."""
         events: list[Event] = []
         ended: Ended = []
-        for span, verdict in zip(spans, verdicts, strict=True):
-            seq = span.seq
+        for span in spans:
+            seq, verdict = span.seq, span.verdict
             if verdict.tokens or verdict.finish or verdict.prompt_logprobs:
                 events.append(output_of(seq, verdict, span.draft))
             if seq.committed >= seq.request.prompt_len:

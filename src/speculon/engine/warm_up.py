@@ -45,8 +45,9 @@ def run(engine: Engine, batch: list[Sequence], end: float) -> None:
         engine.scheduler.add([seq])
     try:
         while engine.has_work and perf_counter() < end:
-            plan = engine.scheduler.plan()
-            engine.scheduler.settle(plan.spans, engine.round(plan, counted=False))
+            spans = engine.scheduler.plan()
+            engine.round(spans, counted=False)
+            engine.scheduler.free_ended(spans)
     finally:
         engine.scheduler.abort(NAME)
         for seq in batch:

@@ -79,7 +79,7 @@ class DraftSlots:
         chain.ids += ids
         chain.slots[chain.end], chain.written = chain.written, None
 
-    def settle(self, seq: Sequence) -> None:
+    def roll_back(self, seq: Sequence) -> None:
         """At the end of a step: keeps the state after the most committed tokens, and says how many these are.
 
         A state that has seen another token than the sequence has, whoever drafted that, is not kept.

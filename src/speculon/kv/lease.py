@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from speculon.batch import Batch
-from speculon.core import Reason, Verdict, share
+from speculon.core import Reason
 from speculon.kv.blocks import BlockPool
 from speculon.kv.draft_slots import DraftSlots
 from speculon.kv.states import StateSpan, StateStep, StateStore
 from speculon.kv.store import PageStore, SpanView, View, tail_of
-from speculon.sequence import Plan, Sequence, Span
+from speculon.sequence import Sequence, Span, share_rows
 
 
 class Lease:
@@ -27,12 +27,9 @@ class Lease:
         pool: BlockPool,
         store: PageStore,
         spans: list[Span],
-        granted: list[int],
         states: StateStore | None = None,
         draft_states: Mapping[str, StateStore] | None = None,
     ):
-        self.granted = granted  # drafts of each decoding span, as far as pages and memory allow
-        self.refusals: list[Reason | None] = [None] * len(granted)  # why none, where some were requested
         self.repair_ms = 0.0  # what the commit took to restore recurrent states after rejected drafts
         self._pool, self._store, self._spans, self._states = pool, store, spans, states
         self._draft_states = draft_states or {}
@@ -64,33 +61,30 @@ class Lease:
         states = None if store is None else DraftStates(self._pool.draft_slots[method], store)
         return DraftLease(self._store, first_layer, states)
 
-    def commit(self, verdicts: list[Verdict]) -> None:
+    def commit(self) -> None:
         """Keeps the K and V of each span and of its accepted drafts, and appends the verdict's tokens."""
-        ends = [
-            span.start + span.length + min(verdict.accepted, len(verdict.tokens))
-            for span, verdict in zip(self._spans, verdicts, strict=True)
-        ]
-        self._commit_states(ends, verdicts)
-        for span, verdict, end in zip(self._spans, verdicts, ends, strict=True):
+        ends = [s.start + s.length + min(s.verdict.accepted, len(s.verdict.tokens)) for s in self._spans]
+        self._commit_states(ends)
+        for span, end in zip(self._spans, ends, strict=True):
             seq = span.seq
-            assert verdict.accepted <= len(span.draft.tokens)
+            assert span.verdict.accepted <= len(span.draft.tokens)
             seq.committed = end
-            seq.tokens.extend(verdict.tokens)
+            seq.tokens.extend(span.verdict.tokens)
             seq.prompt_scored = max(
                 seq.prompt_scored, min(span.start + span.length, seq.request.prompt_len - 1)
             )
             self._pool.seal(seq)
 
-    def _commit_states(self, ends: list[int], verdicts: list[Verdict]) -> None:
+    def _commit_states(self, ends: list[int]) -> None:
         """Restores the states of partly accepted spans, then exchanges the slots of all."""
         if self._step is None:
             return
         began = perf_counter()
-        kept = [end - span.start for span, end in zip(self._spans, ends, strict=True)]
-        for i, (span, verdict) in enumerate(zip(self._spans, verdicts, strict=True)):
-            if verdict.finish and ends[i] % self._pool.block_size:  # nobody reads its state again
-                kept[i] = span.rows
-        if self._step.keep(kept):
+        rows = [end - span.start for span, end in zip(self._spans, ends, strict=True)]
+        for i, span in enumerate(self._spans):
+            if span.verdict.finish and ends[i] % self._pool.block_size:  # nobody reads its state again
+                rows[i] = span.rows
+        if self._step.keep(rows):
             self.repair_ms = (perf_counter() - began) * 1e3
         for span, end in zip(self._spans, ends, strict=True):
             self._pool.slots.commit(span.seq, end)
@@ -104,7 +98,7 @@ class Lease:
         for seq in (span.seq for span in self._spans):
             seq.drafted = {method: min(done, seq.committed) for method, done in seq.drafted.items()}
             for slots in self._pool.draft_slots.values():
-                slots.settle(seq)
+                slots.roll_back(seq)
             self._pool.trim(seq)
 
 
@@ -161,8 +155,8 @@ class DraftLease:
     def taps(self, pieces: list[tuple[Sequence, int, int]]) -> Tensor:  # [T, n * D]
         """What its first layer holds of the target's states at these positions."""
         states = self.store.k[self.first_layer].flatten(1)
-        found = [states[tail_of(self.store.where_of(seq, end), end - start)] for seq, start, end in pieces]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        taps = [states[tail_of(self.store.where_of(seq, end), end - start)] for seq, start, end in pieces]
+        return taps[0] if len(taps) == 1 else torch.cat(taps)
 
 
 class Leases:
@@ -177,26 +171,24 @@ class Leases:
         self._pool, self._store, self._max_drafts, self._states = pool, store, max_drafts, states
         self._draft_states = draft_states
 
-    def reserve(self, plan: Plan, requested: list[int]) -> Lease:
-        """Takes the pages of the plan, all or none, then those of the drafts `requested` by decoding spans.
+    def reserve(self, spans: list[Span]) -> Lease:
+        """Takes the pages of the spans, all or none, then those of the drafts that are decided for them.
 
-        At most `max_drafts` in all, for which memory was reserved: beyond, the longest shrink first, to zero
-        with `load`. A draft position never takes a page from a sequence: without free pages K shrinks, to
-        zero with `no_pages`.
+        What is `reserved` is within the rows of the memory estimate, and a draft position never takes a page
+        from a sequence: without free pages it shrinks, to zero with reason `no_pages`.
         """
-        pool = self._pool
-        needed = sum(pool.missing(span.seq, span.start + span.length) for span in plan.spans)
+        pool, decoding = self._pool, [span for span in spans if span.decodes]
+        needed = sum(pool.missing(span.seq, span.start + span.length) for span in spans)
         assert needed <= pool.available, (needed, pool.available)
-        granted = share(requested, self._max_drafts)
-        lease = Lease(pool, self._store, plan.spans, granted, self._states, self._draft_states)
-        for span in plan.spans:
+        lease = Lease(pool, self._store, spans, self._states, self._draft_states)
+        for span in spans:
             pool.slots.claim(span.seq)
             pool.extend(span.seq, span.start + span.length)
-        for i, (span, k) in enumerate(zip(plan.decoding, lease.granted, strict=True)):
-            end = span.start + span.length
-            spare = (len(span.seq.table) + pool.available) * pool.block_size - end
-            if requested[i] and not min(k, spare):
-                lease.refusals[i] = Reason.NO_PAGES if k else Reason.LOAD
-            lease.granted[i] = min(k, spare)
-            pool.extend(span.seq, end + lease.granted[i])
+        share_rows(decoding, self._max_drafts)
+        for span in decoding:
+            spare = (len(span.seq.table) + pool.available) * pool.block_size - span.start - span.length
+            if span.reserved > spare:
+                span.reserved = spare
+                span.reason = None if spare else Reason.NO_PAGES
+            pool.extend(span.seq, span.start + span.length + span.reserved)
         return lease

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from speculon.config import SpeculationConfig
-from speculon.core import Draft, Needs, Reason, Verdict
+from speculon.core import Draft, Needs, Verdict
 from speculon.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -53,17 +53,6 @@ class Proposer(Protocol):
 
     def release(self, seq: Sequence) -> None:
         """Called once, when `seq` has ended or was aborted."""
-
-
-class Claim(Protocol):
-    """What a round may draft: `kv.lease.Lease`, or that of a runner which has no pages of ours."""
-
-    granted: list[int]  # drafts of each decoding span
-    refusals: list[Reason | None]  # why none, where some were requested
-
-    def of(self, first_layer: int, method: str = "") -> DraftLease:
-        """The same claim as a method sees it."""
-        ...
 
 
 @runtime_checkable

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from operator import index
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from speculon.config import SpeculationConfig
-from speculon.core import Draft, Needs, Proposal, Reason, Stop, Verdict
+from speculon.core import Draft, Needs, Proposal, Reason, Stop
 from speculon.errors import MemoryExceeded
-from speculon.proposers.base import Claim, Extending, Proposer, Remembering, States, TargetFacts
+from speculon.proposers.base import Extending, Proposer, Remembering, States, TargetFacts
 from speculon.proposers.registry import (
     AUTO,
     LOOKUPS,
@@ -29,13 +29,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from speculon.kv.budget import MemoryEstimate
+    from speculon.kv.lease import Lease
     from speculon.kv.store import View
 
 log = logging.getLogger("speculon")
 
 Result = TypeVar("Result")
-Limits = Mapping[int, int]  # index of a span -> the most drafts of it
-Drafts = dict[int, Draft]  # by the same index
 
 
 class Proposers:
@@ -73,7 +72,7 @@ class Proposers:
     def needs_of_states(self) -> dict[str, Needs]:
         """Of those that keep recurrent states, by method."""
         needs = {method: self._built[method].needs for method in self._first_layer}
-        return {method: one for method, one in needs.items() if one.states}
+        return {method: its for method, its in needs.items() if its.states}
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -83,8 +82,8 @@ class Proposers:
     def keep(self, taps: Mapping[int, Tensor], view: View) -> None:
         """Writes the states [T, D] of a target forward, by layer, to the pages of drafters that read them."""
         for method, first in self._first_layer.items():
-            if wanted := self._built[method].needs.taps:
-                view.keep(first, [taps[layer] for layer in wanted])
+            if layers := self._built[method].needs.taps:
+                view.keep(first, [taps[layer] for layer in layers])
 
     def chain(self, name: str) -> tuple[str, ...]:
         """The methods behind a name, asked in turn until one has a draft; none for plain decoding."""
@@ -92,16 +91,21 @@ class Proposers:
             return (*LOOKUPS, *(method for method in self._config.drafts if method not in LOOKUPS))
         return () if name == OFF else (name,)
 
-    def methods_of(self, brought: tuple[str, ...], name: str | None) -> tuple[str, ...]:
-        """Those that can be asked, in order: what a request brought, then those behind its method."""
+    def methods_of(self, from_request: tuple[str, ...], name: str | None) -> tuple[str, ...]:
+        """Those that can be asked, in order: what came with a request, then those behind its method."""
         own = (method for method in self.chain(name or OFF) if method not in self._lacking)
-        return tuple(dict.fromkeys([*brought, *own]))
+        return tuple(dict.fromkeys([*from_request, *own]))
 
-    def most(self, method: str, k: int) -> int:
+    def max_drafts(self, method: str, k: int) -> int:
         """`k`, or the most drafts that the method can make in a round, where that is fewer."""
         proposer = self._built.get(method)
-        most = None if proposer is None else proposer.needs.max_drafts
-        return k if most is None else min(k, most)
+        limit = None if proposer is None else proposer.needs.max_drafts
+        return k if limit is None else min(k, limit)
+
+    def max_context(self, methods: Iterable[str]) -> dict[str, int]:
+        """Of these methods, the tokens of those whose context is limited."""
+        limits = {m: self._built[m].needs.max_context for m in methods if m in self._built}
+        return {m: limit for m, limit in limits.items() if limit is not None}
 
     def lookups(self, methods: tuple[str, ...]) -> frozenset[str]:
         """Of these methods, those that are built and have no weights."""
@@ -148,44 +152,34 @@ class Proposers:
                 raise ValueError(f"{name} remembers nothing")
             memory.pools.restore(pool for method, pool in state if method == name)
 
-    def ask(
-        self, method: str, limits: Limits, spans: list[Span], lease: Claim
-    ) -> tuple[Drafts, Proposal | None]:
-        """The drafts of one method, and what its call took: at most `limits` tokens by index into `spans`.
+    def ask(self, method: str, spans: list[Span], lease: Lease | None) -> Proposal:
+        """The drafts of one method for these spans, at most `k` of each; returns what its call took.
 
-        No draft for a sequence beyond the context of the method, nor where the method fails: the sequence is
-        marked as failed and goes on plainly.
+        Lookups continue those drafts whose decision allows it, and their time counts as the method's: without
+        its drafts nobody would have asked them. A method that fails leaves no draft; its sequences are marked
+        as failed and go on plainly.
         """
-        proposer = self._built[method]
-        context, most = proposer.needs.max_context, proposer.needs.max_drafts
-        if most is not None:
-            limits = {i: min(k, most) for i, k in limits.items()}
-        if context is not None:
-            limits = {i: min(k, context - spans[i].end) for i, k in limits.items()}
-        able = [i for i, k in limits.items() if k > 0]
-        if not able:
-            return {}, None
-        seqs, ks = [spans[i].seq for i in able], [limits[i] for i in able]
-        reads = method in self._first_layer
+        seqs, ks = [span.seq for span in spans], [span.k for span in spans]
+        proposer, reads = self._built[method], method in self._first_layer
         unread = sum(len(seq.tokens) - seq.begin(method) - 1 for seq in seqs) if reads else 0
+        share: Any = None if lease is None else lease.of(self._first_layer.get(method, 0), method)
 
         def propose() -> list[Draft]:
             for seq in seqs:
                 self._admit(method, seq)
-            drafts = proposer.propose(seqs, ks, lease.of(self._first_layer.get(method, 0), method))
+            drafts = proposer.propose(seqs, ks, share)
             return [self._checked(method, d, k, seq) for d, k, seq in zip(drafts, ks, seqs, strict=True)]
 
         began = perf_counter()
         drafts: list[Draft] = guarded(method, seqs, propose, [])
-        call = Proposal(len(seqs), max(ks), (perf_counter() - began) * 1e3, unread)
-        return dict(zip(able, drafts, strict=False)), call
+        for span, draft in zip(spans, drafts, strict=False):  # none where the method has failed
+            span.proposals.append((method, span.k, draft))
+            span.draft = self._chained(method, draft, span) if span.decision.chained else draft
+        return Proposal(len(seqs), max(ks), (perf_counter() - began) * 1e3, unread)
 
-    def extend(self, method: str, draft: Draft, limit: int, seq: Sequence) -> Draft:
-        """A draft of a method, continued at its end by the first other lookup of the sequence that can.
-
-        `limit` is of the whole draft.
-        """
-        room = limit - len(draft.tokens)
+    def _chained(self, method: str, draft: Draft, span: Span) -> Draft:
+        """The draft of a method, continued at its end by the first other lookup of the sequence that can."""
+        seq, room = span.seq, min(span.decision.chained, span.reserved) - len(draft.tokens)
         for name in seq.methods if draft.tokens and room > 0 else ():
             if name == method or name not in self._extending:
                 continue
@@ -196,20 +190,20 @@ class Proposers:
 
     def _extended(self, name: str, draft: Draft, room: int, seq: Sequence) -> Draft:
         self._admit(name, seq)
-        tail = self._checked(
-            name, self._extending[name].extend(seq, draft.tokens, room), room, seq, draft.tokens
-        )
+        tail = self._extending[name].extend(seq, draft.tokens, room)
+        tail = self._checked(name, tail, room, seq, draft.tokens)
         return draft.chain(tail) if tail.tokens else draft
 
-    def observe(self, seqs: list[Sequence], verdicts: dict[int, Verdict], taps: States) -> None:
-        """Reports the round to each method that knows these sequences; `verdicts` by sequence id."""
-        known: dict[str, list[Sequence]] = defaultdict(list)
-        for seq in seqs:
-            for method in () if seq.failed else self._admitted[seq.id]:
-                known[method].append(seq)
+    def observe(self, spans: list[Span], taps: States) -> None:
+        """Reports the round to each method that knows the sequences for which any was asked."""
+        known: dict[str, list[Span]] = defaultdict(list)
+        for span in spans:
+            if span.asked and not span.seq.failed:
+                for method in self._admitted[span.seq.id]:
+                    known[method].append(span)
         for method, group in known.items():
-            results = [verdicts[seq.id] for seq in group]
-            guarded(method, group, partial(self._built[method].observe, group, results, taps), None)
+            seqs, verdicts = [span.seq for span in group], [span.verdict for span in group]
+            guarded(method, seqs, partial(self._built[method].observe, seqs, verdicts, taps), None)
 
     def release(self, seq: Sequence) -> None:
         for method in self._admitted.pop(seq.id, ()):
@@ -261,17 +255,15 @@ class Proposers:
     def _checked(
         self, method: str, draft: Draft, k: int, seq: Sequence, ahead: tuple[int, ...] = ()
     ) -> Draft:
-        """The draft as far as it may be verified, after the drafts `ahead`. Raises `ValueError` for what no
-        draft can hold.
-        """
-        draft = fit(draft.cut(k, Stop.LIMIT), seq, ahead)
+        """The draft as far as it may be verified. Raises `ValueError` for what no draft can hold."""
+        draft = fit(draft, k, seq, ahead)
         ids = [*map(index, draft.tokens)]
         if ids and not 0 <= min(ids) <= max(ids) < self._facts.vocab_size:
             raise ValueError(f"{method} drafted a token outside the vocabulary of {self._facts.vocab_size}")
-        match, stop = draft.match, draft.stop
-        if type(match) is not int or match < 0 or not (stop is None or type(stop) is Stop):
+        match, stopped = draft.match, draft.stop
+        if type(match) is not int or match < 0 or not (stopped is None or type(stopped) is Stop):
             raise ValueError(
-                f"{method}: match = {match!r} is a number of tokens, stop = {stop!r} a core.Stop"
+                f"{method}: match = {match!r} is a number of tokens, stop = {stopped!r} a core.Stop"
             )
         return draft
 
@@ -287,13 +279,15 @@ def guarded(method: str, seqs: list[Sequence], call: Callable[[], Result], other
         return otherwise
 
 
-def fit(draft: Draft, seq: Sequence, ahead: tuple[int, ...] = ()) -> Draft:
-    """What the sequence's grammar allows of a draft, which follows the drafts `ahead`.
+def fit(draft: Draft, k: int, seq: Sequence, ahead: tuple[int, ...] = ()) -> Draft:
+    """At most `k` tokens of a draft, which follows the drafts `ahead`, as the sequence's grammar allows them.
 
-    The target would refuse the rest. A draft with q stays whole: cut by its token ids, it would change the
-    distribution of the output.
+    The target would refuse the rest. The grammar cuts no draft with q: cut by its token ids, it would change
+    the distribution of the output.
     """
-    if seq.grammar is None or draft.probs is not None:
-        return draft
-    allowed = seq.grammar.allows(ahead + draft.tokens) - len(ahead)
-    return draft.cut(max(0, allowed), Stop.GRAMMAR)
+    tokens, stop = draft.tokens[:k], Stop.LIMIT
+    if seq.grammar is not None and draft.probs is None:
+        allowed = max(0, seq.grammar.allows(ahead + tokens) - len(ahead))
+        if allowed < len(tokens):
+            tokens, stop = tokens[:allowed], Stop.GRAMMAR
+    return draft.cut(len(tokens), stop)

@@ -66,7 +66,6 @@ class DFlashDrafter(StateDrafter):
         # the last token is the anchor: the target has no states of it yet
         if pieces := [(seq, start, end - 1) for seq, start, end in rest if start < end - 1]:
             read(pieces)
-        budgets = [min(k, self.config.max_drafts) for k in budgets]
         drawing = Drawing.of(self.network, self.vocab_size, self._blocks(seqs, budgets, lease.after(1)))
         if self.network.markov_head is None and all(map(independent, seqs)):
             logits, sure = drawing.all_logits()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
 from typing import Any
@@ -11,36 +10,15 @@ from typing import Any
 from speculon.config import SamplingParams
 from speculon.control.policies import Policies
 from speculon.control.shadow import common
-from speculon.core import Decision, Draft, Load, Proposal, Reason, SpanOutcome, Timing, Verdict, share
+from speculon.core import Draft, Load, Proposal, Reason, SpanOutcome, Timing, Verdict
 from speculon.engine.drafting import Drafting
 from speculon.proposers.base import TargetFacts
 from speculon.proposers.compose import Proposers
-from speculon.sequence import Ending, Request, Rules, Sequence, Span
+from speculon.sequence import Ending, Request, Rules, Sequence, Span, share_rows
 from speculon.telemetry import RequestStats
-from speculon.vllm.requests import Known, Requests, Seen
+from speculon.vllm.requests import Requests, Seen
 from speculon.vllm.settings import Settings
 from speculon.vllm.statistics import Statistics
-
-
-@dataclass(slots=True)
-class Rows:
-    """The claim of a step on vLLM's rows; it has no pages of ours."""
-
-    granted: list[int]
-    refusals: list[Reason | None]
-
-    @classmethod
-    def within(cls, decisions: list[Decision], most: int) -> Rows:
-        """As the decisions ask, `most` drafts in all: with more, vLLM would leave requests out of a step."""
-        requested = [decision.k for decision in decisions]
-        granted = share(requested, most)
-        refused = (
-            Reason.LOAD if k and not given else None for k, given in zip(requested, granted, strict=True)
-        )
-        return cls(granted, [*refused])
-
-    def of(self, first_layer: int, method: str = "") -> Any:
-        """Nothing: lookups have no pages."""
 
 
 class Drafter:
@@ -86,7 +64,7 @@ class Drafter:
             max_len=settings.max_len,
             rules=Rules.of(params),
             ending=Ending(),
-            limits=dict.fromkeys(settings.methods, settings.most) if settings.most else {},
+            max_drafts=dict.fromkeys(settings.methods, settings.most) if settings.most else {},
             lookups=frozenset(settings.methods),
             off=Reason.OFF_CONFIG,
             policy=config.policy,
@@ -97,30 +75,27 @@ class Drafter:
 
     def _learn(self, seen: Seen, step_ms: float) -> None:
         """Tells policy and statistics of the step, and what became of each draft."""
-        rounds = [(known.attempt, known.new) for known in seen.going_on if known.attempt is not None]
-        if rounds:
-            spans = [attempt.span for attempt, _ in rounds]
-            verdicts = [verdict_of(attempt.span.draft, new) for attempt, new in rounds]
-            timing = Timing(step_ms if seen.decoding_only else None, self._calls)
-            self.policy.observe(spans, verdicts, timing)
-            self._statistics.count(rounds)
+        spans = [known.span for known in seen.going_on if known.span is not None]
+        for known in seen.going_on:
+            if known.span is not None:
+                known.span.verdict = verdict_of(known.span.draft, known.new)
+        if spans:
+            self.policy.observe(spans, Timing(step_ms if seen.decoding_only else None, self._calls))
+            self._statistics.count(spans)
 
     def _draft(self, seen: Seen) -> list[list[int]]:
-        known = [one for one in seen.rows if one is not None]
-        seqs = [one.seq for one in known]
-        decisions = self.policy.decide(seqs, Load(len(seqs), 0, 0))
-        rows = Rows.within(decisions, max(0, self.settings.max_rows - len(seen.rows)))
-        spans = [Span(seq, len(seq.tokens) - 1, 1) for seq in seqs]
-        drafting = Drafting.of(self.proposers, self.policy, rows, spans, decisions)
+        spans = []
+        for known in seen.rows:
+            if known is not None:
+                known.span = Span(known.seq, len(known.seq.tokens) - 1, 1)
+                spans.append(known.span)
+        self.policy.decide(spans, Load(len(spans), 0, 0))
+        # with more rows vLLM would leave requests out of a step
+        share_rows(spans, max(0, self.settings.max_rows - len(seen.rows)))
+        drafting = Drafting(self.proposers, self.policy, None, spans)
         drafting.ask_lookups()
         self._calls = drafting.calls
-        for one, attempt in zip(known, drafting.attempts, strict=True):
-            one.attempt = attempt
-        return [draft_of(one) for one in seen.rows]
-
-
-def draft_of(known: Known | None) -> list[int]:
-    return [] if known is None or known.attempt is None else [*known.attempt.span.draft.tokens]
+        return [[*known.span.draft.tokens] if known and known.span else [] for known in seen.rows]
 
 
 def verdict_of(draft: Draft, new: list[int]) -> Verdict:

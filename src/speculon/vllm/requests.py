@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from speculon.sequence import Attempt, Sequence
+from speculon.sequence import Sequence, Span
 
 ABSENT = 32  # calls after which a request without a row counts as ended; a preempted one may be back before
 NEVER = -(10**9)
@@ -25,7 +25,7 @@ class Known:
     new: list[int] = field(default_factory=list)  # of these, the ones of the latest call
     call: int = NEVER  # the latest one that had new tokens of it
     end: int | None = None  # tokens before one that ends texts; vLLM may have been told to ignore it
-    attempt: Attempt | None = None  # what was drafted for it in that call
+    span: Span | None = None  # of that call, with its draft
 
     def __post_init__(self) -> None:
         self.tokens = array("i", self.seq.tokens)

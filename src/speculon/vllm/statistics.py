@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client import Counter
 
 from speculon.core import Reason
-from speculon.sequence import Attempt
+from speculon.sequence import Span
 
 log = logging.getLogger("vllm.speculon")  # below vLLM's own, which has the handler and the level
 
@@ -33,16 +33,16 @@ class Statistics:
         self._due = clock() + seconds
         self._since = Counts[tuple[str, str]]()  # the latest line, by counter and label
 
-    def count(self, rounds: list[tuple[Attempt, list[int]]]) -> None:
+    def count(self, spans: list[Span]) -> None:
         """The rounds of one step. All new tokens of a round but its last are accepted drafts."""
         now = Counts[tuple[str, str]]()
-        for attempt, new in rounds:
-            sources = attempt.span.draft.sources
+        for span in spans:
+            sources, new = span.draft.sources, span.verdict.tokens
             for method, n in Counts(sources).items():
                 now[DRAFTED, method] += n
                 now[ACCEPTED, method] += sources[: len(new) - 1].count(method)
             if not sources:
-                now[PLAIN, attempt.reason or Reason.NO_MATCH] += 1
+                now[PLAIN, span.reason or Reason.NO_MATCH] += 1
             now[CALLS, ""] += 1
             now[TOKENS, ""] += len(new)
         for (name, label), n in now.items():

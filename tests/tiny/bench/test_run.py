@@ -20,13 +20,13 @@ from speculon.bench.widen import gated_mlps, widen_target
 from speculon.bench.workloads import Case
 from speculon.config import SpeculationConfig
 from speculon.control.goodput import Goodput
-from speculon.core import NO_DRAFT, Decision, Draft, Needs, Reason
+from speculon.core import NO_DRAFT, Decision, Draft, Load, Needs, Reason
 from speculon.errors import BenchError, InvalidParameter
 from speculon.proposers import registry
 from speculon.proposers.base import TargetFacts
 from speculon.proposers.pools import key_of
 from speculon.proposers.suffix import Suffix
-from speculon.sequence import Sequence
+from speculon.sequence import Sequence, Span
 from tests.tiny.bench.plans import small
 
 Pooled = list[tuple[str, int, int, int]]
@@ -112,7 +112,11 @@ def test_users_whose_pools_would_be_evicted_are_refused(folder: Path) -> None:
 
 
 def test_a_policy_without_a_draft_is_no_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Goodput, "decide", lambda self, seqs, load: [Decision.plain(Reason.COST)] * len(seqs))
+    def decide(policy: Goodput, spans: list[Span], load: Load) -> None:
+        for span in spans:
+            span.decision = Decision.plain(Reason.COST)
+
+    monkeypatch.setattr(Goodput, "decide", decide)
     cells, _ = run(llm, small(modes=("ngram:4/goodput",)))
     found = {cell.mode: cell.diagnosis for cell in cells}
     # pays: by noise, which one text cannot exclude

@@ -17,7 +17,6 @@ from speculon.check import run as gate
 from speculon.check.exact import Margin
 from speculon.check.plan import QUICK, CheckPlan
 from speculon.check.run import Findings, check
-from speculon.core import Verdict
 from speculon.engine import engine as engine_module
 from speculon.sampling import Draw, Row, sample
 from speculon.sequence import Span
@@ -31,10 +30,10 @@ def one_off(spans: list[Span], logits: Tensor, draw: Draw | None = None) -> veri
     """The correction is read from the row before, where there is one."""
     outcomes, first = match(spans, logits, draw), 0
     tokens = sample(*verifying.rows_of(spans, logits), draw) if spans else []
-    for span in spans:
-        kept, accepted = outcomes[span.row]
+    for i, span in enumerate(spans):
+        kept, accepted = outcomes[i]
         if 0 < accepted < len(span.draft.tokens):
-            outcomes[span.row] = (*kept[:-1], tokens[first + accepted - 1]), accepted
+            outcomes[i] = (*kept[:-1], tokens[first + accepted - 1]), accepted
         first += len(span.draft.tokens) + 1
     return outcomes
 
@@ -117,14 +116,12 @@ def test_noise_of_the_wrong_position_fails_with_the_same_seed_alone(
 
 
 def test_plain_decoding_that_departs_from_itself_is_named(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def batch_is_worse(batch: Batch, logits: Tensor, *rest: Any) -> list[Verdict]:
-        verdicts = verify(batch, logits, *rest)
-        spoilt = len(verdicts) > 1 and all(span.samples and not span.draft.tokens for span in batch.spans)
-        return (
-            [replace(v, tokens=tuple((t + 1) % 100 for t in v.tokens)) for v in verdicts]
-            if spoilt
-            else verdicts
-        )
+    def batch_is_worse(batch: Batch, logits: Tensor, *rest: Any) -> None:
+        verify(batch, logits, *rest)
+        if len(batch.spans) > 1 and all(span.samples and not span.draft.tokens for span in batch.spans):
+            for span in batch.spans:
+                tokens = tuple((token + 1) % 100 for token in span.verdict.tokens)
+                span.verdict = replace(span.verdict, tokens=tokens)
 
     verify = engine_module.verify
     monkeypatch.setattr(engine_module, "verify", batch_is_worse)
