@@ -248,7 +248,7 @@ def test_a_killed_writer_leaves_the_old_or_the_new_file(writers: list[dict[str, 
 
 
 def test_a_planted_write_in_place_is_found(writers: list[dict[str, Any]]) -> None:
-    assert writers[1]["broken"] > 3
+    assert writers[1]["broken"] > 0
 
 
 def test_planted_temporary_files_that_pile_up_are_found(writers: list[dict[str, Any]]) -> None:

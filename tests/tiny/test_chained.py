@@ -250,8 +250,8 @@ def test_an_index_is_not_spoilt_by_what_was_rejected(monkeypatch: pytest.MonkeyP
     release = Suffix.release
 
     def released(self: Suffix, seq: Any) -> None:
-        if seq.id in self._trails:
-            trails.append((list(self._trails[seq.id][0].tokens), list(seq.tokens)))
+        if seq.id in self.trails:
+            trails.append((list(self.trails[seq.id][0].tokens), list(seq.tokens)))
         release(self, seq)
 
     monkeypatch.setattr(Suffix, "release", released)

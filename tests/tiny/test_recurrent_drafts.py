@@ -331,14 +331,14 @@ def test_a_folder_of_a_recurrent_draft_fits_to_the_last_byte(
 
 def nothing_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state after the last draft takes the place of each other one."""
-    settle = DraftSlots.settle
+    settle = DraftSlots.roll_back
 
     def last(slots: DraftSlots, seq: Sequence) -> None:
         if chain := slots.chains.get(seq.id):
             chain.slots = dict(zip(chain.slots, reversed(chain.slots.values()), strict=True))
         settle(slots, seq)
 
-    monkeypatch.setattr(DraftSlots, "settle", last)
+    monkeypatch.setattr(DraftSlots, "roll_back", last)
 
 
 def states_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,7 +370,7 @@ def not_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def one_token_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft whose number of tokens is right, and which has not read the last accepted one."""
-    settle = DraftSlots.settle
+    settle = DraftSlots.roll_back
 
     def late(slots: DraftSlots, seq: Sequence) -> None:
         seen = seq.drafted.get(NAME, 0)
@@ -380,7 +380,7 @@ def one_token_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
             chain.slots = {seen + 1: chain.slots.pop(seen)}
             chain.start = seq.drafted[NAME] = seen + 1
 
-    monkeypatch.setattr(DraftSlots, "settle", late)
+    monkeypatch.setattr(DraftSlots, "roll_back", late)
 
 
 PLANTS = [nothing_restored, states_exchanged, not_from_zero, one_token_left_out]
