@@ -198,7 +198,7 @@ def test_what_the_grammar_refuses_is_not_verified(monkeypatch: pytest.MonkeyPatc
     script({(request.id, 0): truth.tokens}, lies=lambda position: position % 2 == 1)  # ids of any kind
     trimmed = write([request])[request.id, 0]
     script({(request.id, 0): truth.tokens}, lies=lambda position: position % 2 == 1)
-    monkeypatch.setattr(compose, "fit", lambda draft, seq, ahead: draft)
+    monkeypatch.setattr(compose, "fit", lambda draft, k, seq, ahead: draft)
     whole = write([request])[request.id, 0]
     assert trimmed.tokens == whole.tokens == truth.tokens
     assert trimmed.stats.verified_positions < whole.stats.verified_positions

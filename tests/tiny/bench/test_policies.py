@@ -13,7 +13,7 @@ from speculon.bench.plan import AGAIN, BenchPlan
 from speculon.bench.run import run, widen
 from speculon.bench.workloads import Case
 from speculon.control.policies import COSTS, Policies
-from speculon.core import Timing, Verdict
+from speculon.core import Timing
 from speculon.engine.engine import Engine
 from speculon.errors import BenchError
 from speculon.sequence import Span
@@ -36,9 +36,9 @@ def policies_in_a_run(
         in_place.setdefault(time.partition(", ")[0], []).append(llm.engine.policy)
         return measure(llm, cases, speculation, time)
 
-    def observing(self: Policies, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
+    def observing(self: Policies, spans: list[Span], timing: Timing) -> None:
         observed.setdefault(id(self), set()).update(span.seq.methods for span in spans)
-        observe(self, spans, verdicts, timing)
+        observe(self, spans, timing)
 
     monkeypatch.setattr("speculon.bench.run.measure", watched)
     monkeypatch.setattr(Policies, "observe", observing)
