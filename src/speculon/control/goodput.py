@@ -95,6 +95,7 @@ class Running:
     added: Added
     missing: int  # continuations that must match before a lookup's drafts are verified
     # by method
+    max_drafts: dict[str, int] = field(default_factory=dict)  # in this round, before pages are reserved
     own: defaultdict[str, SequenceAcceptance] = field(default_factory=lambda: defaultdict(SequenceAcceptance))
     mean: Added = field(default_factory=lambda: Added(gain=0.0))  # of its rounds
     rounds: int = 0
@@ -194,8 +195,10 @@ class Goodput(Policy):
         now.rows = BENDS[-1] if batch > len(running) else 0
         for one in running:
             one.price(now.rate)
-            for method in one.seq.methods if unable(one.span) is None else ():
-                if not (k := one.span.max_drafts(method)):
+            methods = one.seq.methods if unable(one.span) is None else ()
+            one.max_drafts = {method: one.span.max_drafts(method) for method in methods}
+            for method, k in one.max_drafts.items():
+                if not k:
                     continue
                 if method not in one.seq.request.lookups:
                     now.models.setdefault(method, []).append(one)
@@ -230,15 +233,14 @@ class Goodput(Policy):
         """
         price = self.costs.prices(method, len(group))
         call, depth = now.rate * price.call, now.rate * price.depth
-        rows = self.costs.rows(
-            now.batch, now.rows, len(group), max(one.span.max_drafts(method) for one in group)
-        )
+        bounds = [min(one.max_drafts[method], one.span.reserved) for one in group]
+        rows = self.costs.rows(now.batch, now.rows, len(group), max(bounds))
         each = [now.rate * (row + price.draft) for row in rows]
         gains, best, most = list[list[float]](), 0, 0.0
-        for one in group:
+        for one, bound in zip(group, bounds, strict=True):
             curve = (1.0,) * POSITIONS if sure else one.cls.of(method).survival(one.own[method].shift)
             read = now.rate * price.unread * one.unread(method) / one.left()
-            gains.append(gains_of(curve[: one.span.max_drafts(method)], each, now.first, read))
+            gains.append(gains_of(curve[:bound], each, now.first, read))
         for k in range(1, max(map(len, gains), default=0) + 1):
             gain = sum(some[min(k, len(some)) - 1] for some in gains if some) - call - depth * k
             if gain > most:
@@ -259,7 +261,7 @@ class Goodput(Policy):
         it.
         """
         one = min(now.models[method], key=lambda one: (-one.own[method].shift, one.unread(method)))
-        k = min(COLD, one.span.max_drafts(method))
+        k = min(COLD, one.max_drafts[method])
         ms = (
             self.costs.proposal(method, 1, k, one.unread(method))
             + self.costs.step(now.batch, 1, k)
@@ -276,7 +278,7 @@ class Goodput(Policy):
         span, seq, probe = one.span, one.seq, now.probe is one.span
         if (why := unable(span)) is not None:
             return Decision.plain(why)
-        ks = {method: span.max_drafts(method) for method in seq.methods}
+        ks = one.max_drafts
         asks = [Ask(method, k) for method, k in ks.items() if k and not probe and self._due(now, one, method)]
         one.looked = bool(asks)
         if offer is not None:
