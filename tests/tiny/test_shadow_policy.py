@@ -157,3 +157,21 @@ def test_a_step_that_fails_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch)
     assert results[request.id, 0].tokens == truth[request.id, 0]
     assert difference(results, done, "scripted") == []
     check_account(done[request.id, 0])
+
+
+def test_goodput_keeps_no_probabilities_between_rounds() -> None:
+    noisy_draft()
+    engine = make_engine(tiny_target(LLAMA), speculation={**DRAFT, "policy": "goodput"})
+    params = SamplingParams(temperature=1, max_tokens=40, ignore_eos=True)
+    for first in range(4):
+        engine.add_request([1, 5 + first, 7, 9], params, {"method": "draft_model"})
+    policy, with_q = engine.policy.of("goodput"), 0
+    trim = policy.trim
+    spans: list[Any] = []
+    policy.trim = lambda method, span: spans.append(span) or trim(method, span)  # type: ignore[method-assign]
+    while engine.has_work:
+        engine.step()
+        with_q += any(span.draft.probs is not None for span in spans)
+        assert all(one.span.draft.probs is None for one in policy._running.values())  # type: ignore[attr-defined]
+        spans.clear()
+    assert with_q

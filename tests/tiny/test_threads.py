@@ -384,3 +384,59 @@ def test_a_forked_process_is_told_to_make_its_own(llm: LLM) -> None:
     child.start()
     child.join(30)
     assert child.exitcode == 0 and "make one in each process" in reply.get()
+
+
+def test_a_stream_that_is_left_when_its_loop_ends_is_closed(
+    llm: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    streams = []
+
+    async def leave() -> None:
+        streams.append(llm.astream(PROMPTS[1], LONG))
+        await anext(streams[-1])
+
+    for _ in range(5):
+        asyncio.run(leave())
+    assert not caplog.records and not llm.engine.has_work
+
+
+def test_a_task_reads_the_events_before_a_fault(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, step, failed = 0, llm.engine.step, threading.Event()
+
+    def failing() -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 6:
+            failed.set()
+            raise Planted
+        return step()
+
+    async def read_slowly() -> list[str]:
+        pieces = []
+        with pytest.raises(Planted):
+            async for piece in llm.astream(PROMPTS[0], LONG, speculation={"method": "off"}):
+                pieces.append(piece)
+                failed.wait(30)
+        return pieces
+
+    monkeypatch.setattr(llm.engine, "step", failing)
+    assert len(asyncio.run(read_slowly())) > 1
+    monkeypatch.undo()
+    llm.engine.check_integrity()
+
+
+def test_an_interrupt_in_an_abort_leaves_no_queue(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, abort, checks = llm.engine.step, llm.engine.abort, list[int]()
+
+    def interrupted(call: Callable[..., Any], *arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return call(*arguments)
+
+    monkeypatch.setattr(llm.engine, "step", lambda: interrupted(step))
+    monkeypatch.setattr(llm.engine, "abort", lambda request_id: interrupted(abort, request_id))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS[1], LONG)
+    monkeypatch.undo()
+    monkeypatch.setattr(llm.engine, "check_integrity", lambda: checks.append(1))
+    llm.generate("x", SamplingParams(max_tokens=2))
+    assert checks  # it is made only while no queue is left

@@ -355,6 +355,8 @@ class Goodput(Policy):
             if one := self._running.get(span.seq.id):
                 self._judge(one, span)
                 self._book(one, span, row_ms, timing)
+                one.span = Span(span.seq, span.start, span.length)  # the round's has q [K, V]
+        self._now.probe = None
 
     def _row_ms(self, lengths: list[int]) -> float:
         """A draft's share of what the round's drafts have added to the step."""

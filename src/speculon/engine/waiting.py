@@ -12,10 +12,10 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -135,11 +135,11 @@ class OutputQueue:
     async def take(self) -> list[Event]:
         """The events since the last call, at least one; none once all sequences have ended.
 
-        Raises the engine's fault.
+        Raises the engine's fault, after the events before it.
         """
         while not self.ready:
             await self._wait()
-        if self._error is not None:
+        if self._error is not None and not self.unread:
             raise self._error
         # not all at once: another thread may put meanwhile
         return [self.unread.popleft() for _ in range(len(self.unread))]
@@ -304,18 +304,17 @@ class Stepper:
         finally:
             queue.close()
 
-    @asynccontextmanager
-    async def requests_of_task(self, calls: Seq[Call]) -> AsyncIterator[OutputQueue]:
+    def requests_of_task(self, calls: Seq[Call]) -> TaskRequests:
         """`requests` for one task: a thread steps the engine until they have ended."""
-        loop = asyncio.get_running_loop()
-        queue = OutputQueue(self, loop)
-        try:
-            await loop.run_in_executor(self._calls, self._admit, calls, queue)
-            self._steps.submit(self._step_for, queue)
-            yield queue
-        finally:
-            # also where the task is cancelled meanwhile
-            await asyncio.shield(loop.run_in_executor(self._calls, queue.close))
+        return TaskRequests(self, calls)
+
+    async def admit_for_task(self, calls: Seq[Call], queue: OutputQueue) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._calls, self._admit, calls, queue)
+        self._steps.submit(self._step_for, queue)
+
+    async def end_for_task(self, queue: OutputQueue) -> None:
+        # also where the task is cancelled meanwhile
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._calls, queue.close))
 
     def events(self, queue: OutputQueue) -> Iterator[Event]:
         """Steps the engine for a thread until all sequences of its queue have ended. Raises what a step
@@ -335,8 +334,10 @@ class Stepper:
                     self._requests.put(engine.abort(request_id))
 
     def end(self, queue: OutputQueue) -> None:
-        self.abort(queue.open)
-        self._requests.remove(queue)
+        try:
+            self.abort(queue.open)
+        finally:  # an interrupt that waited is raised by the abort
+            self._requests.remove(queue)
 
     def replay(self) -> None:
         """All replays of the monitor, each forward of them only while nobody's request runs."""
@@ -410,3 +411,25 @@ class Stepper:
             with self._freed:
                 self._owner = None
                 self._freed.notify_all()
+
+
+class TaskRequests:
+    """Requests of one task, which end with its block.
+
+    No generator: a loop that ends closes those that were left in any order, one inside another too.
+    """
+
+    def __init__(self, stepper: Stepper, calls: Seq[Call]):
+        self._stepper, self._calls = stepper, calls
+
+    async def __aenter__(self) -> OutputQueue:
+        self._queue = OutputQueue(self._stepper, asyncio.get_running_loop())
+        try:
+            await self._stepper.admit_for_task(self._calls, self._queue)
+        except BaseException:
+            await self._stepper.end_for_task(self._queue)
+            raise
+        return self._queue
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stepper.end_for_task(self._queue)
