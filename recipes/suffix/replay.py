@@ -23,7 +23,7 @@ from speculon.bench import workloads
 from speculon.checkpoints.locate import locate
 from speculon.config import SamplingParams, SpeculationConfig
 from speculon.demo import corpus
-from speculon.models.tokenizer import load_tokenizer
+from speculon.models.reading import load_tokenizer
 from speculon.proposers.base import Proposer, TargetFacts
 from speculon.proposers.registry import find_factory
 from speculon.sequence import Sequence

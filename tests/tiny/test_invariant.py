@@ -83,7 +83,7 @@ def test_a_packed_head_is_in_pieces_without_a_loop(monkeypatch: pytest.MonkeyPat
     def refused(*_: Any, **__: Any) -> None:
         raise CannotReplace("planted")
 
-    monkeypatch.setattr(fuse, "fuse_loop", refused)
+    monkeypatch.setattr(fuse, "choose_loop", refused)
     monkeypatch.setattr(fuse, "head_is_packed", lambda *_: True)
     target = stock("llama")
     assert isinstance(head := target.model.get_output_embeddings(), fuse.Fused)
@@ -167,7 +167,7 @@ def test_a_model_object_is_invariant_where_it_is_set() -> None:
 
 def test_what_cannot_be_invariant_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     target = stock("llama")
-    monkeypatch.setattr(target.fusion, "compiled", True)
+    monkeypatch.setattr(target.runner, "form", "compiled")
     with pytest.raises(UnsupportedModel, match="batch_invariant: llama: compiled"):
         decide(target, True)
 
@@ -289,7 +289,7 @@ def test_a_lone_row_of_an_expert_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
     def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias) * (1 + (x.dim() == 2 and len(x) == 1) / 64)
 
-    monkeypatch.setattr(target.context(()), "product", product)
+    monkeypatch.setattr(target.runner.run.mode, "product", product)
     assert differing(target) is not None
 
 
@@ -344,7 +344,7 @@ def test_a_product_that_never_agrees_is_refused() -> None:
 def test_a_product_that_is_not_in_pieces_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     target = stock("llama")
     make_invariant(target)
-    loop: Any = target.run
+    loop: Any = target.runner.run
     inner = loop.head.product
     monkeypatch.setattr(loop, "head", lambda x: inner(x) * (1 + (len(x) > 3)))
     assert differing(target) is not None

@@ -7,34 +7,46 @@ The others write the pages, too, and call back for attention; few rows of severa
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from speculon.batch import Batch, as_tensor
 from speculon.core import LayerSpec
 from speculon.kv.store import SpanView, View, as_index
-from speculon.models.attention import running
-from speculon.models.block import CannotReplace
-from speculon.models.compare import close
-from speculon.models.compiled_layers import Exported, Layers
-from speculon.models.grouping import FOLD_ROWS, joint_call, visible_keys
-from speculon.models.linear import Linear, layout_of
-from speculon.models.loop import Loop
-from speculon.models.masks import MASKS
-from speculon.models.programs import FOLDED, SHARED, TUNED, Arguments, Program, Settings, key_of, program
+from speculon.models.attention import attend_written, fold, running, running_view, unfold
+from speculon.models.block import Block, CannotReplace, Loop, Norm, Stock, Tables, rotate, tables_of
+from speculon.models.footprint import JOINT_BYTES, compiling_is_faster
+from speculon.models.grouping import FOLD_ROWS, MASKS, joint_call, visible_keys
+from speculon.models.linear import Linear, Packed, Product, layout_of
 from speculon.models.taps import EMBEDDINGS, Taps
-from speculon.models.target import Run, Target
+from speculon.models.trial import Forward, Step, Trial, states_of, steps_agree
 
-COPIES = 5  # of the weights, where each program holds one
-# of a joint call: how many times the rows and keys of its sequences it may pad to, and its memory
-WASTED_ROWS, WASTED_KEYS, JOINT_BYTES = 4, 2, 32 << 20  # guess
+if TYPE_CHECKING:
+    from speculon.models.target import Target
 
-Step = tuple[Batch, View]
+# of a joint call: how many times the rows and keys of its sequences it may pad to
+WASTED_ROWS, WASTED_KEYS = 4, 2  # guess
+
+Settings = dict[str, Any]  # of the compiler
+Arguments = list[Tensor | None]  # of `Exported`
+Program = Callable[..., list[Tensor]]  # of them, to the results of `Exported`
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # query, key, value, scaling -> [T, H, Dh]
+
+# the weights of the loop are shared
+SHARED: Settings = {"cpp.weight_prepack": False, "aot_inductor.package_constants_in_so": False}
+FOLDED: Settings = {"freezing": True}  # weights are packed: each program holds a copy
+# products are kernels of the compiler, chosen by time
+TUNED = FOLDED | {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}
+
+
+# from layers to programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +71,15 @@ class Programs:
 
     def compile(self, layers: Exported, steps: Iterable[tuple[str, Arguments]]) -> None:
         """Compiles each program of the plan for the first step that takes it."""
-        key, settings = key_of(layers), self.plan.settings  # first: compiling changes attributes
-        for variant, arguments in steps:
-            if variant in settings.keys() - self.programs.keys():
-                self.programs[variant] = program(layers, variant, settings[variant], arguments, key)
+        from speculon.models.programs import key_of, program  # imports the compiler
+
+        settings = self.plan.settings
+        with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
+            warnings.simplefilter("ignore")
+            key = key_of(layers)  # first: compiling changes attributes
+            for variant, arguments in steps:
+                if variant in settings.keys() - self.programs.keys():
+                    self.programs[variant] = program(layers, variant, settings[variant], arguments, key)
         if missing := settings.keys() - self.programs.keys():
             raise CannotReplace(f"not compiled: no step was tried for {sorted(missing)}")
 
@@ -171,51 +188,48 @@ def plan_for(dtype: torch.dtype, device: torch.device) -> CompilePlan:
     return IN_ROWS if layout_of(dtype, device) is Linear else IN_BLOCKS
 
 
-def extra_bytes(weights: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Memory that compiling takes in addition to so many bytes of weights."""
-    if not measured(dtype, device):
-        return 0
-    return JOINT_BYTES if plan_for(dtype, device) is IN_ROWS else COPIES * weights
-
-
-def draft_bytes(weights: int, dtype: torch.dtype, device: torch.device) -> int:
-    """The same for the network of a drafter, whose keys are copied in any layout."""
-    if not measured(dtype, device):
-        return 0
-    return JOINT_BYTES + (0 if plan_for(dtype, device) is IN_ROWS else COPIES * weights)
-
-
-def row_bytes(layers: int, hidden: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Memory of the states that a program returns, for each row of a step."""
-    return (layers + 1) * hidden * dtype.itemsize if measured(dtype, device) else 0
-
-
-def measured(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether compiling was measured to be faster for such weights."""
-    return device.type == "cpu" and dtype is torch.float32
-
-
-def compiled(loop: Loop, target: Target, steps: Iterable[Step]) -> Compiled:
-    """The loop compiled for such steps, half a minute each, and compared on all of them, pages included.
+def compiled_loop(loop: Loop, target: Target) -> Compiled:
+    """The loop compiled, half a minute for each program, and compared on all trial steps, pages included.
 
     Raises `CannotReplace` where it cannot be compiled, or differs.
     """
+    if any(spec.chunk for spec in target.layers):
+        raise CannotReplace("not compiled: attention in chunks")
     with reported(target):
-        tried, layers = list(steps), len(loop.blocks)
+        tried, layers = trial_steps(loop, target), len(loop.blocks)
         layer_kinds = kinds_of(tried[0][1], layers)
         made = Compiled(loop, plan_for(target.dtype, target.device), layer_kinds)
-        with compiling():
-            made.compile(Layers(loop, layer_kinds), [made.arguments(*step) for step in tried])
-        for step in tried:
-            ours, theirs = (partial(results, run, step, layers) for run in (made, loop))
-            check(ours, theirs, step[1], layers)
+        made.compile(Layers(loop, layer_kinds), [made.arguments(*step) for step in tried])
+        run, expected = (partial(states_of, way, layers) for way in (made, loop))
+        compared(run, expected, [((batch,), view) for batch, view in tried], layers)
     return made
+
+
+def compared(made: Forward, network: Forward, steps: Iterable[Step], pages: int) -> None:
+    """Raises `CannotReplace` where they differ on a step, or in the keys and values of so many layers."""
+    if not all(steps_agree(made, network, step, pages) for step in steps):
+        raise CannotReplace("not compiled: it computes something else")
+
+
+def trial_steps(loop: Loop, target: Target) -> list[tuple[Batch, View]]:
+    """Steps to compile and compare. The first of each program is compiled, so only one row's sizes are 1."""
+    trial, batch = Trial.of(target, (8, 3)), Trial.of(target, (FOLD_ROWS + 1, 7))
+    single = Trial.of(target, (1, 1))
+    for each in (trial, batch):
+        loop(each.batch, each.view)  # writes keys to attend to
+    one, few = trial.last(1), trial.last(5)
+    several, many = (trial.batch, trial.view), (batch.batch, batch.view)
+    some = replace(batch.batch, score_rows=batch.batch.score_rows[3:]), batch.view
+    ends = [(replace(step, score_rows=step.score_rows[-1:]), view) for step, view in (few, several, many)]
+    late = [trial.last(1, 2), trial.last(2, 2, scattered=True), trial.last(1, scattered=True)]
+    early = [trial.last(8), single.last(1), (single.batch, single.view)]
+    return [one, few, several, many, some, *ends, *late, *early]
 
 
 @contextmanager
 def reported(target: Target) -> Iterator[None]:
     """Raises `CannotReplace` where compiling was never measured, and for any error of the compiler."""
-    if not measured(target.dtype, target.device):
+    if not compiling_is_faster(target.dtype, target.device):
         raise CannotReplace(f"not compiled: {target.dtype} on {target.device.type} was never measured")
     try:
         yield
@@ -226,38 +240,197 @@ def reported(target: Target) -> Iterator[None]:
         raise CannotReplace(f"not compiled: {line}") from error
 
 
-@contextmanager
-def compiling() -> Iterator[None]:
-    with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def kinds_of(view: View, layers: int) -> list[int]:
     """A number for each layer, from 0 on, that layers with equal keys and windows have in common."""
     numbers = [view.kind(layer) for layer in range(layers)]
     return [sorted(set(numbers)).index(number) for number in numbers]
 
 
-def check(
-    run: Callable[[], list[Tensor]], expected: Callable[[], list[Tensor]], view: View, layers: int
-) -> None:
-    """Raises `CannotReplace` where results differ, or the keys and values that are written."""
-    known = [*expected(), *written(view, layers)]
-    for layer in range(layers):  # rows that the program does not write stay NaN
-        view.write(layer, *(torch.full_like(x, torch.nan) for x in view.slots_of(layer, view.slots)))
-    found = [*run(), *written(view, layers)]
-    if len(found) != len(known) or not all(map(close, found, known)):
-        raise CannotReplace("not compiled: it computes something else")
+# the layers as modules that torch can export
 
 
-def written(view: View, layers: int) -> list[Tensor]:
-    return [rows.clone() for layer in range(layers) for rows in view.slots_of(layer, view.slots)]
+class DenseNorm(nn.Module):
+    """A norm in small operations, which the compiler fuses."""
+
+    def __init__(self, norm: Norm):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(norm.weight, requires_grad=False), norm.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
 
 
-def results(run: Run, step: Step, layers: int) -> list[Tensor]:
-    """Logits of a step, and the states of all rows after each layer."""
-    (batch, view), taps = step, Taps((EMBEDDINGS, *range(layers)))
-    logits = run(batch, view, taps)
-    assert logits is not None  # every step that is tried scores rows
-    return [logits, *(states for _, states in sorted(taps.take().items()))]
+class Layer(nn.Module):
+    """`Block` and `Attention` as a module that can be exported and compiled."""
+
+    def __init__(self, block: Block):
+        super().__init__()
+        of, mlp = block.attention, block.mlp
+        if isinstance(mlp, Stock) or of.softcap is not None or of.sinks is not None:
+            raise CannotReplace("not compiled: its layers are more than products and plain attention")
+        self.heads, self.kv_heads, self.head_dim = of.heads, of.kv_heads, of.head_dim
+        self.scaling, self.rotates, self.act = of.scaling, of.rotates, mlp.act
+        self.qkv, self.out = linear_of(of.qkv), linear_of(of.out)
+        self.gate_up, self.down = linear_of(mlp.gate_up), linear_of(mlp.down)
+        self.head_norm = nn.Identity() if of.norm is None else DenseNorm(of.norm)
+        before, after, before_mlp, after_mlp = (
+            nn.Identity() if norm is None else DenseNorm(norm) for norm in block.norms
+        )
+        self.before, self.after, self.before_mlp, self.after_mlp = before, after, before_mlp, after_mlp
+
+    def forward(self, x: Tensor, tables: Tables, attend: Attend) -> Tensor:  # [T, D] -> [T, D]
+        x = x + self.after(self.attended(self.before(x), tables, attend))
+        return x + self.after_mlp(self.mlp(self.before_mlp(x)))
+
+    def attended(self, x: Tensor, tables: Tables, attend: Attend) -> Tensor:
+        states = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        both = self.heads + self.kv_heads
+        turned = self.head_norm(states[:, :both])
+        turned = rotate(turned, tables) if self.rotates else turned
+        query, key, value = turned[:, : self.heads], turned[:, self.heads :], states[:, both:]
+        return self.out(attend(query, key, value, self.scaling).reshape(x.shape[0], -1))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(self.act(gate) * up)
+
+
+class Exported(nn.Module):
+    """What programs are made of: its forward takes the arguments that come with the name of a program."""
+
+    code: ClassVar = (rotate, fold)  # functions that programs hold, beside the classes of modules
+    sizes: tuple[str, ...]  # the names of the first sizes of what comes before `slots`
+    layer_kinds: list[int]
+
+
+class Layers(Exported):
+    """`Loop` as a module that can be exported: logits [R, V], then the states [T, D] that taps may keep."""
+
+    sizes = ("rows", "rows", "scored")
+
+    def __init__(self, loop: Loop, layer_kinds: list[int]):
+        super().__init__()
+        self.embed, self.rotary, self.head_dim = loop.embed, loop.rotary, loop.blocks[0].attention.head_dim
+        self.layers, self.layer_kinds = nn.ModuleList(map(Layer, loop.blocks)), layer_kinds
+        self.norm, self.head = DenseNorm(loop.norm), linear_of(loop.head)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, scored: Tensor, slots: Tensor | None, *pages: Tensor
+    ) -> list[Tensor]:
+        """`scored` [R] are rows, `slots` [T] the places of their keys and values.
+
+        `pages` are keys of all slots for each layer, then values, then `Compiled.joint`, if any.
+
+        Without `slots` the pages are those of one sequence; with several rows, masks of each kind follow.
+        """
+        x = self.embed(input_ids[None])
+        cos, sin = self.rotary(x, position_ids[None])
+        tables, x = tables_of(cos, sin, self.head_dim), x[0]
+        states = [x]
+        for number, layer in enumerate(self.layers):
+            x = layer(x, tables, attention_of(number, self.layer_kinds, slots, pages))
+            states.append(x)
+        return [self.head(self.norm(x[scored])), *states]
+
+
+def linear_of(product: Product) -> nn.Linear:
+    """A product as a linear module with unpacked weights. Raises `CannotReplace` for shared weights."""
+    if isinstance(product, nn.Linear):
+        return product
+    if not isinstance(product, Packed | Linear):
+        raise CannotReplace("not compiled: the weights of a model object stay where they are")
+    weight = product.weight.to_dense() if isinstance(product, Packed) else product.weight
+    with torch.device("meta"):
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=product.bias is not None)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    if product.bias is not None:
+        layer.bias = nn.Parameter(product.bias, requires_grad=False)
+    return layer
+
+
+# how an exported layer attends
+
+
+@torch.library.custom_op("speculon::attend", mutates_args=())
+def attend(query: Tensor, keys: Tensor, values: Tensor, layer: int, scaling: float) -> Tensor:
+    """`attend_written` on the running step; the pages are arguments so that rows are written first."""
+    return attend_written(running_view(), layer, query, scaling).contiguous()
+
+
+@attend.register_fake
+def _(query: Tensor, keys: Tensor, values: Tensor, layer: int, scaling: float) -> Tensor:
+    return query.new_empty(*query.shape[:2], values.shape[-1])
+
+
+def attend_back(
+    keys: Tensor,  # [slots, Hkv, Dh]
+    values: Tensor,
+    slots: Tensor,  # [T]
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+) -> Tensor:  # [T, H, Dh]
+    """Rows of any sequences, written to their slots: calls back for attention outside of the program."""
+    keys.index_copy_(0, slots, key)
+    values.index_copy_(0, slots, value)
+    attended: Tensor = torch.ops.speculon.attend(query, keys, values, layer, scaling)
+    return attended
+
+
+def attend_joint(
+    keys: Tensor,  # [slots, Hkv, Dh]
+    values: Tensor,
+    slots: Tensor,  # [T]
+    joint: Sequence[Tensor],  # of `PagedPrograms.joint`, for one kind of layer
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+) -> Tensor:  # [T, H, Dh]
+    """Rows of several sequences, written to their slots: one padded kernel call for all."""
+    keys.index_copy_(0, slots, key)
+    values.index_copy_(0, slots, value)
+    rows, order, where, mask = joint  # [B, n], [T], [B, S], [B, 1, n, S]
+    kv_heads, group = key.shape[1], query.shape[1] // key.shape[1]
+    q = query[rows].unflatten(2, (kv_heads, group))  # [B, n, Hkv, g, Dh]
+    q = q.permute(0, 2, 1, 3, 4).flatten(2, 3)  # [B, Hkv, n * g, Dh]
+    k, v = (pool[where].transpose(1, 2) for pool in (keys, values))  # [B, Hkv, S, Dh]
+    mask = mask.repeat_interleave(group, 2)  # [B, 1, n * g, S]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)  # [B, Hkv, n * g, Dh]
+    out = out.unflatten(2, (-1, group)).permute(0, 2, 1, 3, 4)  # [B, n, Hkv, g, Dh]
+    return out.flatten(2, 3).flatten(0, 1)[order]
+
+
+def attend_alone(
+    keys: Tensor,  # [S, Hkv, Dh], a view of the pages
+    values: Tensor,
+    mask: Tensor | None,  # [T, S]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+) -> Tensor:  # [T, H, Dh]
+    """The rows of one sequence, written to the last of its slots."""
+    group, before = query.shape[1] // key.shape[1], keys.shape[0] - key.shape[0]  # len() would be a constant
+    keys[before:] = key
+    values[before:] = value
+    k, v = (slots.transpose(0, 1)[None] for slots in (keys, values))
+    mask = None if mask is None else mask.repeat_interleave(group, 0)
+    out = F.scaled_dot_product_attention(fold(query, 1, group), k, v, attn_mask=mask, scale=scaling)
+    return unfold(out, group)
+
+
+def attention_of(
+    number: int, layer_kinds: list[int], slots: Tensor | None, pages: Sequence[Tensor]
+) -> Attend:
+    """How a layer attends, by what a program is given."""
+    count, distinct, own = len(layer_kinds), len(set(layer_kinds)), layer_kinds[number]
+    stored, more = (pages[number], pages[count + number]), pages[2 * count :]
+    if slots is None:
+        return partial(attend_alone, *stored, more[own] if more else None)
+    if more:
+        return partial(attend_joint, *stored, slots, (*more[:2], more[2 + own], more[2 + distinct + own]))
+    return partial(attend_back, *stored, slots, number)

@@ -16,7 +16,8 @@ from speculon.models.dflash_attention import Sight
 from speculon.models.dflash_heads import Confidence, GatedMarkov, Markov, RecurrentMarkov
 from speculon.models.draft_runs import run_bytes
 from speculon.models.drafter_parts import Parts, ids_of, read_tensors, rope_config, weight_bytes
-from speculon.models.target import Target, scratch_bytes
+from speculon.models.footprint import scratch_bytes
+from speculon.models.target import Target
 
 
 def dflash_needs(

@@ -15,7 +15,8 @@ from speculon.models.block import Attention, Block, Norm
 from speculon.models.draft_runs import run_bytes
 from speculon.models.drafter_parts import Parts, ids_of, read_tensors, rope_config, weight_bytes
 from speculon.models.eagle import EagleHead, FirstLayer
-from speculon.models.target import Target, scratch_bytes
+from speculon.models.footprint import scratch_bytes
+from speculon.models.target import Target
 
 OF_PAIRS = 3  # widths of a state: the given states, and the pairs that the first layer reads
 

@@ -25,12 +25,11 @@ from speculon.checkpoints.locate import locate
 from speculon.config import SpeculationConfig
 from speculon.core import Draft, Needs, Stop, Verdict, no_draft
 from speculon.errors import ConfigError
-from speculon.models.captured_drafts import Forward
 from speculon.models.dflash import DFlashModel, Drawing
 from speculon.models.dflash_attention import block_view
 from speculon.models.dflash_load import dflash_needs, load_dflash
 from speculon.models.draft_runs import run_of_blocks
-from speculon.models.fusion import Fusion
+from speculon.models.target import Runner
 from speculon.proposers.base import States, TargetFacts
 from speculon.proposers.chain import Piece, catch_up, draft_at_once, draft_chain, independent, mark
 from speculon.sequence import Sequence
@@ -57,8 +56,7 @@ class DFlashDrafter:
         self.compile = target.compile
         self.needs: Needs = dflash_needs(config, target.model, target.rows, target.scored, target.compile)
         self.model: DFlashModel
-        self.run: Forward  # of the model
-        self.fusion: Fusion
+        self.runner: Runner
 
     @classmethod
     def build(cls, config: SpeculationConfig, target: TargetFacts) -> DFlashDrafter:
@@ -80,7 +78,7 @@ class DFlashDrafter:
     def load(self) -> None:
         self.model = load_dflash(self.config, self.target)
         layers = self.needs.layers[1:]
-        self.run, self.fusion = run_of_blocks(self.model, layers, self.target, self.compile)
+        self.runner = run_of_blocks(self.model, layers, self.target, self.compile)
 
     def admit(self, seq: Sequence) -> None:
         """Nothing yet: the prompt's states are read with the first draft."""
@@ -136,7 +134,7 @@ class DFlashDrafter:
             ids += [seq.tokens[n], *[self.model.mask_token_id] * (rows - 1)]
             positions += range(n, n + rows)
         flat = torch.tensor([ids, positions], device=self.target.device)
-        states = self.run(flat[0], flat[1], block_view(own, blocks))
+        states = self.runner.run(flat[0], flat[1], block_view(own, blocks))
         ends = accumulate((rows for _, _, rows in blocks), initial=0)
         return [states[start + skipped : end] for start, end in pairwise(ends)]
 

@@ -23,11 +23,10 @@ from speculon.checkpoints.locate import locate
 from speculon.config import SpeculationConfig
 from speculon.core import Draft, Needs, Stop, Verdict, no_draft
 from speculon.errors import ConfigError
-from speculon.models.captured_drafts import Forward
 from speculon.models.draft_runs import run_of_head
 from speculon.models.eagle import EagleHead, agreement
 from speculon.models.eagle_load import head_needs, load_head
-from speculon.models.fusion import Fusion
+from speculon.models.target import Runner
 from speculon.proposers.base import States, TargetFacts
 from speculon.proposers.chain import Piece, catch_up, draft_chain, mark
 from speculon.sequence import Sequence
@@ -64,8 +63,7 @@ class Eagle3Drafter:
         )
         self.compile = target.compile
         self.head: EagleHead
-        self.run: Forward  # of the head
-        self.fusion: Fusion
+        self.runner: Runner
 
     @classmethod
     def build(cls, config: SpeculationConfig, target: TargetFacts) -> Eagle3Drafter:
@@ -87,7 +85,7 @@ class Eagle3Drafter:
     def load(self) -> None:
         self.head = load_head(self.head_config, self.target)
         layers = self.needs.layers[1:]
-        self.run, self.fusion = run_of_head(self.head, layers, self.target, self.compile)
+        self.runner = run_of_head(self.head, layers, self.target, self.compile)
         if len(self.tap_layouts) > 1 and self.tokenizer is not None:
             self.needs = replace(
                 self.needs, taps=self._better_reading(self.tokenizer.encode(PROBE)[: self.target.max_context])
@@ -156,7 +154,7 @@ class Eagle3Drafter:
     def _forward(self, pieces: list[Piece], ids: list[int], states: Tensor, own: DraftLease) -> Tensor:
         positions = [slot - 1 for _, start, end in pieces for slot in range(start, end)]
         flat = torch.tensor([ids, positions], device=states.device)
-        return self.run(flat[0], states, flat[1], own.view(pieces, first=1))
+        return self.runner.run(flat[0], states, flat[1], own.view(pieces, first=1))
 
 
 def overridden(head_config: Eagle3Config, options: Mapping[str, Any]) -> Eagle3Config:

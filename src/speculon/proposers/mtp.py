@@ -22,9 +22,9 @@ from speculon.checkpoints.mtp import MTP, MtpConfig, mtp_of
 from speculon.config import SpeculationConfig
 from speculon.core import Draft, Needs, Stop, Verdict, no_draft
 from speculon.errors import ConfigError
-from speculon.models.fusion import Fusion
 from speculon.models.mtp import MtpHead
 from speculon.models.mtp_load import load_mtp, mtp_needs
+from speculon.models.target import Runner
 from speculon.proposers.base import States, TargetFacts
 from speculon.proposers.chain import Piece, catch_up, draft_chain, mark
 from speculon.sequence import Sequence
@@ -51,7 +51,7 @@ class Mtp:
         self.fuse = target.fuse
         self.needs: Needs = mtp_needs(config, target.model, target.rows, target.scored)
         self.head: MtpHead
-        self.fusion: Fusion
+        self.runner: Runner
 
     @classmethod
     def build(cls, config: SpeculationConfig, target: TargetFacts) -> Mtp:
@@ -68,7 +68,9 @@ class Mtp:
     def load(self) -> None:
         self.head, own = load_mtp(self.config, self.target, self.needs.layers, self.fuse)
         self.needs = replace(self.needs, bytes_fixed=own)
-        self.fusion = Fusion(len(self.head.modules), refused=Counter({AS_IT_IS: len(self.head.modules)}))
+        self.runner = Runner(
+            self.head.run, len(self.head.modules), refused=Counter({AS_IT_IS: len(self.head.modules)})
+        )
 
     def admit(self, seq: Sequence) -> None:
         """Nothing yet: the prompt is read with the first draft."""

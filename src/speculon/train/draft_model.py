@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from speculon.errors import InvalidParameter
-from speculon.models.quiet import quiet
-from speculon.models.tokenizer import load_tokenizer
+from speculon.models.reading import load_tokenizer, quiet
 from speculon.train.data import Rows
 from speculon.train.losses import kl
 from speculon.train.settings import DraftSettings
