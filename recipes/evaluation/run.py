@@ -23,7 +23,7 @@ from speculon.bench.corpus import held_out_functions
 from speculon.bench.provenance import commit, machine
 from speculon.bench.workloads import Size, build
 from speculon.checkpoints.locate import locate
-from speculon.models.tokenizer import load_tokenizer
+from speculon.models.reading import load_tokenizer
 from speculon.text import Tokenizer
 
 TASKS = Path(__file__).with_name("tasks")

@@ -134,7 +134,7 @@ def report(args: argparse.Namespace, device: torch.device, bandwidth: float) -> 
         target = llm.engine.target
         # of the first load: capture adds its buffers to what is counted
         weights = weights or weights_read(target)
-        print(f"\n{target.name}, compile={captured}: {target.fusion}; {target.dtype}")
+        print(f"\n{target.name}, compile={captured}: {target.runner}; {target.dtype}")
         forwards = {
             (sequences, rows): forward_of(target, sequences, rows) for sequences in SEQUENCES for rows in ROWS
         }

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from speculon.bench.widen import gated_mlps, parts, widen
 from speculon.checkpoints.locate import locate
-from speculon.models.tokenizer import load_tokenizer
+from speculon.models.reading import load_tokenizer
 
 
 def main() -> None:

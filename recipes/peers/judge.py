@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from speculon.models.quiet import quiet
+from speculon.models.reading import quiet
 
 
 class Judge:

@@ -42,7 +42,7 @@ from speculon.bench.provenance import commit, machine
 from speculon.bench.workloads import Case, Known, Size, build, fingerprint
 from speculon.checkpoints.headers import read_checkpoint
 from speculon.checkpoints.locate import locate
-from speculon.models.tokenizer import load_tokenizer
+from speculon.models.reading import load_tokenizer
 from speculon.text import Tokenizer
 
 OPTIONS = "engines modes dtype workloads concurrency prompts groups max_tokens repeats threads clock".split()

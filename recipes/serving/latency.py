@@ -24,7 +24,7 @@ from recipes.serving.server import Server
 from speculon.bench.provenance import commit, machine
 from speculon.bench.workloads import Size, build
 from speculon.checkpoints.locate import locate
-from speculon.models.tokenizer import load_tokenizer
+from speculon.models.reading import load_tokenizer
 from speculon.text import Tokenizer
 
 # The same as `vllm bench serve`, whose entry point asks for a package name that the CPU build does not have.

@@ -22,7 +22,7 @@ from typing import Any, cast
 from speculon.bench import corpus, workloads
 from speculon.checkpoints.locate import locate
 from speculon.config import SamplingParams, SpeculationConfig
-from speculon.models.tokenizer import load_tokenizer
+from speculon.models.reading import load_tokenizer
 from speculon.proposers.base import Proposer, TargetFacts
 from speculon.proposers.registry import find_factory
 from speculon.sequence import Sequence

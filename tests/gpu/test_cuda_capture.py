@@ -8,12 +8,13 @@ from functools import cache
 import pytest
 import torch
 
-from speculon.kv.budget import held_memory
-from speculon.models.captured import Captured, bucket_of, capture_bytes, sizes
-from speculon.models.compare import close
+from speculon.memory.budget import held_memory
+from speculon.models.captured import Captured, bucket_of, sizes
+from speculon.models.footprint import CaptureSizes
 from speculon.models.load import wrap_model
 from speculon.models.taps import Taps
 from speculon.models.target import Target
+from speculon.models.trial import close
 from tests.tiny.conftest import build, tiny_model
 from tests.tiny.scripted import run, script
 from tests.tiny.test_captured import LAYERS, kept_after_another_step, logits, step
@@ -33,10 +34,8 @@ def captured_target(name: str, dtype: torch.dtype = torch.float32) -> Target:
 
 
 def captured_of(target: Target) -> Captured:
-    assert isinstance(target.run, Captured) and target.fusion is not None and target.fusion.captured, str(
-        target.fusion
-    )
-    return target.run
+    assert isinstance(target.runner.run, Captured) and (target.runner.form == "captured"), str(target.runner)
+    return target.runner.run
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "phi3", "smollm3"])
@@ -81,7 +80,7 @@ def test_what_it_takes_is_what_is_counted() -> None:
         torch.cuda.empty_cache()
         took.append(held_memory(torch.device("cuda")) - before)
         del target
-    counted = capture_bytes(model.config, captured_target("qwen3").layers, torch.float32)
+    counted = CaptureSizes.of_target(model.config, captured_target("qwen3").layers).num_bytes(torch.float32)
     assert took[1] - took[0] <= counted + WORKSPACES
 
 
@@ -91,5 +90,5 @@ def test_a_model_that_waits_for_the_device_stays_the_loop() -> None:
         "cuda"
     )
     target = wrap_model(waiting, share=False, compile=True)
-    assert target.fusion is not None and "not captured: " in str(target.fusion)
+    assert "not captured: " in str(target.runner)
     captured_of(wrap_model(copy.deepcopy(tiny_model("llama")).to("cuda"), compile=True))

@@ -42,7 +42,7 @@ def drained(engine: Engine, requests: Any, speculation: dict[str, Any]) -> Any:
 def engine_with(method: str, path: Path) -> Engine:
     engine = make_engine(deep_target("cuda"), speculation={"draft": {method: str(path)}}, compile=True)
     drafter: Any = engine.proposers.find(method)
-    assert isinstance(drafter.run, CapturedDraft), str(drafter.fusion)
+    assert isinstance(drafter.runner.run, CapturedDraft), str(drafter.runner)
     assert engine.capabilities()[f"captured.{method}"].status == "on"
     return engine
 
@@ -71,7 +71,7 @@ def test_a_draft_model_is_captured_beside_its_target(seed: int, tmp_path: Path) 
     config = EngineConfig(block_size=4, compile=True, speculation=speculation)
     engine = Engine(captured_target("llama"), None, config)
     drafter: Any = proposer_of(engine, "draft_model")
-    assert isinstance(drafter.model.run, Captured), str(drafter.fusion)
+    assert isinstance(drafter.model.runner.run, Captured), str(drafter.runner)
     speculation = {"method": "draft_model", "num_speculative_tokens": 4}
     assert drained(engine, requests_to_llama("greedy"), speculation) == plain_of_llama("greedy")
 
@@ -82,4 +82,4 @@ def test_half_precision_is_captured(tmp_path: Path) -> None:
     path = write_eagle3(tmp_path, deep_model().config)
     engine = make_engine(target, speculation={"draft": {"eagle3": str(path)}}, compile=True)
     drafter: Any = proposer_of(engine, "eagle3")
-    assert isinstance(drafter.run, CapturedDraft), str(drafter.fusion)
+    assert isinstance(drafter.runner.run, CapturedDraft), str(drafter.runner)

@@ -43,4 +43,4 @@ def test_captured_steps_are_invariant_in_bf16(name: str) -> None:
     model = copy.deepcopy(tiny_model(name)).to("cuda", torch.bfloat16)
     target = wrap_model(model, name=name, share=False, compile=True)
     make_invariant(target)
-    assert isinstance(target.run, Captured) and differing(target) is None
+    assert isinstance(target.runner.run, Captured) and differing(target) is None

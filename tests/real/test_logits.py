@@ -51,8 +51,8 @@ def distance(found: Tensor, truth: Tensor) -> float:
 
 def test_all_layers_run_in_one_loop_and_are_batch_invariant(llm: LLM) -> None:
     target = llm.engine.target
-    assert target.fusion is not None and target.fusion.blocks == len(target.layers), str(target.fusion)
-    assert target.fusion.one_loop
+    assert target.runner.fused == len(target.layers), str(target.runner)
+    assert target.runner.one_loop
     assert target.batch_invariant or target.dtype is torch.float32, target.invariance
 
 
@@ -65,7 +65,7 @@ def test_log_probabilities_are_as_near_to_fp32_as_those_of_transformers(
 
 def test_a_norm_that_lost_its_form_would_be_seen(llm: LLM, ids: Tensor, stock: tuple[Tensor, float]) -> None:
     truth, limit = stock
-    block = llm.engine.target.run.blocks[-3]  # type: ignore[attr-defined]
+    block = llm.engine.target.runner.run.blocks[-3]  # type: ignore[attr-defined]
     norms = block.norms
     assert norms[0] is not None
     block.norms = (Norm(norms[0].weight - 1, norms[0].eps), *norms[1:])

@@ -13,8 +13,8 @@ from torch import Tensor
 from speculon import LLM, SamplingParams
 from speculon.models import linear
 from speculon.models.compiled import Programs
+from speculon.models.compiled_layers import Program
 from speculon.models.linear import Layout, Linear, packed
-from speculon.models.programs import Program
 
 pytestmark = [
     pytest.mark.soak,
@@ -37,15 +37,15 @@ def test_outputs_are_those_of_the_loop(
         LLM("demo", compile=compile, max_num_seqs=4, speculation={"policy": "fixed", "draft": drafts})
         for compile in (False, True)
     )
-    fusion = fast.engine.target.fusion
-    assert fusion is not None and fusion.one_loop
-    if not fusion.compiled:  # headers of Python, for one, may be missing where a compiler is not
+    fusion = fast.engine.target.runner
+    assert fusion.one_loop
+    if fusion.form != "compiled":  # headers of Python, for one, may be missing where a compiler is not
         pytest.skip(str(fusion))
     assert fast.engine.target.taps is not None, "every step is tapped"
-    runs, calls = {"target": fast.engine.target.run}, Counter[str]()
+    runs, calls = {"target": fast.engine.target.runner.run}, Counter[str]()
     for method in drafts:
         drafter: Any = fast.engine.proposers.find(method)
-        runs[method] = drafter.model.run if method == "draft_model" else drafter.run
+        runs[method] = drafter.model.runner.run if method == "draft_model" else drafter.runner.run
     for of, run in runs.items():
         assert isinstance(run, Programs), of
         for name, program in list(run.programs.items()):

@@ -15,11 +15,11 @@ from speculon.core import Reason
 from speculon.engine.engine import Engine
 from speculon.errors import SpeculonError
 from speculon.kv import slots
+from speculon.models.block import Loop
 from speculon.models.captured import Captured
 from speculon.models.captured_drafts import CapturedDraft
 from speculon.models.compiled import Compiled, Programs
 from speculon.models.fuse import FusedLayer
-from speculon.models.loop import Loop
 from speculon.proposers.base import Extending
 from speculon.proposers.model_drafter import ModelDrafter
 from speculon.proposers.registry import known_methods
@@ -318,10 +318,11 @@ def check_mode(engine: Engine, name: str, row: Capability) -> None:
     found = {
         "prefix_cache": lambda: cached(engine) > 0,
         "fusion": lambda: (
-            isinstance(target.run, Loop) or any(isinstance(m, FusedLayer) for m in target.model.modules())
+            isinstance(target.runner.run, Loop)
+            or any(isinstance(m, FusedLayer) for m in target.model.modules())
         ),
-        "compiled": lambda: isinstance(target.run, Compiled),
-        "captured": lambda: isinstance(target.run, Captured),
+        "compiled": lambda: isinstance(target.runner.run, Compiled),
+        "captured": lambda: isinstance(target.runner.run, Captured),
         "batch_invariant": lambda: target.batch_invariant,
         "tokenizer": lambda: engine.tokenizer is not None,
     }
@@ -334,7 +335,7 @@ def check_programs(engine: Engine, name: str, row: Capability) -> None:
         check_mode(engine, name, row)
         return
     drafter: Any = engine.proposers.find(name)
-    run = drafter.model.run if isinstance(drafter, ModelDrafter) else getattr(drafter, "run", None)
+    run = drafter.model.runner.run if isinstance(drafter, ModelDrafter) else getattr(drafter, "run", None)
     assert row.status == ("on" if isinstance(run, Programs | Captured | CapturedDraft) else "off")
 
 

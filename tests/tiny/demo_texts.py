@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from speculon.config import EngineConfig, SamplingParams
 from speculon.engine.engine import Engine
 from speculon.models.load import load_target
+from speculon.models.reading import load_tokenizer
 from speculon.models.target import Target
-from speculon.models.tokenizer import load_tokenizer
 from speculon.text import Tokenizer
 
 DEMO = Path(__file__).parents[1] / "models" / "demo"

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculon.checkpoints.memory import model_needs
 from speculon.core import Draft
+from speculon.memory.needs import model_needs
 from speculon.models.target import Target
 from speculon.proposers.draft_model import NAME, DraftModel
 from speculon.proposers.registry import register

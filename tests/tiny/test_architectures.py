@@ -19,9 +19,9 @@ from speculon.core import LayerSpec
 from speculon.errors import UnsupportedModel
 from speculon.kv.store import PageStore, SpanView
 from speculon.models import attention, grouping
+from speculon.models.grouping import MaskCache
 from speculon.models.load import context_limit, wrap_model
 from speculon.models.load_check import Piece, run_pieces
-from speculon.models.masks import MaskCache
 from speculon.models.probe import visible
 from speculon.models.target import Target
 from tests.tiny.conftest import CONTEXT, TINY, VOCAB, WINDOW, build, tiny_model, tiny_target

@@ -13,7 +13,7 @@ import pytest
 
 from speculon.config import SamplingParams
 from speculon.grammar import Grammars, Matcher
-from speculon.models.tokenizer import load_tokenizer
+from speculon.models.reading import load_tokenizer
 from speculon.server.tool_calls import CLOSE, OPEN
 from speculon.server.tool_schemas import call_schema, calls_grammar
 from speculon.text import Tokenizer

@@ -14,18 +14,17 @@ import torch
 from torch import Tensor
 
 from speculon.batch import Batch
-from speculon.checkpoints.memory import model_needs
 from speculon.kv.store import SpanView, View
+from speculon.memory.needs import model_needs
 from speculon.models import captured as capturing
-from speculon.models.block import CannotReplace
-from speculon.models.captured import BUCKETS, Captured, Piece, bucket_of, capture_bytes, sizes, static_bytes
-from speculon.models.compare import close
+from speculon.models.block import CannotReplace, Loop
+from speculon.models.captured import BUCKETS, Captured, Piece, bucket_of, sizes
+from speculon.models.footprint import CaptureSizes
 from speculon.models.load import wrap_model
 from speculon.models.load_check import paged_logits
-from speculon.models.loop import Loop
 from speculon.models.taps import Taps
 from speculon.models.target import Target
-from speculon.models.trial import Trial
+from speculon.models.trial import Trial, alike, close
 from tests.tiny.conftest import build, tiny_model, tiny_target
 from tests.tiny.scripted import run, script
 from tests.tiny.test_parity import MODES, assert_same, drafting, plain, requests_of
@@ -50,14 +49,14 @@ def made(model: Any = None) -> Target:
 
 def both(name: str = "qwen3") -> tuple[Target, Captured, Loop]:
     target = made(tiny_model(name))
-    assert isinstance(target.run, Captured)
-    return target, target.run, target.run.loop
+    assert isinstance(target.runner.run, Captured)
+    return target, target.runner.run, target.runner.run.loop
 
 
 def reasons(target: Target) -> str:
-    assert target.fusion is not None and target.fusion.one_loop and not target.fusion.captured
-    assert isinstance(target.run, Loop)
-    return str(target.fusion)
+    assert target.runner.one_loop and target.runner.form != "captured"
+    assert isinstance(target.runner.run, Loop)
+    return str(target.runner)
 
 
 def step(
@@ -80,7 +79,7 @@ def logits(run: Any, batch: Batch, view: View, taps: Taps | None = None) -> Tens
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_captured_computes_the_same(name: str) -> None:
     target, stays = made(tiny_model(name)), tiny_target(name)
-    assert isinstance(target.run, Captured) and str(target.fusion).endswith("one loop, captured")
+    assert isinstance(target.runner.run, Captured) and str(target.runner).endswith("one loop, captured")
     found, expected = paged_logits(target), paged_logits(stays)  # calls of 13 rows, and of 4
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
@@ -296,7 +295,7 @@ def test_layers_of_different_shapes_are_not_captured() -> None:
 
 def test_a_model_object_is_captured_where_its_weights_are() -> None:
     target = wrap_model(tiny_model("qwen3"), compile=True)
-    assert isinstance(target.run, Captured) and close(
+    assert isinstance(target.runner.run, Captured) and close(
         paged_logits(target), paged_logits(wrap_model(tiny_model("qwen3")))
     )
 
@@ -308,12 +307,12 @@ def test_the_largest_are_captured_first() -> None:
 
 def test_in_half_precision_rows_agree_within_the_tolerance() -> None:
     target = made(build("llama").to(torch.bfloat16))
-    assert isinstance(target.run, Captured)
+    assert isinstance(target.runner.run, Captured)
     exact = torch.randn(4, 96, generator=torch.Generator().manual_seed(0))
-    assert capturing.alike(exact.bfloat16(), (exact * 1.01).bfloat16())
+    assert alike(exact.bfloat16(), (exact * 1.01).bfloat16())
     wrong = exact.clone()
     wrong[2] = exact[3]
-    assert not capturing.alike(wrong.bfloat16(), exact.bfloat16())
+    assert not alike(wrong.bfloat16(), exact.bfloat16())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -322,12 +321,14 @@ def test_buffers_are_counted(name: str) -> None:
     config = target.model.config.get_text_config()
     kept = (captured.x, captured.heads, captured.attended, captured.logits, *captured.tables)
     kept += (captured.ids, captured.positions, captured.score_rows)
-    assert static_bytes(config, target.layers, target.dtype) == sum(tensor.nbytes for tensor in kept)
-    took = capture_bytes(config, target.layers, target.dtype)
+    assert CaptureSizes.of_target(config, target.layers).static_bytes(target.dtype) == sum(
+        tensor.nbytes for tensor in kept
+    )
+    took = CaptureSizes.of_target(config, target.layers).num_bytes(target.dtype)
     assert (
         target.num_bytes - tiny_target(name).num_bytes
         == took
-        > static_bytes(config, target.layers, target.dtype)
+        > CaptureSizes.of_target(config, target.layers).static_bytes(target.dtype)
     )
 
 
@@ -337,5 +338,5 @@ def test_the_estimate_counts_what_capturing_takes(tmp_path: Any) -> None:
     kept, recorded = (
         model_needs(tmp_path, torch.float16, cuda, 7, 5, compile=compile) for compile in (False, True)
     )
-    took = capture_bytes(target.model.config, recorded.layers, torch.float16)
+    took = CaptureSizes.of_target(target.model.config, recorded.layers).num_bytes(torch.float16)
     assert recorded.bytes_fixed - kept.bytes_fixed == took > 0

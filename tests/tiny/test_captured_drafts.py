@@ -13,17 +13,10 @@ import torch
 
 from speculon.engine.engine import Engine
 from speculon.models import captured as capturing
-from speculon.models.captured import BUCKETS, GRAPH
-from speculon.models.captured_drafts import (
-    CapturedDraft,
-    draft_capture_bytes,
-    draft_static_bytes,
-    of_buckets,
-    trials,
-    view_of,
-)
+from speculon.models.captured import of_buckets
+from speculon.models.captured_drafts import CapturedDraft, trials, view_of
 from speculon.models.drafter_layers import rope_config
-from speculon.models.target import STATES_OF_ROW
+from speculon.models.footprint import BUCKETS, GRAPH, STATES_OF_ROW, CaptureSizes
 from tests.tiny.blocks import ask as ask_for_blocks
 from tests.tiny.blocks import drafter_of, watch_blocks, wrong_blocks
 from tests.tiny.checkpoint_formats import write_eagle3
@@ -57,9 +50,9 @@ def engine_with(method: str, folder: Path, compile: bool = True, **variant: Any)
 
 def captured_of(engine: Engine, method: str) -> CapturedDraft:
     drafter: Any = engine.proposers.find(method)
-    assert isinstance(drafter.run, CapturedDraft), str(drafter.fusion)
+    assert isinstance(drafter.runner.run, CapturedDraft), str(drafter.runner)
     assert engine.capabilities()[f"captured.{method}"].status == "on"
-    return drafter.run
+    return drafter.runner.run
 
 
 def drained(engine: Engine, asked: dict[str, Any]) -> Any:
@@ -98,7 +91,7 @@ def arguments(engine: Engine, method: str, rows: int) -> tuple[Any, ...]:
     for ids, positions, store, lengths in trials(layers, engine.target, of_buckets()):
         if len(ids) == rows:
             view = view_of(store, lengths, written=method == "eagle3")
-            width = len(drafter.run.x[0])
+            width = len(drafter.runner.run.x[0])
             states = [torch.linspace(-1, 1, rows * width).view(rows, width)] * (method == "eagle3")
             return ids, *states, positions, view
     raise AssertionError(f"no trial of {rows} rows")
@@ -169,8 +162,8 @@ def test_a_planted_error_is_found(
 def why_not(engine: Engine, method: str) -> str:
     """The reason in the table; the network runs as it is."""
     drafter: Any = engine.proposers.find(method)
-    assert not isinstance(drafter.run, CapturedDraft)
-    return str(drafter.fusion)
+    assert not isinstance(drafter.runner.run, CapturedDraft)
+    return str(drafter.runner)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -191,8 +184,9 @@ def test_buffers_are_counted(method: str, more: int, recorder: None, tmp_path: P
     kept = (captured.first, captured.x, captured.heads, captured.attended, *captured.tables)
     buffers = {tensor.data_ptr(): tensor.nbytes for tensor in (*kept, *captured.inputs)}
     sizes = rope_config(drafter.config if method == "dflash" else drafter.head_config)  # type: ignore[attr-defined]
-    assert draft_static_bytes(sizes, torch.float32, more) == sum(buffers.values())
-    took = draft_capture_bytes(sizes, len(captured.blocks), torch.float32, more)
+    counted = CaptureSizes.of_drafter(sizes, len(captured.blocks), more)
+    assert counted.static_bytes(torch.float32) == sum(buffers.values())
+    took = counted.num_bytes(torch.float32)
     graphs = sum(map(len, captured.pieces.values())) * GRAPH
     assert took > sum(buffers.values()) + graphs + BUCKETS[-1] * STATES_OF_ROW * sizes.hidden_size
     plain = engine_with(method, tmp_path, compile=False).proposers.find(method)

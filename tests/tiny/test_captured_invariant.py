@@ -17,12 +17,11 @@ from speculon.batch import Batch
 from speculon.models import captured as capturing
 from speculon.models import invariant
 from speculon.models.batch_check import differing
-from speculon.models.block import CannotReplace
+from speculon.models.block import CannotReplace, Loop
 from speculon.models.captured import Captured
 from speculon.models.invariant import decide, make_invariant
 from speculon.models.linear import packable
 from speculon.models.load import wrap_model
-from speculon.models.loop import Loop
 from speculon.models.pieces import CannotBeInvariant
 from speculon.models.target import Target
 from speculon.models.trial import Trial
@@ -41,26 +40,28 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def made(name: str = "llama") -> Target:
     target = wrap_model(copy.deepcopy(tiny_model(name)).bfloat16(), name=name, share=False, compile=True)
-    assert isinstance(target.run, Captured)
+    assert isinstance(target.runner.run, Captured)
     return target
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
 def test_logits_are_bitwise_equal_in_every_bucket(name: str) -> None:
     target = made(name)
-    first = target.run
+    first = target.runner.run
     make_invariant(target)
-    assert isinstance(target.run, Captured) and target.run is not first, "captured with products in pieces"
+    assert isinstance(target.runner.run, Captured) and target.runner.run is not first, (
+        "captured with products in pieces"
+    )
     assert target.batch_invariant and differing(target) is None
 
 
 def test_without_it_the_first_capture_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     target = made()
-    first = target.run
+    first = target.runner.run
     monkeypatch.setattr(invariant, "differing", lambda target: 0)
     with pytest.raises(CannotBeInvariant, match="position 0 depend on their batch"):
         make_invariant(target)
-    assert target.run is first and not target.batch_invariant
+    assert target.runner.run is first and not target.batch_invariant
 
 
 @pytest.mark.parametrize("bucket", [8, 16, 64, 128])
@@ -108,7 +109,7 @@ def test_prompts_that_take_other_products_are_not_replayed(
 ) -> None:
     target = made()
     make_invariant(target)
-    captured: Any = target.run
+    captured: Any = target.runner.run
     captured.prompts_in_loop = apart
     captured.loop = noted = Noted(captured.loop)
     trial = Trial.of(target, (5, 3))

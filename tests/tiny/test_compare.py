@@ -13,9 +13,9 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from speculon.errors import UnsupportedModel
 from speculon.models import fuse as fusing
 from speculon.models.block import Block, CannotReplace, Norm, block_of, norm_of, same_norm
-from speculon.models.compare import nearly
 from speculon.models.load import wrap_model
 from speculon.models.load_check import logits_in_fp32, stock_logits
+from speculon.models.trial import nearly
 from tests.tiny.conftest import TINY, tiny_model
 
 COARSE = [torch.bfloat16, torch.float16]
@@ -119,8 +119,8 @@ def test_a_model_further_from_fp32_than_the_stock_one_is_refused(
 
     model = copy.deepcopy(tiny_model(name)).to(dtype)
     monkeypatch.setattr(fusing, "block_of", inexact)
-    fusion = wrap_model(model).fusion
-    assert fusion is not None and fusion.blocks == 0, "the comparison of layers sees it first"
+    fusion = wrap_model(model).runner
+    assert fusion.fused == 0, "the comparison of layers sees it first"
     monkeypatch.setattr(fusing, "check", lambda *args: None)
     with pytest.raises(UnsupportedModel, match="times as far from those in fp32"):
         wrap_model(model)

@@ -19,13 +19,12 @@ from speculon.core import LayerSpec
 from speculon.decoder import SpeculativeDecoder
 from speculon.kv.store import PageStore, SpanView
 from speculon.models import compiled as compiling
-from speculon.models import compiled_layers, linear, programs
-from speculon.models.block import CannotReplace
+from speculon.models import compiled_layers, footprint, linear, programs
+from speculon.models.block import Loop
 from speculon.models.fuse import fuse
 from speculon.models.linear import Layout, Linear, packed
 from speculon.models.load import wrap_model
 from speculon.models.load_check import paged_logits
-from speculon.models.loop import Loop
 from speculon.models.target import Target
 from speculon.models.trial import Trial
 from speculon.proposers.base import TargetFacts
@@ -37,7 +36,7 @@ from tests.tiny.scripted import Request, proposer_of, run
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers in the compiler's terms, run as they are."""
-    monkeypatch.setattr(compiling, "program", lambda layers, *_: layers)
+    monkeypatch.setattr(programs, "program", lambda layers, *_: layers)
 
 
 PROMPTS = {"a": [1, 2, 3, 1, 2, 3, 1, 2], "b": [5, 6, 7, 8, 5, 6, 7, 8, 5, 6], "c": [1, 2, 3, 4] * 9}
@@ -53,9 +52,9 @@ def mixed() -> Any:
 
 
 def reasons(target: Target) -> str:
-    assert target.fusion is not None and target.fusion.one_loop and not target.fusion.compiled
-    assert not isinstance(target.run, compiling.Compiled)
-    return str(target.fusion)
+    assert target.runner.one_loop and target.runner.form != "compiled"
+    assert not isinstance(target.runner.run, compiling.Compiled)
+    return str(target.runner)
 
 
 @pytest.mark.parametrize("layout", [Linear, packed])
@@ -65,9 +64,11 @@ def test_the_exportable_layers_compute_the_same(
 ) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
     target, plain = made(tiny_model(name)), wrap_model(tiny_model(name), share=False)
-    assert isinstance(target.run, compiling.Compiled) and str(target.fusion).endswith("one loop, compiled")
+    assert isinstance(target.runner.run, compiling.Compiled) and str(target.runner).endswith(
+        "one loop, compiled"
+    )
     assert target.num_bytes == plain.num_bytes + (
-        compiling.JOINT_BYTES if layout is Linear else compiling.COPIES * plain.num_bytes
+        footprint.JOINT_BYTES if layout is Linear else footprint.COPIES * plain.num_bytes
     )
     found, expected = paged_logits(target), paged_logits(plain)  # calls of 13 rows, and of 4
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
@@ -86,7 +87,7 @@ def test_outputs_are_those_of_the_loop(
     ]
     outputs, variants, arguments = {}, set[str](), compiling.Compiled.arguments
 
-    def recorded(self: compiling.Compiled, *step: Any) -> tuple[str, programs.Arguments]:
+    def recorded(self: compiling.Compiled, *step: Any) -> tuple[str, compiled_layers.Arguments]:
         variant, given = arguments(self, *step)
         variants.add(variant)
         return variant, given
@@ -94,7 +95,7 @@ def test_outputs_are_those_of_the_loop(
     monkeypatch.setattr(compiling.Compiled, "arguments", recorded)
     for compile in (False, True):
         target = wrap_model(mixed() if name == "mixed" else tiny_model(name), share=False, compile=compile)
-        assert isinstance(target.run, compiling.Compiled) == compile, target.fusion
+        assert isinstance(target.runner.run, compiling.Compiled) == compile, target.runner
         variants.clear()
         results = [run(target, given, block_size=64) for given in (batch, batch[:1])]
         outputs[compile] = [{key: result.tokens for key, result in found.items()} for found in results]
@@ -143,12 +144,12 @@ def test_with_other_threads_nothing_compiled_runs(uncompiled: None, rows: list[t
 def test_the_estimate_counts_what_compiling_takes(
     layout: Layout, dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(compiling, "layout_of", lambda dtype, device: layout)
+    monkeypatch.setattr(footprint, "layout_of", lambda dtype, device: layout)
     tiny_model("llama").save_pretrained(tmp_path)
     facts = TargetFacts(VOCAB, CONTEXT, dtype=dtype)
     build = partial(DraftModel.build, SpeculationConfig(draft=str(tmp_path)))
     plain, compiled = (build(replace(facts, compile=compile)).needs.bytes_fixed for compile in (False, True))
-    more = compiling.JOINT_BYTES if layout is Linear else compiling.COPIES * plain
+    more = footprint.JOINT_BYTES if layout is Linear else footprint.COPIES * plain
     assert compiled == plain + more * (dtype == "float32")
 
 
@@ -190,7 +191,7 @@ def test_sequences_share_a_call_with_little_padding(
 ) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: Linear)
     target = made()
-    assert isinstance(target.run, compiling.Compiled)
+    assert isinstance(target.runner.run, compiling.Compiled)
     batch, single = Trial.of(target, (8, 3)), Trial.of(target, (33, 5))
     steps = {
         "one": batch.last(1),
@@ -199,7 +200,7 @@ def test_sequences_share_a_call_with_little_padding(
         "many": (single.batch, single.view),
     }
     for variant, step in steps.items():
-        found, given = target.run.arguments(*step)
+        found, given = target.runner.run.arguments(*step)
         assert found == variant
         assert all(x is None or x.is_contiguous() for x in given), "programs take it for granted"
     spec = LayerSpec("attention", 2, 16, 16, torch.float32)
@@ -222,26 +223,26 @@ def test_a_program_that_writes_no_pages_is_not_used(
 ) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
 
-    def forgetful(layers: compiled_layers.Layers, variant: str, *how: Any) -> programs.Program:
+    def forgetful(layers: compiled_layers.Layers, variant: str, *how: Any) -> compiled_layers.Program:
         return (lambda *args: layers(*args[:4], *copy.deepcopy(args[4:]))) if variant == which else layers
 
-    monkeypatch.setattr(compiling, "program", forgetful)
+    monkeypatch.setattr(programs, "program", forgetful)
     assert "not compiled: it computes something else" in reasons(made())
 
 
 def test_a_draft_models_masks_are_of_its_own_dtype(uncompiled: None) -> None:
     target = made()
-    assert isinstance(target.run, compiling.Compiled)
+    assert isinstance(target.runner.run, compiling.Compiled)
     store = PageStore((LayerSpec("attention", 2, 16, 16, torch.bfloat16), *target.layers), 2, 16, "cpu")
     for rows in (1, 2):
         spans = [SpanView(i * rows, (i + 1) * rows, slice(16 * i, 16 * i + 2), 2) for i in range(2)]
-        *_, mask = target.run.joint(store.view_of(spans, first_layer=1))
+        *_, mask = target.runner.run.joint(store.view_of(spans, first_layer=1))
         assert mask is not None and mask.shape == (2, 1, rows, 2) and mask.dtype is torch.float32
 
 
 def test_programs_over_weights_in_rows_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: Linear)
-    loop = wrap_model(tiny_model("qwen3"), share=False).run
+    loop = wrap_model(tiny_model("qwen3"), share=False).runner.run
     assert isinstance(loop, Loop)
     layers, given = compiled_layers.Layers(loop, [0] * len(loop.blocks)), {}
 
@@ -256,12 +257,12 @@ def test_programs_over_weights_in_rows_share_them(monkeypatch: pytest.MonkeyPatc
             assert how == {"check_full_update": True, "user_managed": True}
 
     monkeypatch.setattr(programs, "aoti_load_package", lambda path, **how: Package())
-    programs.loaded(Path("package"), layers, programs.FOLDED)
+    programs.loaded(Path("package"), layers, compiling.FOLDED)
     assert not given
-    programs.loaded(Path("package"), layers, programs.SHARED)
+    programs.loaded(Path("package"), layers, compiling.SHARED)
     monkeypatch.setattr(Package, "get_constant_fqns", lambda self: ["lifted_0"])
-    with pytest.raises(CannotReplace, match="lifted_0 is a constant, but no weight"):
-        programs.loaded(Path("package"), layers, programs.SHARED)
+    with pytest.raises(LookupError, match="lifted_0 is a constant, but no weight"):
+        programs.loaded(Path("package"), layers, compiling.SHARED)
     qkv, head = loop.blocks[1].attention.qkv, loop.head
     assert isinstance(qkv, Linear) and isinstance(head, torch.nn.Linear) and len(given) == 3
     assert given["layers.1.qkv.weight"].data_ptr() == qkv.weight.data_ptr()
@@ -285,16 +286,16 @@ def test_a_damaged_file_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     }.items():
         monkeypatch.setattr(programs, name, stand_in)
     layers: Any = SimpleNamespace(layer_kinds=[0], sizes=compiled_layers.Layers.sizes)
-    given: programs.Arguments = [*[torch.arange(3)] * 4, *[torch.zeros(8, 2, 4)] * 2]
+    given: compiled_layers.Arguments = [*[torch.arange(3)] * 4, *[torch.zeros(8, 2, 4)] * 2]
     monkeypatch.setattr(programs, "export", lambda *args, **how: None)
-    assert programs.program(layers, "scattered", programs.FOLDED, given, "key")
+    assert programs.program(layers, "scattered", compiling.FOLDED, given, "key")
     (file,) = (tmp_path / "speculon").iterdir()
     file.write_text("hal")
     assert (
-        programs.program(layers, "scattered", programs.FOLDED, given, "key") and file.read_text() == "whole"
+        programs.program(layers, "scattered", compiling.FOLDED, given, "key") and file.read_text() == "whole"
     )
     monkeypatch.setattr(programs, "aoti_compile_and_package", failing(AssertionError("it is kept")))
-    assert programs.program(layers, "scattered", programs.FOLDED, given, "key")
+    assert programs.program(layers, "scattered", compiling.FOLDED, given, "key")
 
 
 def failing(error: Exception) -> Callable[..., Any]:
@@ -338,7 +339,7 @@ def key_of(**config: Any) -> str:
         type(model.config)(**{**model.config.to_dict(), **config, "rope_parameters": parameters})
     )
     like.load_state_dict(model.state_dict())
-    loop = wrap_model(like.eval(), share=False).run
+    loop = wrap_model(like.eval(), share=False).runner.run
     assert isinstance(loop, Loop)
     return programs.key_of(compiled_layers.Layers(loop, [0] * len(loop.blocks)))
 
@@ -352,7 +353,7 @@ def test_a_program_of_another_config_is_not_used(config: dict[str, Any]) -> None
 
 
 def test_a_program_for_other_layer_kinds_is_not_used() -> None:
-    loop = wrap_model(tiny_model("qwen3"), share=False).run
+    loop = wrap_model(tiny_model("qwen3"), share=False).runner.run
     assert isinstance(loop, Loop)
     count = len(loop.blocks)
     keys = {
@@ -392,6 +393,6 @@ def test_attention_in_chunks_is_not_compiled(chunk: int | None, uncompiled: None
     target = wrap_model(tiny_model("llama"), share=False, fused=False)
     target.layers = tuple(replace(layer, chunk=chunk) for layer in target.layers)
     fuse(target, share=False, compile=True)
-    assert target.fusion is not None and target.fusion.one_loop
-    assert target.fusion.compiled == (chunk is None)
-    assert target.fusion.refused["not compiled: attention in chunks"] == (chunk is not None)
+    assert target.runner.one_loop
+    assert (target.runner.form == "compiled") == (chunk is None)
+    assert target.runner.refused["not compiled: attention in chunks"] == (chunk is not None)

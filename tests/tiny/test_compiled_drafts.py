@@ -16,13 +16,12 @@ from speculon.config import EngineConfig
 from speculon.core import Draft
 from speculon.engine.engine import Engine
 from speculon.models import compiled as compiling
-from speculon.models import compiled_layers, linear
-from speculon.models.compare import close
+from speculon.models import compiled_layers, linear, programs
 from speculon.models.linear import Layout, Linear, packed
 from speculon.models.load import wrap_model
 from speculon.models.taps import Taps
 from speculon.models.target import Target
-from speculon.models.trial import Trial
+from speculon.models.trial import Trial, close
 from speculon.proposers.draft_model import DraftModel
 from tests.tiny.blocks import ask as ask_for_blocks
 from tests.tiny.blocks import drafter_of, watch_blocks, wrong_blocks
@@ -39,7 +38,7 @@ LAYOUTS = [Linear, packed]
 
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "program", lambda layers, *_: layers)
+    monkeypatch.setattr(programs, "program", lambda layers, *_: layers)
 
 
 @pytest.fixture
@@ -58,7 +57,7 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 def compiled_target(model: Any = None) -> Target:
     target = wrap_model(model or deep_model(), share=False, compile=True)
-    assert isinstance(target.run, compiling.Compiled), str(target.fusion)
+    assert isinstance(target.runner.run, compiling.Compiled), str(target.runner)
     return target
 
 
@@ -75,7 +74,7 @@ def test_taps_are_those_of_the_loop(
 ) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
     target = compiled_target()
-    run, chosen = target.run, (-1, 0, 3, DEPTH - 1)
+    run, chosen = target.runner.run, (-1, 0, 3, DEPTH - 1)
     assert isinstance(run, compiling.Compiled)
     trial, long = Trial.of(target, (8, 3)), Trial.of(target, (33, 5))
     steps = [trial.last(1), trial.last(5), trial.last(2, 3), (long.batch, long.view)]
@@ -144,8 +143,8 @@ def test_a_program_with_wrong_taps_is_not_used(
 
     monkeypatch.setattr(compiled_layers.Layers, "forward", planted)
     target = wrap_model(tiny_model("qwen3"), share=False, compile=True)
-    assert target.fusion is not None and not target.fusion.compiled
-    assert "not compiled: it computes something else" in str(target.fusion)
+    assert target.runner.form != "compiled"
+    assert "not compiled: it computes something else" in str(target.runner)
 
 
 def test_states_are_counted_for_each_row() -> None:
@@ -193,7 +192,7 @@ def test_a_compiled_draft_model_drafts_the_same(
     outputs, used = {}, set[str]()
     for compile in (False, True):
         engine, drafter = with_draft(tmp_path, compile)
-        run = drafter.model.run
+        run = drafter.model.runner.run
         assert isinstance(run, compiling.Compiled) == compile
         if isinstance(run, compiling.Compiled):
             for name, program in list(run.programs.items()):
@@ -220,7 +219,7 @@ def test_the_table_says_which_models_are_compiled(tmp_path: Path, monkeypatch: p
             raise RuntimeError("no room for the draft model")
         return layers
 
-    monkeypatch.setattr(compiling, "program", failing)
+    monkeypatch.setattr(programs, "program", failing)
     table = with_draft(tmp_path, True)[0].capabilities()
     assert table["compiled"].status == "on" and table["compiled.draft_model"].status == "off"
     assert "not compiled: no room for the draft model" in table["compiled.draft_model"].reason

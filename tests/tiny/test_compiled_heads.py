@@ -14,8 +14,7 @@ import torch
 
 from speculon.engine.engine import Engine
 from speculon.kv.store import SpanView
-from speculon.models import compiled as compiling
-from speculon.models import compiled_drafts, linear, programs
+from speculon.models import compiled_drafts, compiled_layers, footprint, linear, programs
 from speculon.models.compiled_drafts import CompiledBlocks, CompiledHead, HeadLayers, RowsLayers
 from speculon.models.dflash_attention import Sight, hidden_keys, visible
 from speculon.models.linear import Layout, Linear, packed
@@ -36,7 +35,7 @@ COMPILED = {"eagle3": CompiledHead, "dflash": CompiledBlocks}
 
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "program", lambda layers, *_: layers)
+    monkeypatch.setattr(programs, "program", lambda layers, *_: layers)
 
 
 def engine_with(
@@ -52,16 +51,16 @@ def engine_with(
 def counted(engine: Engine, method: str) -> dict[str, int]:
     """How often each program runs from now on."""
     drafter: Any = engine.proposers.find(method)
-    assert isinstance(drafter.run, COMPILED[method]), str(drafter.fusion)
+    assert isinstance(drafter.runner.run, COMPILED[method]), str(drafter.runner)
     assert engine.capabilities()[f"compiled.{method}"].status == "on"
-    calls = dict.fromkeys(drafter.run.programs, 0)
+    calls = dict.fromkeys(drafter.runner.run.programs, 0)
 
     def count(name: str, program: Any, *given: Any) -> Any:
         calls[name] += 1
         return program(*given)
 
-    for name, program in list(drafter.run.programs.items()):
-        drafter.run.programs[name] = lambda *given, n=name, p=program: count(n, p, *given)
+    for name, program in list(drafter.runner.run.programs.items()):
+        drafter.runner.run.programs[name] = lambda *given, n=name, p=program: count(n, p, *given)
     return calls
 
 
@@ -121,7 +120,7 @@ def test_no_setting_changes_a_token(setting: str, method: str, tmp_path: Path) -
 def test_with_other_threads_nothing_compiled_runs(method: str, tmp_path: Path) -> None:
     engine = engine_with(method, tmp_path)
     calls, drafter = counted(engine, method), engine.proposers.find(method)
-    drafter.run.threads += 1  # type: ignore[union-attr]
+    drafter.runner.run.threads += 1  # type: ignore[union-attr]
     drained(engine, ASK[method](4), requests_of("greedy")[:1])
     assert not any(calls.values())
 
@@ -129,9 +128,9 @@ def test_with_other_threads_nothing_compiled_runs(method: str, tmp_path: Path) -
 def why_not(engine: Engine, method: str) -> str:
     """The reason in the table; the network runs as it is."""
     drafter: Any = engine.proposers.find(method)
-    assert not isinstance(drafter.run, tuple(COMPILED.values()))
+    assert not isinstance(drafter.runner.run, tuple(COMPILED.values()))
     row = engine.capabilities()[f"compiled.{method}"]
-    assert row.status == "off" and row.reason == str(drafter.fusion)
+    assert row.status == "off" and row.reason == str(drafter.runner)
     return row.reason
 
 
@@ -146,9 +145,9 @@ def unmasked(*_: Any) -> None:
 
 
 PLANTED: dict[str, tuple[str, dict[str, Any], Any, str, Any]] = {
-    "head: positions": ("eagle3", {}, compiling, "program", lambda layers, *_: rotated_from_zero(layers)),
+    "head: positions": ("eagle3", {}, programs, "program", lambda layers, *_: rotated_from_zero(layers)),
     "head: the wrong residual": ("eagle3", {}, None, "norm_before_residual", True),
-    "blocks: positions": ("dflash", {}, compiling, "program", lambda layers, *_: rotated_from_zero(layers)),
+    "blocks: positions": ("dflash", {}, programs, "program", lambda layers, *_: rotated_from_zero(layers)),
     "blocks: causal rows unmasked": ("dflash", {"windows": (4, None)}, compiled_drafts, "mask_of", unmasked),
 }
 
@@ -159,7 +158,7 @@ def test_a_planted_error_is_found(plant: str, tmp_path: Path, monkeypatch: pytes
     if place is not None:
         monkeypatch.setattr(place, name, wrong)
     else:
-        monkeypatch.setattr(compiling, "program", lambda layers, *_: changed(layers, name, wrong))
+        monkeypatch.setattr(programs, "program", lambda layers, *_: changed(layers, name, wrong))
     assert WRONG in why_not(engine_with(method, tmp_path, **variant), method)
 
 
@@ -172,10 +171,10 @@ def changed(layers: Any, name: str, value: Any) -> Any:
 def test_a_program_that_writes_no_pages_is_not_used(
     which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forgetful(layers: Any, variant: str, *how: Any) -> programs.Program:
+    def forgetful(layers: Any, variant: str, *how: Any) -> compiled_layers.Program:
         return (lambda *args: layers(*args[:4], *copy.deepcopy(args[4:]))) if variant == which else layers
 
-    monkeypatch.setattr(compiling, "program", forgetful)
+    monkeypatch.setattr(programs, "program", forgetful)
     assert WRONG in why_not(engine_with("eagle3", tmp_path), "eagle3")
 
 
@@ -186,11 +185,11 @@ def test_what_cannot_be_compiled_runs_as_it_is(
     def failing(*_: Any) -> Any:
         raise RuntimeError("No working C++ compiler found\nin a long text")
 
-    monkeypatch.setattr(compiling, "program", failing)
+    monkeypatch.setattr(programs, "program", failing)
     engine = engine_with(method, tmp_path)
     assert "not compiled: No working C++ compiler found" in why_not(engine, method)
     drafter: Any = engine_with(method, tmp_path, compile=False).proposers.find(method)
-    assert str(drafter.fusion).endswith("layers, one loop")
+    assert str(drafter.runner).endswith("layers, one loop")
 
 
 def test_programs_of_other_windows_are_not_used(tmp_path: Path) -> None:
@@ -207,14 +206,14 @@ def test_programs_of_other_windows_are_not_used(tmp_path: Path) -> None:
 def test_programs_are_counted(
     method: str, layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "layout_of", lambda dtype, device: layout)
+    monkeypatch.setattr(footprint, "layout_of", lambda dtype, device: layout)
     plain, compiled = (
         engine_with(method, tmp_path, compile).proposers.find(method) for compile in (False, True)
     )
     assert plain is not None and compiled is not None
     weights = plain.needs.bytes_fixed
-    copies = 0 if layout is Linear else compiling.COPIES
-    assert compiled.needs.bytes_fixed == weights + copies * weights + compiling.JOINT_BYTES
+    copies = 0 if layout is Linear else footprint.COPIES
+    assert compiled.needs.bytes_fixed == weights + copies * weights + footprint.JOINT_BYTES
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import torch
 
 from speculon.checkpoints.discover import find_models
 from speculon.checkpoints.locate import locate
-from speculon.checkpoints.process_memory import LIBRARIES, process_memory
 from speculon.config import EngineConfig
 from speculon.errors import ConfigError, ModelError
-from speculon.models.compiled import draft_bytes
+from speculon.memory.process import LIBRARIES, process_memory
+from speculon.models.footprint import program_bytes
 from speculon.server.loader import GB, Loader
 
 
@@ -76,7 +76,9 @@ def test_programs_of_a_head_are_part_of_the_memory_of_a_process() -> None:
     )
     weights = process_memory(plain, 20 * GB).estimate.drafters
     found = process_memory(compiled, 20 * GB).estimate.drafters
-    assert found == weights + draft_bytes(weights, torch.float32, torch.device("cpu")) > weights
+    assert (
+        found == weights + program_bytes(weights, torch.float32, torch.device("cpu"), drafter=True) > weights
+    )
 
 
 def test_a_share_is_held_by_settings() -> None:

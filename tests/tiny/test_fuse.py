@@ -16,9 +16,18 @@ from torch import Tensor, nn
 from speculon.models import block as blocks
 from speculon.models import fuse as fusing
 from speculon.models import linear
-from speculon.models.autotune import median_times
 from speculon.models.block import Attention, Block, CannotReplace, Norm, norm_of, same_norm
-from speculon.models.linear import Layout, Linear, Packed, SideBySide, joined, packable, packed, plain
+from speculon.models.linear import (
+    Layout,
+    Linear,
+    Packed,
+    SideBySide,
+    joined,
+    median_times,
+    packable,
+    packed,
+    plain,
+)
 from speculon.models.load import wrap_model
 from speculon.models.load_check import paged_logits
 from speculon.models.target import Target
@@ -132,10 +141,9 @@ def test_every_architecture_is_fused_as_far_as_its_structure_allows(
     name: str, layout: Layout | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
-    fusion = fused(name, dtype, share=layout is None).fusion
-    assert fusion is not None
+    fusion = fused(name, dtype, share=layout is None).runner
     assert fusion.one_loop == (name in WHOLE), str(fusion)
-    assert fusion.blocks == (fusion.layers if name in WHOLE | LAYERS else 0), str(fusion)
+    assert fusion.fused == (fusion.layers if name in WHOLE | LAYERS else 0), str(fusion)
     assert bool(fusion.refused) == (name not in WHOLE)
 
 
@@ -204,21 +212,21 @@ PLANTED = {
 def test_a_wrong_block_is_not_used(planted: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusing, "block_of", PLANTED[planted])
     target = fused("qwen2", dtype)  # the one with biases
-    assert target.fusion is not None and target.fusion.blocks == 0 and not target.fusion.one_loop
-    assert target.fusion.refused["Qwen2DecoderLayer computes something else"] == 2
+    assert target.runner.fused == 0 and not target.runner.one_loop
+    assert target.runner.refused["Qwen2DecoderLayer computes something else"] == 2
 
 
 def test_a_layer_that_does_more_than_its_parts_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("granite", residual_multiplier=0.7)
-    fusion = wrap_model(model).fusion
-    assert fusion is not None and fusion.blocks == 0 and "computes something else" in str(fusion)
+    fusion = wrap_model(model).runner
+    assert fusion.fused == 0 and "computes something else" in str(fusion)
 
 
 def test_a_model_that_does_more_than_its_layers_has_no_loop() -> None:
-    fusion = wrap_model(build("granite", embedding_multiplier=3.0)).fusion
+    fusion = wrap_model(build("granite", embedding_multiplier=3.0)).runner
     assert (
         fusion is not None
-        and fusion.blocks == 2
+        and fusion.fused == 2
         and not fusion.one_loop
         and "does more than its layers" in str(fusion)
     )
@@ -232,16 +240,16 @@ def test_a_layer_that_differs_at_the_end_of_the_context_is_not_fused() -> None:
         "original_max_position_embeddings": 64,
     }
     model = build("ministral3", rope_parameters=scaled)  # whose queries grow from position 64 on
-    fusion = wrap_model(model).fusion
-    assert fusion is not None and fusion.blocks == 0 and "computes something else" in str(fusion)
+    fusion = wrap_model(model).runner
+    assert fusion.fused == 0 and "computes something else" in str(fusion)
 
 
 def test_a_layer_with_hooks_is_not_fused() -> None:
     model, seen = build("llama"), []
     model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: seen.append(out.shape))
     target = wrap_model(model)
-    assert target.fusion is not None and target.fusion.blocks == 1
-    assert target.fusion.refused["LlamaDecoderLayer has hooks"] == 1 and seen
+    assert target.runner.fused == 1
+    assert target.runner.refused["LlamaDecoderLayer has hooks"] == 1 and seen
 
 
 @pytest.mark.parametrize(
@@ -278,8 +286,8 @@ def test_layers_that_are_not_called_are_not_fused() -> None:
     model = build("llama")
     # for images, say: numbered alike
     model.tower = copy.deepcopy(model.model.layers, {id(model.config): model.config})
-    fusion = wrap_model(model).fusion
-    assert fusion is not None and str(fusion) == "2 of 2 layers, one loop"
+    fusion = wrap_model(model).runner
+    assert str(fusion) == "2 of 2 layers, one loop"
 
 
 def test_a_layer_of_another_structure_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,15 +295,13 @@ def test_a_layer_of_another_structure_is_not_fused(monkeypatch: pytest.MonkeyPat
         raise AttributeError("scaling")
 
     monkeypatch.setattr(fusing, "block_of", odd)
-    fusion = fused("llama").fusion
-    assert (
-        fusion is not None and fusion.refused["LlamaDecoderLayer has another structure (AttributeError)"] == 2
-    )
+    fusion = fused("llama").runner
+    assert fusion.refused["LlamaDecoderLayer has another structure (AttributeError)"] == 2
 
 
 def test_without_fusing_nothing_is_replaced() -> None:
     target = fused("llama", fused=False)
-    assert target.fusion is None and {type(m).__name__ for m in target.model.modules()} >= {
+    assert not target.runner.chosen and {type(m).__name__ for m in target.model.modules()} >= {
         "LlamaDecoderLayer",
         "LlamaRMSNorm",
     }
@@ -314,7 +320,7 @@ def test_a_head_whose_bias_the_model_reads_stays(reads_bias: bool, monkeypatch: 
 
     model = copy.deepcopy(tiny_model("llama"))
     monkeypatch.setattr(fusing, "head_is_packed", lambda *_: True)
-    monkeypatch.setattr(fusing, "fuse_loop", refused)
+    monkeypatch.setattr(fusing, "choose_loop", refused)
     monkeypatch.setattr(type(model), "set_output_embeddings", put)
     head = wrap_model(model, share=False).model.get_output_embeddings()
     assert isinstance(head, nn.Linear if reads_bias else fusing.Fused)

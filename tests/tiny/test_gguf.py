@@ -19,7 +19,6 @@ from speculon.checkpoints.discover import find_models
 from speculon.checkpoints.families import DRAFT_MODEL, family_of
 from speculon.checkpoints.headers import read_checkpoint
 from speculon.checkpoints.locate import locate, refuse_missing
-from speculon.checkpoints.memory import weight_bytes
 from speculon.config import EngineConfig
 from speculon.errors import (
     CorruptWeights,
@@ -28,9 +27,9 @@ from speculon.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
-from speculon.models.gguf_reader import Reader
+from speculon.memory.needs import weight_bytes
 from speculon.models.load import load_config, load_model, load_target
-from speculon.models.tokenizer import load_tokenizer
+from speculon.models.reading import Reader, load_tokenizer
 from tests.tiny.gguf_files import ALL, tiny_llama, write_gguf
 
 pytest.importorskip("gguf")

@@ -7,8 +7,7 @@ import torch
 
 from speculon.core import LayerSpec
 from speculon.kv.store import GATHER_BYTES, PageStore, SpanView
-from speculon.models.grouping import buckets, pieces
-from speculon.models.masks import MaskCache
+from speculon.models.grouping import MaskCache, buckets, pieces
 
 CPU = torch.device("cpu")
 TOKEN = 1024  # bytes of K and V

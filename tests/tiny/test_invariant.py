@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Container
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,7 +84,7 @@ def test_a_packed_head_is_in_pieces_without_a_loop(monkeypatch: pytest.MonkeyPat
     def refused(*_: Any, **__: Any) -> None:
         raise CannotReplace("planted")
 
-    monkeypatch.setattr(fuse, "fuse_loop", refused)
+    monkeypatch.setattr(fuse, "choose_loop", refused)
     monkeypatch.setattr(fuse, "head_is_packed", lambda *_: True)
     target = stock("llama")
     assert isinstance(head := target.model.get_output_embeddings(), fuse.Fused)
@@ -167,7 +168,7 @@ def test_a_model_object_is_invariant_where_it_is_set() -> None:
 
 def test_what_cannot_be_invariant_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     target = stock("llama")
-    monkeypatch.setattr(target.fusion, "compiled", True)
+    monkeypatch.setattr(target.runner, "form", "compiled")
     with pytest.raises(UnsupportedModel, match="batch_invariant: llama: compiled"):
         decide(target, True)
 
@@ -289,7 +290,7 @@ def test_a_lone_row_of_an_expert_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
     def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias) * (1 + (x.dim() == 2 and len(x) == 1) / 64)
 
-    monkeypatch.setattr(target.context(()), "product", product)
+    monkeypatch.setattr(target.runner.run.mode, "product", product)
     assert differing(target) is not None
 
 
@@ -341,12 +342,30 @@ def test_a_product_that_never_agrees_is_refused() -> None:
         pieces_of(lambda x: x + torch.arange(len(x))[:, None])
 
 
-def test_a_product_that_is_not_in_pieces_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [range(4, 999), [2], [44], [33], [20], [6]], ids=str)
+def test_a_product_that_is_not_in_pieces_is_seen(
+    rows: Container[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = stock("llama")
     make_invariant(target)
-    loop: Any = target.run
+    loop: Any = target.runner.run
     inner = loop.head.product
-    monkeypatch.setattr(loop, "head", lambda x: inner(x) * (1 + (len(x) > 3)))
+    monkeypatch.setattr(loop, "head", lambda x: inner(x) * (1 + (len(x) in rows)))
+    assert differing(target) is not None
+
+
+def test_the_head_is_compared_apart_for_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured loop scores only the steps without a prompt, where prompts take other products."""
+    target = stock("llama")
+    make_invariant(target)
+    run: Any = target.runner.run
+
+    def wrong_in_prompts(batch: Any, *others: Any) -> Tensor:
+        logits: Tensor = run(batch, *others)
+        return logits * (1 + (bool(batch.prompts) and len(logits) == 10))
+
+    monkeypatch.setattr(batch_check, "PROMPT", 50)  # the first position is a generated token
+    monkeypatch.setattr(target.runner, "run", wrong_in_prompts)
     assert differing(target) is not None
 
 

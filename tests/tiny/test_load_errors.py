@@ -28,7 +28,7 @@ from speculon.errors import (
 )
 from speculon.models import load
 from speculon.models.load import load_target
-from speculon.models.tokenizer import load_tokenizer
+from speculon.models.reading import load_tokenizer
 from tests.tiny.conftest import CONTEXT, VOCAB, build, tiny_model
 
 WEIGHTS = "model.safetensors"

@@ -20,8 +20,8 @@ from speculon import LLM, SamplingParams
 from speculon.config import EngineConfig, SpeculationConfig
 from speculon.core import LayerSpec, Needs, Reason
 from speculon.errors import ConfigError, MemoryExceeded
-from speculon.kv import budget
-from speculon.kv.budget import Budget
+from speculon.memory import budget
+from speculon.memory.budget import Budget
 from speculon.proposers import model_drafter
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, NoisyModel, use_draft

@@ -237,7 +237,7 @@ def test_inspect_names_them(tmp_path: Path) -> None:
 def test_a_target_whose_logits_are_scaled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head would read states that the target's does not."""
     target = target_of("mimo")
-    run = target.run
-    monkeypatch.setattr(target, "run", lambda *args: run(*args) * 0.5)
+    run = target.runner.run
+    monkeypatch.setattr(target.runner, "run", lambda *args: run(*args) * 0.5)
     with pytest.raises(SpeculonError, match=r"its logits differ from head\(norm\(states\)\)"):
         make_engine(target, speculation=MTP)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from speculon import LLM, SamplingParams
 from speculon.batch import joined
+from speculon.models import target as target_module
 from speculon.models.batch_check import PROMPT, differing
 from speculon.models.linear import Linear, Packed, packable
-from speculon.models.pieces import InPieces, Pieces, PromptsApart
+from speculon.models.pieces import InPieces, Pieces, PromptsApart, with_prompts
 from tests.tiny.checkpoint import write_checkpoint
 
 FEW = 32  # rows up to which the kernel of these tests adds in another order
@@ -45,11 +46,12 @@ def test_prompts_take_their_own_sizes_and_the_others_theirs() -> None:
     product = prompts_apart(by_count)
     assert product.sizes == (48, 64, 80, 96, 112, 128)
     for runs in ((), ((0, 1),), ((0, 300),), ((2, 5), (9, 200)), ((5, 300),)):
-        product.step.prompts, x = runs, torch.randn(300, 16)
+        x = torch.randn(300, 16)
         expected = x.clone()
         for first, last in runs:
             expected[first:last] += 1
-        assert torch.equal(product(x), expected), runs
+        with with_prompts(runs):
+            assert torch.equal(product(x), expected), runs
 
 
 def test_where_larger_pieces_agree_prompts_are_not_apart() -> None:
@@ -107,8 +109,11 @@ def test_a_row_of_a_prompt_that_runs_as_a_generated_one_is_seen(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = llm.engine.target
-    inner = target.context
-    monkeypatch.setattr(target, "context", lambda runs: inner(tuple(r for r in runs if r[1] - r[0] > 1)))
+
+    def longer(runs: Any) -> Any:
+        return with_prompts(tuple(r for r in runs if r[1] - r[0] > 1))
+
+    monkeypatch.setattr(target_module, "with_prompts", longer)
     assert differing(target) is not None
 
 

@@ -20,8 +20,8 @@ from speculon.cli import app
 from speculon.config import EngineConfig, SamplingParams
 from speculon.engine.engine import Engine
 from speculon.errors import ConfigError, UnsupportedModel
-from speculon.kv.budget import Budget
 from speculon.kv.states import StateSpan, StateStep
+from speculon.memory.budget import Budget
 from speculon.models import convolution, recurrent
 from speculon.models.fuse import Fused
 from speculon.models.load import context_limit, wrap_model

@@ -20,10 +20,10 @@ from speculon.config import SamplingParams
 from speculon.core import Reason
 from speculon.engine import engine as engine_module
 from speculon.errors import MemoryExceeded
-from speculon.kv import budget
 from speculon.kv.draft_slots import PER_SEQUENCE, DraftSlots
 from speculon.kv.lease import DraftStates
 from speculon.kv.states import StateStep
+from speculon.memory import budget
 from speculon.models.recurrent import Mixer
 from speculon.proposers import model_drafter
 from speculon.proposers.draft_model import NAME

@@ -57,7 +57,7 @@ def test_the_second_load_checks_nothing_twice_and_computes_the_same(
     calls.clear()
     second = load_target(folder, dtype="bfloat16", batch_invariant=None)
     assert calls == []
-    assert str(second.fusion) == str(first.fusion) and second.invariance == first.invariance
+    assert str(second.runner) == str(first.runner) and second.invariance == first.invariance
     assert second.layers == first.layers, "with the same padding"
     assert torch.equal(paged_logits(first), paged_logits(second))
 
@@ -132,7 +132,7 @@ def test_a_folder_that_cannot_be_written_costs_nothing(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPECULON_CACHE", str(tmp_path / "file" / "cache"))
-    assert load_target(folder).fusion is not None
+    assert load_target(folder).runner is not None
 
 
 def test_nothing_is_remembered_where_the_folder_is_empty(

@@ -94,8 +94,7 @@ def test_a_tapped_target_can_still_be_fused() -> None:
     after = target.forward(trial.batch, trial.view).taps
     assert before is not None
     assert after is not None
-    assert target.fusion is not None
-    assert target.fusion.one_loop
+    assert target.runner.one_loop
     torch.testing.assert_close(before[0], after[0], atol=1e-4, rtol=1e-4)
 
 

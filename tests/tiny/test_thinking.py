@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 
 from speculon.config import SamplingParams, Thinking
 from speculon.grammar import Grammars
-from speculon.models.tokenizer import load_tokenizer
+from speculon.models.reading import load_tokenizer
 from speculon.server.tool_schemas import calls_grammar
 from speculon.text import Tokenizer
 from tests.tiny.demo_texts import DEMO

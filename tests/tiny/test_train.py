@@ -20,7 +20,7 @@ from speculon.checkpoints.families import read_eagle3_config
 from speculon.cli import app
 from speculon.cli.train import length
 from speculon.errors import ConfigError, DataError, InvalidParameter
-from speculon.models.quiet import quiet
+from speculon.models.reading import quiet
 from speculon.train import losses
 from speculon.train.data import Rows
 from speculon.train.dataset import Dataset

@@ -24,7 +24,7 @@ from speculon.checkpoints.pairing import check_fit
 from speculon.cli import app
 from speculon.config import EngineConfig, SamplingParams
 from speculon.errors import InvalidParameter, ModelError, UnsupportedModel, WrongPair
-from speculon.models.tokenizer import load_tokenizer
+from speculon.models.reading import load_tokenizer
 from speculon.text import Tokenizer
 from speculon.train import mtp as training
 from speculon.train.data import Rows

@@ -17,7 +17,7 @@ from speculon.checkpoints.headers import read_checkpoint
 from speculon.checkpoints.locate import locate
 from speculon.llm import LLM
 from speculon.models.load import load_config, load_model
-from speculon.models.quiet import quiet
+from speculon.models.reading import quiet
 from speculon.proposers.registry import OFF
 from speculon.text import Tokenizer
 

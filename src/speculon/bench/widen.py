@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from speculon.errors import ConfigError, InvalidParameter, UnsupportedModel
-from speculon.kv.budget import free_memory
+from speculon.memory.budget import free_memory
 from speculon.models.load_check import LOOSE, TOLERANCE, paged_logits
 from speculon.models.target import Target
 
@@ -25,7 +25,7 @@ MILLION = 1_000_000
 
 def widen_target(target: Target, millions: int) -> None:
     """Widens the model in place; refuses one whose logits change, as with an MLP that ranks its columns."""
-    if target.fusion is not None:
+    if target.runner.chosen:
         raise ConfigError(
             f"{target.name}: a fused target cannot be widened; load it with fuse=False and fuse it then"
         )

@@ -130,7 +130,7 @@ def examine(
 
 def tokenizer_of(model: str) -> Facts:
     """What reads and writes texts; where nothing can, the engine takes token ids alone."""
-    from speculon.models.tokenizer import load_tokenizer
+    from speculon.models.reading import load_tokenizer
 
     try:
         found = load_tokenizer(model)
@@ -176,7 +176,7 @@ def target_facts(target: Target) -> Facts:
         "kv_bytes_per_token": sum(layer.bytes_per_token for layer in target.layers),
         "layers": [layer_facts(layer) for layer in target.layers if layer.heads],
         "states": state_facts(target),
-        "fused": str(target.fusion or "no"),
+        "fused": str(target.runner),
         "batch_invariant": target.invariance,
         "notes": list(target.notes),
         "supported": True,

@@ -14,9 +14,8 @@ from speculon.engine.engine import Engine
 from speculon.engine.state import hold
 from speculon.engine.warm_up import warm_up
 from speculon.models.ends import add_ends
-from speculon.models.gguf_reader import reading_once
 from speculon.models.load import load_target
-from speculon.models.tokenizer import load_tokenizer
+from speculon.models.reading import load_tokenizer, reading_once
 from speculon.text import Tokenizer
 
 log = logging.getLogger("speculon")

@@ -31,9 +31,8 @@ from speculon.sequence import Sequence
 if TYPE_CHECKING:
     from speculon.engine.admission import Admission
     from speculon.kv.blocks import BlockPool
-    from speculon.kv.budget import MemoryEstimate
-    from speculon.models.fusion import Fusion
-    from speculon.models.target import Target
+    from speculon.memory.budget import MemoryEstimate
+    from speculon.models.target import Runner, Target
     from speculon.proposers.compose import Proposers
     from speculon.text import Tokenizer
 
@@ -118,16 +117,16 @@ def rollback(target: Target) -> Rows:
 def modes(engine: Engine) -> Rows:
     target, config = engine.target, engine.config
     yield "prefix_cache", prefix_cache(engine)
-    fusion = target.fusion
+    runner = target.runner
     why = "setting fuse is off" if not config.fuse else "of layers with recurrent states only norms are"
-    fused = fusion is not None and (fusion.blocks > 0 or fusion.one_loop)
-    yield "fusion", row("on" if fused else "off", str(fusion) if fusion is not None else why)
+    fused = runner.fused > 0 or runner.one_loop
+    yield "fusion", row("on" if fused else "off", str(runner) if runner.chosen else why)
     drafters = {name: engine.proposers.find(name) for name in known_methods() if name != OFF}
     for name in ("compiled", "captured"):
-        yield name, programs(name, fusion, target.device.type, config)
+        yield name, programs(name, runner, target.device.type, config)
         for method, drafter in drafters.items():
             if isinstance(drafter, RunsModel):
-                yield f"{name}.{method}", programs(name, drafter.fusion, target.device.type, config)
+                yield f"{name}.{method}", programs(name, drafter.runner, target.device.type, config)
     why = target.invariance.partition(": ")[2] or "setting batch_invariant is off"
     yield "batch_invariant", row("on" if target.batch_invariant else "off", why)
     text = engine.tokenizer
@@ -147,16 +146,16 @@ def prefix_cache(engine: Engine) -> Capability:
     return row("off", off or "recurrent states: there is no room for snapshots of them")
 
 
-def programs(name: str, fusion: Fusion | None, here: str, config: EngineConfig) -> Capability:
+def programs(name: str, runner: Runner, here: str, config: EngineConfig) -> Capability:
     """Whether forwards of a model on device type `here` are compiled ahead of time, or captured as graphs."""
     device = "cuda" if name == "captured" else "cpu"
-    if fusion is not None and getattr(fusion, name):
-        return row("on", str(fusion))
+    if runner.form == name:
+        return row("on", str(runner))
     if not config.compile:
         return row("off", "setting compile is off")
     if here != device:
         return row("off", f"only on {device}, and this is {here}")
-    return row("off", str(fusion) if fusion is not None else "no layer is fused")
+    return row("off", str(runner) if runner.chosen else "no layer is fused")
 
 
 # what drafts

@@ -32,12 +32,12 @@ from speculon.engine.state import State
 from speculon.errors import InvalidParameter
 from speculon.grammar import Grammars
 from speculon.kv.blocks import BlockPool
-from speculon.kv.budget import Budget
 from speculon.kv.draft_slots import DraftSlots
 from speculon.kv.lease import Lease, Leases
 from speculon.kv.slots import StateSlots
 from speculon.kv.states import StateStore
 from speculon.kv.store import PageStore
+from speculon.memory.budget import Budget
 from speculon.proposers.base import TargetFacts
 from speculon.proposers.compose import Proposers
 from speculon.sequence import Event, Round, Span

@@ -12,10 +12,10 @@ from speculon.batch import Batch
 from speculon.config import EngineConfig
 from speculon.core import Verdict, joint_reach
 from speculon.kv.blocks import BlockPool
-from speculon.kv.budget import REPLAY_ROWS, replay_pages
 from speculon.kv.lease import Lease, Leases
 from speculon.kv.slots import StateSlots
 from speculon.kv.store import PageStore
+from speculon.memory.budget import REPLAY_ROWS, replay_pages
 from speculon.sequence import Sequence, Span
 from speculon.verify import cut, verify
 

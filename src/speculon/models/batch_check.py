@@ -165,10 +165,10 @@ class TwoSequences:
         tables = list(range(0, 2 * pages, 2)), list(range(1, 2 * pages, 2))
         return cls(target, length, store, ids, tables)
 
-    def run(self, *spans: tuple[int, int, int]) -> list[Tensor]:  # [rows, V] each
-        """One forward over spans of (sequence, start, end)."""
+    def run(self, *spans: tuple[int, int, int], scored: int | None = None) -> list[Tensor]:  # [rows, V] each
+        """One forward over spans of (sequence, start, end); if given, one row alone is scored."""
         pieces: list[Piece] = [(self.ids[i], self.tables[i], start, end) for i, start, end in spans]
-        return run_pieces(self.target, self.store, pieces, prompt_len=PROMPT)
+        return run_pieces(self.target, self.store, pieces, prompt_len=PROMPT, scored=scored)
 
 
 @torch.inference_mode()
@@ -176,12 +176,19 @@ def differing(target: Target) -> int | None:
     """The first compared position whose logits differ between two batches."""
     two = TwoSequences.of(target, min(LENGTH, target.max_context))
     length = two.length
-    two.run((0, 0, length), (1, 0, length))
+    two.run((0, 0, length), (1, 0, length), scored=0)  # writes the pages
+    scored: set[tuple[bool, int, int]] = set()  # prompt or not, rows of a step, and which of them is compared
     for at in (at for at in AT if at < length):
         alone = two.run((0, at, at + 1))[0][0]
         for before, after, beside in COMPANIES:
-            span = 0, max(0, at - before), min(length, at + 1 + after)
-            logits = two.run(*([(1, max(0, length - 1 - before), length)] if beside else []), span)[-1]
-            if not torch.equal(logits[at - span[1]], alone):
+            start, end = max(0, at - before), min(length, at + 1 + after)
+            first = min(length, before + 1) if beside else 0  # rows of the other sequence
+            others = [(1, length - first, length)] if beside else []
+            row = first + at - start
+            shape = at < PROMPT, first + end - start, row
+            # the head is slow: all rows of a step take it once for each shape
+            logits = two.run(*others, (0, start, end), scored=row if shape in scored else None)[-1]
+            if not torch.equal(logits[0 if shape in scored else at - start], alone):
                 return at
+            scored.add(shape)
     return None

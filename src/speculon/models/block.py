@@ -1,7 +1,7 @@
-"""A decoder layer as few library calls, in the form that most architectures share.
+"""A decoder layer as few library calls, in the form that most architectures share, and a loop over layers.
 
 x + out_1(attention(in_1(x))), then x + out_2(mlp(in_2(x))), where each of the four norms may be missing.
-models/fuse compares each block with its stock layer, so nothing else is checked here.
+models/fuse compares each block with its stock layer, and the loop with the stock forward.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from speculon.batch import Batch
 from speculon.kv.store import View
-from speculon.models.attention import attend_rows
+from speculon.models.attention import attend_rows, running_view
 from speculon.models.linear import Product, hooked, joined, plain
+from speculon.models.taps import EMBEDDINGS, Taps
 
 # of an element: two roundings, since norms of heads round once more; in fp32 also another order of addition
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
@@ -31,6 +33,9 @@ AROUND = (
 )
 
 Tables = tuple[Tensor, Tensor]  # cos, and sin with the sign of the rotation: [T, 1, Dh]
+
+# what the modules of an unknown architecture raise
+UNKNOWN = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 
 class CannotReplace(Exception):
@@ -154,6 +159,80 @@ class Block:
         x = x + (after(mixed) if after else mixed)
         out = self.mlp(before_mlp(x) if before_mlp else x)
         return x + (after_mlp(out) if after_mlp else out)
+
+
+@dataclass(slots=True)
+class Loop:
+    """A forward without the stock model's code: embedding, blocks, norm, head."""
+
+    embed: nn.Module
+    rotary: nn.Module
+    blocks: list[Block]
+    norm: Norm
+    head: Product
+    layer_types: tuple[str, ...] = ()  # of each layer, where each type has a rotary table of its own
+
+    def __call__(self, batch: Batch, view: View, taps: Taps | None = None) -> Tensor | None:  # [R, V]
+        x = self.embed(batch.input_ids)
+        tables = {kind: self.tables(x, batch.position_ids, kind) for kind in {*self.kinds}}
+        x = x[0]
+        if taps is not None:
+            taps.keep(EMBEDDINGS, x)
+        for number, (block, kind) in enumerate(zip(self.blocks, self.kinds, strict=True)):
+            x = block(x, tables[kind], view)
+            if taps is not None:
+                taps.keep(number, x)
+        return self.end(x, batch.score_rows) if batch.score_rows.numel() else None
+
+    def begin(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tables]:
+        """The input [T, D] of the first layer, and its rotary tables; ids and positions are [1, T]."""
+        x = self.embed(input_ids)
+        return x[0], self.tables(x, position_ids, self.kinds[0])
+
+    @property
+    def kinds(self) -> tuple[str | None, ...]:
+        """Whose rotary tables each layer takes."""
+        return self.layer_types or (None,) * len(self.blocks)
+
+    def tables(self, x: Tensor, position_ids: Tensor, kind: str | None) -> Tables:
+        cos, sin = self.rotary(x, position_ids) if kind is None else self.rotary(x, position_ids, kind)
+        return tables_of(cos, sin, self.blocks[0].attention.head_dim)
+
+    def end(self, x: Tensor, score_rows: Tensor) -> Tensor:  # [T, D], [R] -> [R, V]
+        """Logits of the scored rows of the last layer's output."""
+        return self.head(self.norm(x.index_select(0, score_rows)))
+
+
+class FusedLayer(nn.Module):
+    """A block with the signature of a stock layer."""
+
+    def __init__(self, block: Block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, hidden_states: Tensor, *_: Any, position_embeddings: Any = None, **__: Any) -> Tensor:
+        view = running_view()
+        return self.block(hidden_states[0], self.tables(position_embeddings, view), view)[None]
+
+    def tables(self, made: tuple[Tensor, Tensor] | None, view: View) -> Tables | None:
+        """The rotary tables of this step, converted once for all layers that share them."""
+        if made is None:
+            return None
+        if id(made[0]) not in view.memo:
+            # `made` is kept so that its id is not reused
+            view.memo[id(made[0])] = made, tables_of(*made, self.block.attention.head_dim)
+        return view.memo[id(made[0])][1]
+
+
+class Fused(nn.Module):
+    """A norm or a product in the place of a stock module."""
+
+    def __init__(self, inner: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
 
 
 def rotate(heads: Tensor, tables: Tables) -> Tensor:

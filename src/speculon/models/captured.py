@@ -13,27 +13,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from speculon.batch import Batch
-from speculon.core import LayerSpec
 from speculon.kv.store import View
-from speculon.models.block import CannotReplace, Stock, Tables
-from speculon.models.compare import close
-from speculon.models.loop import Loop
+from speculon.models.block import CannotReplace, Loop, Stock, Tables
+from speculon.models.footprint import BUCKETS
 from speculon.models.taps import EMBEDDINGS, Taps
-from speculon.models.target import STATES_OF_ROW, Run, Target
+from speculon.models.trial import Forward, Same, Step, Trial, alike, states_of, steps_agree
 
-# guess: rows of a step; 128 are 16 sequences with 7 drafts each
-BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-# of a row's norm, below fp32: other numbers of rows take other kernels; an unrelated row differs by 1.4
-TOLERANCE = 0.3
-GRAPH = 128 << 10  # guess: bytes of a graph besides its results
+if TYPE_CHECKING:
+    from speculon.models.target import Target
 
+Lengths = tuple[int, ...]  # rows of each sequence of a step
 Piece = Callable[[], None]  # reads and writes static buffers only
 Recorder = Callable[[Piece], Piece]  # from a piece to its replay
 
@@ -230,44 +225,29 @@ def copied(part: Tensor) -> Tensor:
     return part.clone()
 
 
-def alike(found: Tensor, expected: Tensor) -> bool:  # [R, any] each
-    """Whether two computations of the same rows agree, within what other kernels change."""
-    if expected.dtype is torch.float32:
-        return close(found, expected)
-    found, expected = found.float(), expected.float()
-    return bool(((found - expected).norm(dim=-1) <= TOLERANCE * expected.norm(dim=-1)).all())
-
-
-def check(
-    found: list[Tensor], expected: list[Tensor], same: Callable[[Tensor, Tensor], bool] = alike
-) -> None:
-    """Raises `CannotReplace` where they differ."""
-    if len(found) != len(expected) or not all(map(same, found, expected)):
-        raise CannotReplace("not captured: it computes something else")
-
-
-def captured(
-    loop: Loop,
-    target: Target,
-    batches: Iterable[tuple[Batch, View]],
-    record: Recorder,
-    same: Callable[[Tensor, Tensor], bool] = alike,
-) -> Captured:
-    """The loop captured, and compared with it on every batch. Raises `CannotReplace` where that fails."""
-    layers = (EMBEDDINGS, *range(len(loop.blocks)))
+def captured_loop(loop: Loop, target: Target, same: Same = alike) -> Captured:
+    """The loop captured, and compared with it in every bucket by `same`. Raises `CannotReplace`."""
     with reported():
-        made = Captured(loop, target.device, record)
-        for batch, view in batches:
-            check(results(made, batch, view, layers), results(loop, batch, view, layers), same)
+        made, layers = Captured(loop, target.device, recorder(target.device)), len(loop.blocks)
+        trials = (Trial.of(target, lengths) for lengths in of_buckets())
+        steps = (((trial.batch,), trial.view) for trial in trials)
+        compared(partial(states_of, made, layers), partial(states_of, loop, layers), steps, same)
     return made
 
 
-def results(run: Run, batch: Batch, view: View, layers: tuple[int, ...]) -> list[Tensor]:
-    """Logits, and the states of all rows after each of these layers."""
-    taps = Taps(layers)
-    logits = run(batch, view, taps)
-    assert logits is not None  # every batch that is tried scores rows
-    return [logits, *(states for _, states in sorted(taps.take().items()))]
+def compared(made: Forward, network: Forward, steps: Iterable[Step], same: Same) -> None:
+    """Raises `CannotReplace` where they differ on a step."""
+    if not all(steps_agree(made, network, step, same=same) for step in steps):
+        raise CannotReplace("not captured: it computes something else")
+
+
+def recorder(device: torch.device) -> Recorder:
+    return RECORDERS[device.type](device)
+
+
+def of_buckets() -> list[Lengths]:
+    """For each capture the fewest and the most rows, in one or two sequences."""
+    return [(rows - rows // 2, rows // 2) if rows > 1 else (1,) for rows in sizes()]
 
 
 @contextmanager
@@ -278,18 +258,3 @@ def reported() -> Iterator[None]:
     except RuntimeError as error:  # for example a synchronising operation, or too little memory
         line = next(iter(str(error).splitlines()), type(error).__name__)[:120]
         raise CannotReplace(f"not captured: {line}") from error
-
-
-def capture_bytes(config: PreTrainedConfig, layers: tuple[LayerSpec, ...], dtype: torch.dtype) -> int:
-    """Memory of a capture: buffers, the shared intermediate results of the largest piece, and graphs."""
-    hidden, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    shared = max(hidden + config.vocab_size, STATES_OF_ROW * hidden + 3 * inner) * dtype.itemsize
-    graphs = len(BUCKETS) * (len(layers) + 2)
-    return static_bytes(config, layers, dtype) + BUCKETS[-1] * shared + graphs * GRAPH
-
-
-def static_bytes(config: PreTrainedConfig, layers: tuple[LayerSpec, ...], dtype: torch.dtype) -> int:
-    """The buffers: ids, positions, scored rows, residual, logits, rotary tables, heads, attention outputs."""
-    heads, kv_heads, head_dim = config.num_attention_heads, layers[0].heads, layers[0].k_dim
-    row = config.hidden_size + config.vocab_size + 2 * head_dim + 2 * (heads + kv_heads) * head_dim
-    return BUCKETS[-1] * (3 * torch.long.itemsize + row * dtype.itemsize)

@@ -6,33 +6,29 @@ before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
 
 from speculon.core import LayerSpec
 from speculon.kv.store import PageStore, SpanView, View
 from speculon.models.block import Tables
 from speculon.models.captured import (
-    BUCKETS,
-    GRAPH,
-    RECORDERS,
+    Lengths,
     Pieces,
     Recorder,
-    check,
+    compared,
     copied,
+    of_buckets,
+    recorder,
     reported,
-    sizes,
 )
 from speculon.models.drafter_layers import Network
-from speculon.models.target import STATES_OF_ROW, Target
-
-Forward = Callable[..., Tensor]  # inputs [T, ...] and a view -> states [T, H]
-Step = tuple[tuple[Tensor, ...], View]  # the arguments of one
-Lengths = tuple[int, ...]  # rows of each sequence
+from speculon.models.footprint import BUCKETS
+from speculon.models.target import Target
+from speculon.models.trial import Step, alike
 
 SEEN = 5  # positions of a trial's sequence before its rows
 
@@ -71,9 +67,8 @@ def captured_draft(network: Network, layers: tuple[LayerSpec, ...], target: Targ
     with torch.inference_mode(), reported():
         ids, positions = torch.zeros(2, BUCKETS[-1], dtype=torch.long, device=target.device)
         inputs = inputs_of(network, ids, positions)
-        made = CapturedDraft(network, inputs, RECORDERS[target.device.type](target.device))
-        for given, view in steps_of(network, layers, target, of_buckets()):
-            check([made(*given, view)], [network(*given, view)])
+        made = CapturedDraft(network, inputs, recorder(target.device))
+        compared(made, network, steps_of(network, layers, target, of_buckets()), alike)
     return made
 
 
@@ -91,11 +86,6 @@ def steps_of(
     """Steps of a network over sequences of so many rows; those that read states are written to pages."""
     for ids, positions, store, lengths in trials(layers, target, all_lengths):
         yield inputs_of(network, ids, positions), view_of(store, lengths, network.reads_states)
-
-
-def of_buckets() -> list[Lengths]:
-    """For each capture the fewest and the most rows, in one or two sequences."""
-    return [(rows - rows // 2, rows // 2) if rows > 1 else (1,) for rows in sizes()]
 
 
 def trials(
@@ -121,18 +111,3 @@ def view_of(store: PageStore, lengths: Lengths, written: bool) -> View:
         spans.append(SpanView(row, row + rows, slice(start, start + seen), seen))
         row += rows
     return store.view_of(spans) if written else View(store, slice(0, 0), spans)
-
-
-def draft_capture_bytes(sizes: LlamaConfig, layers: int, dtype: torch.dtype, more: int = 0) -> int:
-    """Memory of a capture; `more` is the width of what buffers hold besides a state, in states."""
-    hidden, inner = (1 + more) * sizes.hidden_size, sizes.intermediate_size
-    shared = (STATES_OF_ROW * hidden + 3 * inner) * dtype.itemsize
-    graphs = len(BUCKETS) * (layers + 1)
-    return draft_static_bytes(sizes, dtype, more) + BUCKETS[-1] * shared + graphs * GRAPH
-
-
-def draft_static_bytes(sizes: LlamaConfig, dtype: torch.dtype, more: int) -> int:
-    """The buffers: ids, positions, states, rotary tables, heads, attention outputs."""
-    heads, kv_heads = sizes.num_attention_heads, sizes.num_key_value_heads
-    row = (1 + more) * sizes.hidden_size + 2 * (1 + heads + kv_heads) * sizes.head_dim
-    return BUCKETS[-1] * (2 * torch.long.itemsize + row * dtype.itemsize)

@@ -7,10 +7,11 @@ The others write the pages, too, and call back for attention; few rows of severa
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,22 +20,25 @@ from speculon.batch import Batch, as_tensor
 from speculon.core import LayerSpec
 from speculon.kv.store import SpanView, View, as_index
 from speculon.models.attention import running
-from speculon.models.block import CannotReplace
-from speculon.models.compare import close
-from speculon.models.compiled_layers import Exported, Layers
-from speculon.models.grouping import FOLD_ROWS, joint_call, visible_keys
+from speculon.models.block import CannotReplace, Loop
+from speculon.models.compiled_layers import Arguments, Exported, Layers, Program, Settings
+from speculon.models.footprint import JOINT_BYTES, compiling_is_faster
+from speculon.models.grouping import FOLD_ROWS, MASKS, joint_call, visible_keys
 from speculon.models.linear import Linear, layout_of
-from speculon.models.loop import Loop
-from speculon.models.masks import MASKS
-from speculon.models.programs import FOLDED, SHARED, TUNED, Arguments, Program, Settings, key_of, program
 from speculon.models.taps import EMBEDDINGS, Taps
-from speculon.models.target import Run, Target
+from speculon.models.trial import Forward, Step, Trial, states_of, steps_agree
 
-COPIES = 5  # of the weights, where each program holds one
-# of a joint call: how many times the rows and keys of its sequences it may pad to, and its memory
-WASTED_ROWS, WASTED_KEYS, JOINT_BYTES = 4, 2, 32 << 20  # guess
+if TYPE_CHECKING:
+    from speculon.models.target import Target
 
-Step = tuple[Batch, View]
+# of a joint call: how many times the rows and keys of its sequences it may pad to
+WASTED_ROWS, WASTED_KEYS = 4, 2  # guess
+
+# the weights of the loop are shared
+SHARED: Settings = {"cpp.weight_prepack": False, "aot_inductor.package_constants_in_so": False}
+FOLDED: Settings = {"freezing": True}  # weights are packed: each program holds a copy
+# products are kernels of the compiler, chosen by time
+TUNED = FOLDED | {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +63,15 @@ class Programs:
 
     def compile(self, layers: Exported, steps: Iterable[tuple[str, Arguments]]) -> None:
         """Compiles each program of the plan for the first step that takes it."""
-        key, settings = key_of(layers), self.plan.settings  # first: compiling changes attributes
-        for variant, arguments in steps:
-            if variant in settings.keys() - self.programs.keys():
-                self.programs[variant] = program(layers, variant, settings[variant], arguments, key)
+        from speculon.models.programs import key_of, program  # imports the compiler
+
+        settings = self.plan.settings
+        with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
+            warnings.simplefilter("ignore")
+            key = key_of(layers)  # first: compiling changes attributes
+            for variant, arguments in steps:
+                if variant in settings.keys() - self.programs.keys():
+                    self.programs[variant] = program(layers, variant, settings[variant], arguments, key)
         if missing := settings.keys() - self.programs.keys():
             raise CannotReplace(f"not compiled: no step was tried for {sorted(missing)}")
 
@@ -171,51 +180,48 @@ def plan_for(dtype: torch.dtype, device: torch.device) -> CompilePlan:
     return IN_ROWS if layout_of(dtype, device) is Linear else IN_BLOCKS
 
 
-def extra_bytes(weights: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Memory that compiling takes in addition to so many bytes of weights."""
-    if not measured(dtype, device):
-        return 0
-    return JOINT_BYTES if plan_for(dtype, device) is IN_ROWS else COPIES * weights
-
-
-def draft_bytes(weights: int, dtype: torch.dtype, device: torch.device) -> int:
-    """The same for the network of a drafter, whose keys are copied in any layout."""
-    if not measured(dtype, device):
-        return 0
-    return JOINT_BYTES + (0 if plan_for(dtype, device) is IN_ROWS else COPIES * weights)
-
-
-def row_bytes(layers: int, hidden: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Memory of the states that a program returns, for each row of a step."""
-    return (layers + 1) * hidden * dtype.itemsize if measured(dtype, device) else 0
-
-
-def measured(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether compiling was measured to be faster for such weights."""
-    return device.type == "cpu" and dtype is torch.float32
-
-
-def compiled(loop: Loop, target: Target, steps: Iterable[Step]) -> Compiled:
-    """The loop compiled for such steps, half a minute each, and compared on all of them, pages included.
+def compiled_loop(loop: Loop, target: Target) -> Compiled:
+    """The loop compiled, half a minute for each program, and compared on all trial steps, pages included.
 
     Raises `CannotReplace` where it cannot be compiled, or differs.
     """
+    if any(spec.chunk for spec in target.layers):
+        raise CannotReplace("not compiled: attention in chunks")
     with reported(target):
-        tried, layers = list(steps), len(loop.blocks)
+        tried, layers = trial_steps(loop, target), len(loop.blocks)
         layer_kinds = kinds_of(tried[0][1], layers)
         made = Compiled(loop, plan_for(target.dtype, target.device), layer_kinds)
-        with compiling():
-            made.compile(Layers(loop, layer_kinds), [made.arguments(*step) for step in tried])
-        for step in tried:
-            ours, theirs = (partial(results, run, step, layers) for run in (made, loop))
-            check(ours, theirs, step[1], layers)
+        made.compile(Layers(loop, layer_kinds), [made.arguments(*step) for step in tried])
+        run, expected = (partial(states_of, way, layers) for way in (made, loop))
+        compared(run, expected, [((batch,), view) for batch, view in tried], layers)
     return made
+
+
+def compared(made: Forward, network: Forward, steps: Iterable[Step], pages: int) -> None:
+    """Raises `CannotReplace` where they differ on a step, or in the keys and values of so many layers."""
+    if not all(steps_agree(made, network, step, pages) for step in steps):
+        raise CannotReplace("not compiled: it computes something else")
+
+
+def trial_steps(loop: Loop, target: Target) -> list[tuple[Batch, View]]:
+    """Steps to compile and compare. The first of each program is compiled, so only one row's sizes are 1."""
+    trial, batch = Trial.of(target, (8, 3)), Trial.of(target, (FOLD_ROWS + 1, 7))
+    single = Trial.of(target, (1, 1))
+    for each in (trial, batch):
+        loop(each.batch, each.view)  # writes keys to attend to
+    one, few = trial.last(1), trial.last(5)
+    several, many = (trial.batch, trial.view), (batch.batch, batch.view)
+    some = replace(batch.batch, score_rows=batch.batch.score_rows[3:]), batch.view
+    ends = [(replace(step, score_rows=step.score_rows[-1:]), view) for step, view in (few, several, many)]
+    late = [trial.last(1, 2), trial.last(2, 2, scattered=True), trial.last(1, scattered=True)]
+    early = [trial.last(8), single.last(1), (single.batch, single.view)]
+    return [one, few, several, many, some, *ends, *late, *early]
 
 
 @contextmanager
 def reported(target: Target) -> Iterator[None]:
     """Raises `CannotReplace` where compiling was never measured, and for any error of the compiler."""
-    if not measured(target.dtype, target.device):
+    if not compiling_is_faster(target.dtype, target.device):
         raise CannotReplace(f"not compiled: {target.dtype} on {target.device.type} was never measured")
     try:
         yield
@@ -226,38 +232,7 @@ def reported(target: Target) -> Iterator[None]:
         raise CannotReplace(f"not compiled: {line}") from error
 
 
-@contextmanager
-def compiling() -> Iterator[None]:
-    with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def kinds_of(view: View, layers: int) -> list[int]:
     """A number for each layer, from 0 on, that layers with equal keys and windows have in common."""
     numbers = [view.kind(layer) for layer in range(layers)]
     return [sorted(set(numbers)).index(number) for number in numbers]
-
-
-def check(
-    run: Callable[[], list[Tensor]], expected: Callable[[], list[Tensor]], view: View, layers: int
-) -> None:
-    """Raises `CannotReplace` where results differ, or the keys and values that are written."""
-    known = [*expected(), *written(view, layers)]
-    for layer in range(layers):  # rows that the program does not write stay NaN
-        view.write(layer, *(torch.full_like(x, torch.nan) for x in view.slots_of(layer, view.slots)))
-    found = [*run(), *written(view, layers)]
-    if len(found) != len(known) or not all(map(close, found, known)):
-        raise CannotReplace("not compiled: it computes something else")
-
-
-def written(view: View, layers: int) -> list[Tensor]:
-    return [rows.clone() for layer in range(layers) for rows in view.slots_of(layer, view.slots)]
-
-
-def results(run: Run, step: Step, layers: int) -> list[Tensor]:
-    """Logits of a step, and the states of all rows after each layer."""
-    (batch, view), taps = step, Taps((EMBEDDINGS, *range(layers)))
-    logits = run(batch, view, taps)
-    assert logits is not None  # every step that is tried scores rows
-    return [logits, *(states for _, states in sorted(taps.take().items()))]

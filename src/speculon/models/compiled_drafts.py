@@ -20,24 +20,23 @@ from speculon.core import LayerSpec
 from speculon.kv.store import View, as_index
 from speculon.models.attention import fold, running, unfold
 from speculon.models.block import Norm, tables_of
-from speculon.models.captured_drafts import Forward, Step, steps_of
+from speculon.models.captured_drafts import steps_of
 from speculon.models.compiled import (
     CompilePlan,
     PagedPrograms,
     Programs,
-    check,
-    compiling,
+    compared,
     kinds_of,
     plan_for,
     reported,
 )
-from speculon.models.compiled_layers import DenseNorm, Exported, attention_of, linear_of
+from speculon.models.compiled_layers import Arguments, DenseNorm, Exported, attention_of, linear_of
 from speculon.models.dflash_attention import Sight, visible
 from speculon.models.drafter_layers import Network
 from speculon.models.grouping import FOLD_ROWS
 from speculon.models.linear import Linear, Packed
-from speculon.models.programs import Arguments
 from speculon.models.target import Target
+from speculon.models.trial import Step
 
 # rows of the sequences in the trial; the first of each program has no size of 1 but that of one row
 OF_HEADS = ((1,), (5,), (3, 2), (12,), (1, 1), (4, 1, 2), (2,), (FOLD_ROWS + 1,))
@@ -189,11 +188,8 @@ def compiled_draft(
             made = CompiledBlocks(network, CompilePlan({"few": of.settings["few"]}, FOLD_ROWS))
             programs, written = RowsLayers(network), 0
         arguments: Callable[..., tuple[str, Arguments]] = made.arguments
-        with compiling():
-            made.compile(programs, [arguments(*inputs, view) for inputs, view in steps])
-        for inputs, view in steps:
-            ours, theirs = (partial(call, run, inputs, view) for run in (made, network))
-            check(ours, theirs, view, written)
+        made.compile(programs, [arguments(*inputs, view) for inputs, view in steps])
+        compared(made, network, steps, written)
     return made
 
 
@@ -202,7 +198,3 @@ def apart(step: Step) -> Step:
     inputs, view = step
     spans = [replace(span, where=as_index(span.where, view.store.device)) for span in view.spans]
     return inputs, view.store.view_of(spans)
-
-
-def call(run: Forward, inputs: tuple[Tensor, ...], view: View) -> list[Tensor]:
-    return [run(*inputs, view)]

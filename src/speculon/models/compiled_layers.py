@@ -1,68 +1,23 @@
-"""The loop as modules that torch can export and compile, and their three ways to attend."""
+"""The layers of a loop as modules that torch can export and compile, and their three ways to attend."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speculon.models.attention import attend_written, fold, running_view, unfold
-from speculon.models.block import Block, CannotReplace, Norm, Stock, Tables, rotate, tables_of
+from speculon.models.block import Block, CannotReplace, Loop, Norm, Stock, Tables, rotate, tables_of
 from speculon.models.linear import Linear, Packed, Product
-from speculon.models.loop import Loop
 
-Attend = Callable[..., Tensor]  # query, key and value of all rows [T, heads, Dh], and the scaling
-
-
-@torch.library.custom_op("speculon::attend", mutates_args=())
-def attend(query: Tensor, keys: Tensor, values: Tensor, layer: int, scaling: float) -> Tensor:
-    """`attend_written` on the running step; the pages are arguments so that rows are written first."""
-    return attend_written(running_view(), layer, query, scaling).contiguous()
-
-
-@attend.register_fake
-def _(query: Tensor, keys: Tensor, values: Tensor, layer: int, scaling: float) -> Tensor:
-    return query.new_empty(*query.shape[:2], values.shape[-1])
-
-
-def attend_back(keys: Tensor, values: Tensor, slots: Tensor, layer: int, *given: Any) -> Tensor:  # [T, H, Dv]
-    """Rows of any sequences: calls back for attention outside of the program."""
-    query, key, value, scaling = given
-    return torch.ops.speculon.attend(
-        query, keys.index_copy_(0, slots, key), values.index_copy_(0, slots, value), layer, scaling
-    )
-
-
-def attend_joint(
-    keys: Tensor, values: Tensor, slots: Tensor, joint: Sequence[Tensor], *given: Any
-) -> Tensor:  # [T, H, Dv]
-    """Rows of sequences that share one kernel call; `joint` is `Compiled.joint` of one layer kind."""
-    (query, key, value, scaling), (rows, order, where, mask) = given, joint
-    kv_heads, group = key.shape[1], query.shape[1] // key.shape[1]
-    # [B, Hkv, n * g, Dk]
-    q = query[rows].unflatten(2, (kv_heads, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
-    k = keys.index_copy_(0, slots, key)[where].transpose(1, 2)
-    v = values.index_copy_(0, slots, value)[where].transpose(1, 2)
-    mask = mask.repeat_interleave(group, 2)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling).unflatten(2, (-1, group))
-    return out.permute(0, 2, 1, 3, 4).flatten(2, 3).flatten(0, 1)[order]
-
-
-def attend_alone(keys: Tensor, values: Tensor, mask: Tensor | None, *given: Any) -> Tensor:  # [T, H, Dv]
-    """The rows of one sequence, written to the last of its slots; keys and values are views of the pages."""
-    query, key, value, scaling = given
-    group, before = query.shape[1] // key.shape[1], keys.shape[0] - key.shape[0]  # len() would be a constant
-    keys[before:] = key
-    values[before:] = value
-    k, v = (slots.transpose(0, 1)[None] for slots in (keys, values))
-    mask = None if mask is None else mask.repeat_interleave(group, 0)
-    return unfold(
-        F.scaled_dot_product_attention(fold(query, 1, group), k, v, attn_mask=mask, scale=scaling), group
-    )
+Settings = dict[str, Any]  # of the compiler
+Arguments = list[Tensor | None]  # of `Exported`
+Program = Callable[..., list[Tensor]]  # of them, to the results of `Exported`
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # query, key, value, scaling -> [T, H, Dh]
 
 
 class DenseNorm(nn.Module):
@@ -113,8 +68,9 @@ class Layer(nn.Module):
 
 
 class Exported(nn.Module):
-    """What programs are made of: its forward takes what `Programs.for_step` gives."""
+    """What programs are made of: its forward takes the arguments that come with the name of a program."""
 
+    code: ClassVar = (rotate, fold)  # functions that programs hold, beside the classes of modules
     sizes: tuple[str, ...]  # the names of the first sizes of what comes before `slots`
     layer_kinds: list[int]
 
@@ -149,19 +105,6 @@ class Layers(Exported):
         return [self.head(self.norm(x[scored])), *states]
 
 
-def attention_of(
-    number: int, layer_kinds: list[int], slots: Tensor | None, pages: Sequence[Tensor]
-) -> Attend:
-    """How a layer attends, by what a program is given."""
-    count, distinct, own = len(layer_kinds), len(set(layer_kinds)), layer_kinds[number]
-    stored, more = (pages[number], pages[count + number]), pages[2 * count :]
-    if slots is None:
-        return partial(attend_alone, *stored, more[own] if more else None)
-    if more:
-        return partial(attend_joint, *stored, slots, (*more[:2], more[2 + own], more[2 + distinct + own]))
-    return partial(attend_back, *stored, slots, number)
-
-
 def linear_of(product: Product) -> nn.Linear:
     """A product as a linear module with unpacked weights. Raises `CannotReplace` for shared weights."""
     if isinstance(product, nn.Linear):
@@ -175,3 +118,90 @@ def linear_of(product: Product) -> nn.Linear:
     if product.bias is not None:
         layer.bias = nn.Parameter(product.bias, requires_grad=False)
     return layer
+
+
+# how an exported layer attends
+
+
+@torch.library.custom_op("speculon::attend", mutates_args=())
+def attend(query: Tensor, keys: Tensor, values: Tensor, layer: int, scaling: float) -> Tensor:
+    """`attend_written` on the running step; the pages are arguments so that rows are written first."""
+    return attend_written(running_view(), layer, query, scaling).contiguous()
+
+
+@attend.register_fake
+def _(query: Tensor, keys: Tensor, values: Tensor, layer: int, scaling: float) -> Tensor:
+    return query.new_empty(*query.shape[:2], values.shape[-1])
+
+
+def attend_back(
+    keys: Tensor,  # [slots, Hkv, Dh]
+    values: Tensor,
+    slots: Tensor,  # [T]
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+) -> Tensor:  # [T, H, Dh]
+    """Rows of any sequences, written to their slots: calls back for attention outside of the program."""
+    keys.index_copy_(0, slots, key)
+    values.index_copy_(0, slots, value)
+    attended: Tensor = torch.ops.speculon.attend(query, keys, values, layer, scaling)
+    return attended
+
+
+def attend_joint(
+    keys: Tensor,  # [slots, Hkv, Dh]
+    values: Tensor,
+    slots: Tensor,  # [T]
+    joint: Sequence[Tensor],  # of `PagedPrograms.joint`, for one kind of layer
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+) -> Tensor:  # [T, H, Dh]
+    """Rows of several sequences, written to their slots: one padded kernel call for all."""
+    keys.index_copy_(0, slots, key)
+    values.index_copy_(0, slots, value)
+    rows, order, where, mask = joint  # [B, n], [T], [B, S], [B, 1, n, S]
+    kv_heads, group = key.shape[1], query.shape[1] // key.shape[1]
+    q = query[rows].unflatten(2, (kv_heads, group))  # [B, n, Hkv, g, Dh]
+    q = q.permute(0, 2, 1, 3, 4).flatten(2, 3)  # [B, Hkv, n * g, Dh]
+    k, v = (pool[where].transpose(1, 2) for pool in (keys, values))  # [B, Hkv, S, Dh]
+    mask = mask.repeat_interleave(group, 2)  # [B, 1, n * g, S]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)  # [B, Hkv, n * g, Dh]
+    out = out.unflatten(2, (-1, group)).permute(0, 2, 1, 3, 4)  # [B, n, Hkv, g, Dh]
+    return out.flatten(2, 3).flatten(0, 1)[order]
+
+
+def attend_alone(
+    keys: Tensor,  # [S, Hkv, Dh], a view of the pages
+    values: Tensor,
+    mask: Tensor | None,  # [T, S]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+) -> Tensor:  # [T, H, Dh]
+    """The rows of one sequence, written to the last of its slots."""
+    group, before = query.shape[1] // key.shape[1], keys.shape[0] - key.shape[0]  # len() would be a constant
+    keys[before:] = key
+    values[before:] = value
+    k, v = (slots.transpose(0, 1)[None] for slots in (keys, values))
+    mask = None if mask is None else mask.repeat_interleave(group, 0)
+    out = F.scaled_dot_product_attention(fold(query, 1, group), k, v, attn_mask=mask, scale=scaling)
+    return unfold(out, group)
+
+
+def attention_of(
+    number: int, layer_kinds: list[int], slots: Tensor | None, pages: Sequence[Tensor]
+) -> Attend:
+    """How a layer attends, by what a program is given."""
+    count, distinct, own = len(layer_kinds), len(set(layer_kinds)), layer_kinds[number]
+    stored, more = (pages[number], pages[count + number]), pages[2 * count :]
+    if slots is None:
+        return partial(attend_alone, *stored, more[own] if more else None)
+    if more:
+        return partial(attend_joint, *stored, slots, (*more[:2], more[2 + own], more[2 + distinct + own]))
+    return partial(attend_back, *stored, slots, number)

@@ -8,10 +8,11 @@ from speculon.checkpoints.drafter_config import DrafterConfig
 from speculon.core import LayerSpec, Needs
 from speculon.models.block import CannotReplace
 from speculon.models.captured import RECORDERS
-from speculon.models.captured_drafts import Forward, captured_draft, draft_capture_bytes
+from speculon.models.captured_drafts import captured_draft
+from speculon.models.compiled_drafts import compiled_draft
 from speculon.models.drafter_layers import Network, rope_config, weight_bytes
-from speculon.models.fusion import Fusion
-from speculon.models.target import Target, scratch_bytes
+from speculon.models.footprint import CaptureSizes, program_bytes, scratch_bytes
+from speculon.models.target import Runner, Target
 
 
 def needs_of(
@@ -27,7 +28,7 @@ def needs_of(
 ) -> Needs:
     """The needs of a network that is not loaded; T = `rows` and R = `scored` in its largest forward.
 
-    `spans` are the windows of its layers over pages; for `more` see `draft_capture_bytes`.
+    `spans` are the windows of its layers over pages; for `more` see `CaptureSizes.of_drafter`.
     """
     dtype, device, width = target.dtype, target.device, config.taps * config.target_hidden
     layers = [LayerSpec("taps", 1, width, 0, dtype)]
@@ -38,11 +39,9 @@ def needs_of(
     sizes, fixed = rope_config(config), weight_bytes(config, dtype)
     sizes.vocab_size = target.vocab_size  # its logits cover the target's vocabulary
     if compile and device.type in RECORDERS:
-        fixed += draft_capture_bytes(sizes, config.layers, dtype, more)
+        fixed += CaptureSizes.of_drafter(sizes, config.layers, more).num_bytes(dtype)
     elif compile:
-        from speculon.models.compiled import draft_bytes  # imports the compiler
-
-        fixed += draft_bytes(fixed, dtype, device)
+        fixed += program_bytes(fixed, dtype, device, drafter=True)
     return Needs(
         taps=taps,
         layers=tuple(layers),
@@ -53,26 +52,22 @@ def needs_of(
     )
 
 
-def run_of(
-    network: Network, layers: tuple[LayerSpec, ...], target: Target, compile: bool
-) -> tuple[Forward, Fusion]:
+def run_of(network: Network, layers: tuple[LayerSpec, ...], target: Target, compile: bool) -> Runner:
     """The faster form where that is asked for, possible and equal on every step; else the network itself.
 
     `layers` are those of its attention in the pages.
     """
-    count, with_graphs = len(network.layers), target.device.type in RECORDERS
-    fusion = Fusion(count, count, one_loop=True)
+    count = len(network.layers)
+    runner = Runner(network.forward, count, count, "loop")
     if not compile:
-        return network.forward, fusion
+        return runner
     try:
-        if with_graphs:
-            run: Forward = captured_draft(network, layers, target)
+        if target.device.type in RECORDERS:
+            runner.run = captured_draft(network, layers, target)
+            runner.form = "captured"
         else:
-            from speculon.models.compiled_drafts import compiled_draft  # imports the compiler
-
-            run = compiled_draft(network, layers, target)
+            runner.run = compiled_draft(network, layers, target)
+            runner.form = "compiled"
     except CannotReplace as reason:
-        fusion.refused[str(reason)] += 1
-        return network.forward, fusion
-    fusion.captured, fusion.compiled = with_graphs, not with_graphs
-    return run, fusion
+        runner.refused[str(reason)] += 1
+    return runner

@@ -1,6 +1,6 @@
-"""Replaces stock layers by fused blocks, each after a comparison with the original.
+"""Chooses how a target runs: fused blocks in the place of its layers, and a loop in that of its forward.
 
-The blocks are in models/block and models/linear, the loop over them in models/loop.
+Each is compared with the original first, and so are the compiled and the captured loop.
 """
 
 from __future__ import annotations
@@ -9,90 +9,58 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from speculon.kv.store import View
-from speculon.models.attention import running_view
-from speculon.models.block import Block, CannotReplace, Norm, Tables, block_of, norm_of, tables_of
-from speculon.models.captured import RECORDERS, Captured, alike, capture_bytes, captured, sizes
-from speculon.models.compare import close, nearly
-from speculon.models.fusion import Fusion
-from speculon.models.grouping import FOLD_ROWS
+from speculon.models.block import (
+    UNKNOWN,
+    CannotReplace,
+    Fused,
+    FusedLayer,
+    Loop,
+    Norm,
+    block_of,
+    norm_of,
+)
+from speculon.models.captured import RECORDERS, captured_loop
+from speculon.models.compiled import compiled_loop
+from speculon.models.footprint import CaptureSizes, program_bytes, program_row_bytes
 from speculon.models.linear import head_is_packed, hooked, joined, plain
-from speculon.models.loop import Loop
 from speculon.models.remembered import passed, passes
-from speculon.models.target import Target, stock_forward
-from speculon.models.trial import Trial
-
-if TYPE_CHECKING:
-    from speculon.models.compiled import Compiled, Step
+from speculon.models.target import Runner, Target, stock_forward
+from speculon.models.trial import Trial, close, nearly
 
 Place = tuple[nn.Module, str]  # a module's parent, and its name there
 OF_NORMS = 3e-5  # of the largest logit: a third of what the load check allows
-# what the modules of an unknown architecture raise
-UNKNOWN = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
-
-
-class FusedLayer(nn.Module):
-    """A block with the signature of a stock layer."""
-
-    def __init__(self, block: Block):
-        super().__init__()
-        self.block = block
-
-    def forward(self, hidden_states: Tensor, *_: Any, position_embeddings: Any = None, **__: Any) -> Tensor:
-        view = running_view()
-        return self.block(hidden_states[0], self.tables(position_embeddings, view), view)[None]
-
-    def tables(self, made: tuple[Tensor, Tensor] | None, view: View) -> Tables | None:
-        """The rotary tables of this step, converted once for all layers that share them."""
-        if made is None:
-            return None
-        if id(made[0]) not in view.memo:
-            # `made` is kept so that its id is not reused
-            view.memo[id(made[0])] = made, tables_of(*made, self.block.attention.head_dim)
-        return view.memo[id(made[0])][1]
-
-
-class Fused(nn.Module):
-    """A norm or a product in the place of a stock module."""
-
-    def __init__(self, inner: Callable[[Tensor], Tensor]):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
 
 
 def fuse(target: Target, *, share: bool, compile: bool = False) -> None:
-    """Fuses the target's layers where the result is the same, and reports it in `target.fusion`.
+    """Fuses the target's layers where the result is the same, and gives it the runner with the fastest form.
 
     With `share` the weights are not copied; else they are laid out anew, layer by layer.
     """
     tapped = target.taps.layers if target.taps else ()
     target.capture(())  # layers with hooks are not fused
-    trial, fusion = Trial.of(target), Fusion(len(target.layers))
+    trial, runner = Trial.of(target), Runner(target.runner.run, len(target.layers))
+    target.runner = runner
     with torch.inference_mode():
-        fuse_layers(target, trial, fusion, share)
+        fuse_layers(target, trial, share)
         replace_norms(target)
         if not share:
             pack_head(target, trial)
-        if not share and fusion.blocks == fusion.layers:
+        if not share and runner.fused == runner.layers:
             unmap_file(target.model)  # before compiling, which keeps references to the tensors
         try:
-            fuse_loop(target, trial, fusion, compile=compile)
+            choose_loop(target, trial, compile=compile)
         except CannotReplace as reason:
-            fusion.refused[str(reason)] += 1
-    target.fusion = fusion
+            runner.refused[str(reason)] += 1
     target.capture(tapped)
 
 
-def fuse_layers(target: Target, trial: Trial, fusion: Fusion, share: bool) -> None:
+def fuse_layers(target: Target, trial: Trial, share: bool) -> None:
+    runner = target.runner
     with recorded(target.model, trial) as layers:
         stock_forward(target.model, trial.batch, trial.view)
     for number, (parent, name) in layers.items():
@@ -101,27 +69,33 @@ def fuse_layers(target: Target, trial: Trial, fusion: Fusion, share: bool) -> No
             fused = FusedLayer(block_of(stock, number, spec.heads, spec.k_dim, share))
             check(stock, fused, trial, number)
         except CannotReplace as reason:
-            fusion.refused[str(reason)] += 1
+            runner.refused[str(reason)] += 1
         except UNKNOWN as error:
-            fusion.refused[f"{type(stock).__name__} has another structure ({type(error).__name__})"] += 1
+            runner.refused[f"{type(stock).__name__} has another structure ({type(error).__name__})"] += 1
         else:
             setattr(parent, name, fused)
-            fusion.blocks += 1
+            runner.fused += 1
 
 
-def fuse_loop(target: Target, trial: Trial, fusion: Fusion, *, compile: bool) -> None:
+def choose_loop(target: Target, trial: Trial, *, compile: bool) -> None:
     """Replaces the forward by a loop, compiled or captured if asked for. Raises `CannotReplace`."""
-    target.run = loop = loop_of(target, trial)
-    fusion.one_loop = True
-    if compile and len({*loop.kinds}) > 1:
+    runner, config = target.runner, target.model.config.get_text_config()
+    runner.run = loop = loop_of(target, trial)
+    runner.form = "loop"
+    if not compile:
+        return
+    if len({*loop.kinds}) > 1:
         raise CannotReplace("not compiled: several rotary tables")
-    if compile and target.device.type in RECORDERS:
-        target.run = captured_loop(loop, target)
-        target.num_bytes += capture_bytes(target.model.config.get_text_config(), target.layers, target.dtype)
-        fusion.captured = True
-    elif compile:
-        target.run = compiled_loop(loop, target)
-        fusion.compiled = True
+    dtype, device = target.dtype, target.device
+    if device.type in RECORDERS:
+        runner.run = captured_loop(loop, target)
+        runner.form = "captured"
+        runner.num_bytes += CaptureSizes.of_target(config, target.layers).num_bytes(dtype)
+    else:
+        runner.run = compiled_loop(loop, target)
+        runner.form = "compiled"
+        runner.num_bytes += program_bytes(target.num_bytes, dtype, device)
+        runner.row_bytes = program_row_bytes(len(loop.blocks), target.hidden_size, dtype, device)
 
 
 def layer_places(model: nn.Module) -> Iterator[tuple[int, Place]]:
@@ -232,7 +206,7 @@ def pack_head(target: Target, trial: Trial) -> None:
     except UNKNOWN:  # it reads the head's weight or bias
         return target.model.set_output_embeddings(head)
     if head.weight is target.model.get_input_embeddings().weight:
-        target.num_bytes += head.weight.nbytes
+        target.runner.num_bytes += head.weight.nbytes
 
 
 def unmap_file(model: nn.Module) -> None:
@@ -288,37 +262,3 @@ def rotary_types(base: Any) -> tuple[str, ...]:
     if "layer_type" not in inspect.signature(base.rotary_emb.forward).parameters:
         return ()
     return tuple(base.config.layer_types)
-
-
-def compiled_loop(loop: Loop, target: Target) -> Compiled:
-    """The loop compiled. Raises `CannotReplace` where that fails."""
-    if any(spec.chunk for spec in target.layers):
-        raise CannotReplace("not compiled: attention in chunks")
-    from speculon.models.compiled import compiled, extra_bytes, row_bytes  # imports the compiler
-
-    made = compiled(loop, target, trial_steps(loop, target))
-    target.row_bytes = row_bytes(len(loop.blocks), target.hidden_size, target.dtype, target.device)
-    target.num_bytes += extra_bytes(target.num_bytes, target.dtype, target.device)
-    return made
-
-
-def trial_steps(loop: Loop, target: Target) -> list[Step]:
-    """Steps to compile and compare. The first of each program is compiled, so only one row's sizes are 1."""
-    trial, batch = Trial.of(target, (8, 3)), Trial.of(target, (FOLD_ROWS + 1, 7))
-    single = Trial.of(target, (1, 1))
-    for each in (trial, batch):
-        loop(each.batch, each.view)  # writes keys to attend to
-    one, few = trial.last(1), trial.last(5)
-    several, many = (trial.batch, trial.view), (batch.batch, batch.view)
-    some = replace(batch.batch, score_rows=batch.batch.score_rows[3:]), batch.view
-    ends = [(replace(step, score_rows=step.score_rows[-1:]), view) for step, view in (few, several, many)]
-    late = [trial.last(1, 2), trial.last(2, 2, scattered=True), trial.last(1, scattered=True)]
-    early = [trial.last(8), single.last(1), (single.batch, single.view)]
-    return [one, few, several, many, some, *ends, *late, *early]
-
-
-def captured_loop(loop: Loop, target: Target, same: Callable[[Tensor, Tensor], bool] = alike) -> Captured:
-    """The loop as CUDA graphs; `same` compares its results. Raises `CannotReplace` where that fails."""
-    trials = (Trial.of(target, (rows - rows // 2, rows // 2) if rows > 1 else (1,)) for rows in sizes())
-    steps = ((trial.batch, trial.view) for trial in trials)
-    return captured(loop, target, steps, RECORDERS[target.device.type](target.device), same)

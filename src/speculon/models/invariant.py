@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from speculon.batch import Batch, Runs
+from speculon.batch import Batch
 from speculon.core import NO_PADDING, LayerSpec, Padding
 from speculon.errors import UnsupportedModel
-from speculon.kv.store import PageStore, SpanView
+from speculon.kv.store import PageStore, SpanView, View
 from speculon.models.batch_check import (
     LONGEST,
     Attending,
@@ -27,15 +27,14 @@ from speculon.models.batch_check import (
     differing,
     uneven_keys,
 )
-from speculon.models.block import Block, CannotReplace, Gated
-from speculon.models.captured import Captured
-from speculon.models.fuse import Fused, captured_loop
+from speculon.models.block import Block, CannotReplace, Fused, Gated, Loop
+from speculon.models.captured import Captured, captured_loop
 from speculon.models.grouping import PlanKey
 from speculon.models.linear import Product
-from speculon.models.loop import Loop
 from speculon.models.pieces import CannotBeInvariant, InPieces, InvariantProducts, Pieces, PromptsApart
 from speculon.models.remembered import once, passed, passes
-from speculon.models.target import Run, Target, no_context
+from speculon.models.taps import Taps
+from speculon.models.target import Run, Target
 
 # of attention, the cheapest first; 512 is SDPA's block of keys
 PADDINGS = (
@@ -47,72 +46,15 @@ log = logging.getLogger("speculon")
 
 
 @dataclass(slots=True)
-class Invariance:
-    """What makes a target batch-invariant, and can be taken back."""
+class InMode:
+    """A forward of model code whose products run in pieces, wherever it makes them."""
 
-    target: Target
-    layers: tuple[LayerSpec, ...]  # without padding, and with it
-    padded: tuple[LayerSpec, ...] = ()
-    mode: AbstractContextManager[Any] = field(default_factory=nullcontext)
-    pieces: Pieces = field(default_factory=Pieces)
-    # whose they are, and under which name; without pieces, and in pieces
-    products: list[tuple[Any, str, Product, Product]] = field(default_factory=list)
-    runs: dict[bool, Run] = field(default_factory=dict)  # captured steps hold the products of their time
-    experts: Any = None  # transformers' choice of a kernel for them
+    run: Run
+    mode: InvariantProducts
 
-    def add(self, owner: Any, name: str, width: int, by_row: bool = True) -> int:
-        """Puts the product that `owner` has under `name` in pieces; returns the width of its result.
-
-        `by_row` says whether it is of all rows of a forward, in their order.
-        """
-        product, dtype, device = getattr(owner, name), self.target.dtype, self.target.device
-        outputs: int = product(torch.zeros(1, width, dtype=dtype, device=device)).shape[1]
-        of = self.pieces.by_row if by_row else self.pieces.of
-        self.products.append((owner, name, product, of(product, outputs, width, dtype)))
-        return outputs
-
-    def add_mlp(self, block: Block, mlp: Gated) -> None:
-        """Where prompts of its products are apart, they run through all of it: its inner rows are wide."""
-        mine = {name: (whole, made) for owner, name, whole, made in self.products if owner is mlp}
-        rows = [made.rows for _, made in mine.values() if isinstance(made, InPieces)]
-        if len(rows) < len(mine) or not any(one.prompts_differ for one in rows):
-            return
-        prompt, sizes = Gated(mine["gate_up"][0], mine["down"][0], mlp.act), rows[0].in_prompts(rows[1])
-        if sizes:
-            self.products.append((block, "mlp", mlp, PromptsApart(mlp, prompt, sizes, self.pieces)))
-
-    @property
-    def prompts_apart(self) -> bool:
-        """Whether rows of prompts run in pieces of their own sizes."""
-        return any(isinstance(in_pieces, PromptsApart) for *_, in_pieces in self.products)
-
-    def context(self, prompts: Runs) -> AbstractContextManager[Any]:
-        """Of a forward with these rows of prompts."""
-        self.pieces.prompts = prompts
-        return self.mode
-
-    def capture(self) -> None:
-        """Captures the steps once more, with products in pieces. Those with prompts apart take the loop."""
-        if not isinstance(self.target.run, Captured):
-            return
-        self.runs[False] = self.target.run
-        self.switch(True)
-        self.pieces.prompts = ()
-        try:
-            self.runs[True] = made = captured_loop(self.target.run.loop, self.target, torch.equal)
-        except CannotReplace as reason:
-            raise CannotBeInvariant(str(reason)) from reason
-        made.prompts_in_loop = self.prompts_apart
-
-    def switch(self, on: bool) -> None:
-        self.target.run = self.runs.get(on, self.target.run)
-        self.target.layers = self.padded if on else self.layers
-        self.target.context = self.context if on else no_context
-        self.target.prompts_apart = on and self.prompts_apart
-        for owner, name, whole, in_pieces in self.products:
-            setattr(owner, name, in_pieces if on else whole)
-        if self.experts is not None:  # one after the other; the other kernels depend on the rows of all
-            self.target.model.set_experts_implementation("eager" if on else self.experts)
+    def __call__(self, batch: Batch, view: View, taps: Taps | None = None) -> Tensor | None:  # [R, V]
+        with self.mode:
+            return self.run(batch, view, taps)
 
 
 def decide(target: Target, setting: bool | None) -> None:
@@ -145,51 +87,91 @@ def make_invariant(target: Target) -> None:
     """Raises `CannotBeInvariant` with the reason; the target is as it was."""
     if reason := obstacle(target):
         raise CannotBeInvariant(reason)
-    invariance = in_pieces(target)
-    try:
-        invariance.padded = padded(target)
-        invariance.capture()
-        invariance.switch(True)
+    with ExitStack() as undo:
+        put_products_in_pieces(target, undo)
+        put(undo, target, "layers", padded(target))
+        if isinstance(captured := target.runner.run, Captured):
+            capture_again(captured, target, undo)
         if not passed("batches"):
             if (at := differing(target)) is not None:
                 raise CannotBeInvariant(f"logits at position {at} depend on their batch")
             passes("batches")
-    except BaseException:
-        invariance.switch(False)
-        raise
-    invariance.runs.clear()  # the first capture takes memory
+        undo.pop_all()
+
+
+def put(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Sets an attribute, which `undo` sets back."""
+    undo.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
 
 
 def obstacle(target: Target) -> str | None:
     """Why the logits of this target cannot be made invariant; None where it is tried."""
-    if target.fusion is not None and target.fusion.compiled:
+    if target.runner.form == "compiled":
         return "compiled steps add in another order than others"
     if target.recurrent:
         return "recurrent mixers add in an order that depends on the rows of a span"
     return None
 
 
-def in_pieces(target: Target) -> Invariance:
-    """Products of fused layers are wrapped one by one; where other modules are left, a mode finds theirs."""
-    made, loop, width = Invariance(target, target.layers), target.run, target.hidden_size
+def put_products_in_pieces(target: Target, undo: ExitStack) -> None:
+    """Those of fused layers one by one; where other modules are left, a mode finds theirs."""
+    pieces, dtype, width = Pieces(), target.dtype, target.hidden_size
+    loop = target.runner.run
     loop = loop.loop if isinstance(loop, Captured) else loop
-    blocks = list(blocks_of(target.model))
+    blocks, differ = list(blocks_of(target.model)), False
     for block in blocks:
-        made.add(block.attention, "qkv", width)
-        made.add(block.attention, "out", block.attention.heads * block.attention.head_dim)
-        if isinstance(block.mlp, Gated):
-            both = made.add(block.mlp, "gate_up", width, by_row=False)
-            made.add(block.mlp, "down", both // 2, by_row=False)
-            made.add_mlp(block, block.mlp)
+        attention, mlp = block.attention, block.mlp
+        heads = attention.heads * attention.head_dim
+        for name, inputs in (("qkv", width), ("out", heads)):
+            product = getattr(attention, name)
+            made = pieces.by_row(product, outputs_of(product, inputs, target), inputs, dtype)
+            differ |= isinstance(made, PromptsApart)
+            put(undo, attention, name, made)
+        if isinstance(mlp, Gated):
+            differ |= put_mlp_in_pieces(block, mlp, pieces, target, undo)
+    put(undo, target, "prompts_apart", differ)
     head = target.model.get_output_embeddings()
-    if isinstance(loop, Loop):
-        made.add(loop, "head", width, by_row=False)
-    elif isinstance(head, Fused):  # packed: the mode does not see its product
-        made.add(head, "inner", width, by_row=False)
+    for owner, name in ((loop, "head"),) if isinstance(loop, Loop) else ((head, "inner"),):
+        if isinstance(owner, Loop | Fused):  # a packed head: the mode does not see its product
+            product = getattr(owner, name)
+            put(undo, owner, name, pieces.of(product, outputs_of(product, width, target), width, dtype))
     if not isinstance(loop, Loop) or any(not isinstance(block.mlp, Gated) for block in blocks):
-        made.mode = InvariantProducts(made.pieces)
-        made.experts = target.model.get_experts_implementation()
-    return made
+        put(undo, target.runner, "run", InMode(target.runner.run, InvariantProducts(pieces)))
+        if (experts := target.model.get_experts_implementation()) is not None:
+            undo.callback(target.model.set_experts_implementation, experts)
+            target.model.set_experts_implementation("eager")  # others depend on the rows of all experts
+
+
+def put_mlp_in_pieces(block: Block, mlp: Gated, pieces: Pieces, target: Target, undo: ExitStack) -> bool:
+    """Whether prompts take other products: then they run through all of it, since its inner rows are wide."""
+    width, dtype, whole = target.hidden_size, target.dtype, Gated(mlp.gate_up, mlp.down, mlp.act)
+    both = outputs_of(mlp.gate_up, width, target)
+    gate_up = pieces.of(mlp.gate_up, both, width, dtype)
+    down = pieces.of(mlp.down, outputs_of(mlp.down, both // 2, target), both // 2, dtype)
+    put(undo, mlp, "gate_up", gate_up)
+    put(undo, mlp, "down", down)
+    if not (isinstance(gate_up, InPieces) and isinstance(down, InPieces)):
+        return False
+    sizes = gate_up.rows.in_prompts(down.rows)
+    if not sizes or not (gate_up.rows.prompts_differ or down.rows.prompts_differ):
+        return False
+    put(undo, block, "mlp", PromptsApart(mlp, whole, sizes))
+    return True
+
+
+def outputs_of(product: Product, width: int, target: Target) -> int:
+    return product(torch.zeros(1, width, dtype=target.dtype, device=target.device)).shape[1]
+
+
+def capture_again(captured: Captured, target: Target, undo: ExitStack) -> None:
+    """The steps with products in pieces. Those with prompts apart take the loop."""
+    try:
+        made = captured_loop(captured.loop, target, torch.equal)
+    except CannotReplace as reason:
+        raise CannotBeInvariant(str(reason)) from reason
+    made.prompts_in_loop = target.prompts_apart
+    put(undo, target.runner, "run", made)
 
 
 def blocks_of(model: nn.Module) -> Iterator[Block]:

@@ -7,16 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
+from statistics import median
+from time import perf_counter
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speculon.models.autotune import median_times
 from speculon.models.remembered import once
 
 SAMPLE = (16, 512, 256)  # weights [O, D]: more than the caches of two cores hold
 ROWS = (1, 5, 9, 40)
+REPEATS = 7
 
 log = logging.getLogger("speculon")
 
@@ -113,6 +115,17 @@ def fastest(dtype: torch.dtype, threads: int) -> Layout:
     ratio = (in_blocks / in_rows) ** (1 / len(ROWS))
     log.info("weights of %s: packed, a product takes %.2f of its time", dtype, ratio)
     return packed if in_blocks < in_rows else Linear
+
+
+def median_times(candidates: Sequence[Callable[[], object]]) -> list[float]:
+    """Median seconds of each candidate. They alternate, so that other load on the machine slows all alike."""
+    seconds: list[list[float]] = [[] for _ in candidates]
+    for _ in range(REPEATS):
+        for candidate, times in zip(candidates, seconds, strict=True):
+            start = perf_counter()
+            candidate()
+            times.append(perf_counter() - start)
+    return [median(times) for times in seconds]
 
 
 def multiply(products: Sequence[Product], x: Tensor) -> None:

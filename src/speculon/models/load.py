@@ -31,11 +31,10 @@ from speculon.errors import (
 from speculon.models import attention
 from speculon.models.ends import eos_ids
 from speculon.models.fuse import fuse, fuse_norms
-from speculon.models.gguf_reader import from_file
 from speculon.models.invariant import decide
 from speculon.models.load_check import check_logits, logits_in_fp32, stock_logits
 from speculon.models.probe import discover, use_attention
-from speculon.models.quiet import quiet
+from speculon.models.reading import from_file, quiet
 from speculon.models.recurrent import decide as decide_continuation
 from speculon.models.remembered import passed, passes, remembering
 from speculon.models.target import Target

@@ -13,7 +13,7 @@ from speculon.batch import Batch, joined
 from speculon.errors import UnsupportedModel
 from speculon.kv.states import StateSpan, StateStep, StateStore
 from speculon.kv.store import PageStore, SpanView
-from speculon.models.fuse import UNKNOWN
+from speculon.models.block import UNKNOWN
 from speculon.models.probe import stock_attention
 from speculon.models.target import Target
 
@@ -165,8 +165,9 @@ def run_pieces(
     turn: int = 0,
     kept: list[int] | None = None,
     prompt_len: int = 0,
+    scored: int | None = None,
 ) -> list[Tensor]:
-    """One forward over pieces of sequences; the logits [rows, V] of each.
+    """One forward over pieces of sequences; the logits [rows, V] of each, or only those [1, V] of one row.
 
     Piece i has the slots 2 i and 2 i + 1 of `states`, of which it reads one in even turns, the other in odd
     ones. What it writes are the states after all of its rows, or after the first `kept`. Positions below
@@ -185,6 +186,8 @@ def run_pieces(
         if start < prompt_len
     ]
     rows = torch.arange(row, device=target.device)
+    if scored is not None:
+        rows = rows[scored : scored + 1]
     batch = Batch([], ids[None], positions[None], rows, joined(prompts))
     view = store.view_of(spans)
     if states is not None:
@@ -199,4 +202,4 @@ def run_pieces(
     logits = target.forward(batch, view).logits
     if view.states is not None:
         view.states.keep(kept or [span.rows for span in spans])
-    return list(logits.split([span.rows for span in spans]))
+    return list(logits.split([span.rows for span in spans])) if scored is None else [logits]

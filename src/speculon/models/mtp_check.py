@@ -14,8 +14,7 @@ from speculon.core import LayerSpec
 from speculon.errors import UnsupportedModel
 from speculon.kv.store import PageStore, SpanView
 from speculon.models import attention
-from speculon.models.block import CannotReplace, block_of, norm_of
-from speculon.models.fuse import UNKNOWN, Fused, FusedLayer
+from speculon.models.block import UNKNOWN, CannotReplace, Fused, FusedLayer, block_of, norm_of
 from speculon.models.load_check import LOOSE, TOLERANCE
 from speculon.models.mtp import Module, MtpHead
 from speculon.models.target import Target

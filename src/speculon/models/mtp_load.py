@@ -18,9 +18,10 @@ from speculon.checkpoints.mtp import PARTS, MtpConfig
 from speculon.core import NO_PADDING, LayerSpec, Needs
 from speculon.errors import CorruptWeights, MissingWeights, ModelError, UnsupportedModel
 from speculon.models import attention
+from speculon.models.footprint import scratch_bytes
 from speculon.models.mtp import Module, MtpHead, Operation
 from speculon.models.mtp_check import check_head, relative
-from speculon.models.target import Target, scratch_bytes
+from speculon.models.target import Target
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")

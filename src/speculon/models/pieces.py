@@ -6,6 +6,8 @@ Kernels choose that order by the number of rows, so a row's result depends on ho
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,6 +32,18 @@ ALL_COUNTS = range(1, max(MOST) + 1)
 FEW_COUNTS = (*range(1, 18), 24, 31, 32, 33, 48, 63, 64)
 # if these agree, too, pieces have as many rows as the last of them; each third one for large weights
 MORE_COUNTS = (65, 71, 77, 95, 96, 100, 127, 128, 129, 150, 191, 200, 255, 257, 300, 383, 400, 500, 512)
+
+_prompts: ContextVar[Runs] = ContextVar("speculon_prompts", default=())
+
+
+@contextmanager
+def with_prompts(prompts: Runs) -> Iterator[None]:
+    """Within the context, these rows of the forward that runs belong to prompts."""
+    token = _prompts.set(prompts)
+    try:
+        yield
+    finally:
+        _prompts.reset(token)
 
 
 class Rows(NamedTuple):
@@ -78,13 +92,12 @@ class PromptsApart:
     generated: Product
     prompt: Product
     sizes: tuple[int, ...]
-    step: Pieces
 
     def __call__(self, x: Tensor) -> Tensor:  # [T, D] -> [T, O]
-        if not self.step.prompts:
+        if not (prompts := _prompts.get()):
             return self.generated(x)
         parts, done = [], 0
-        for first, last in self.step.prompts:
+        for first, last in prompts:
             if done < first:
                 parts.append(self.generated(x[done:first]))
             pieces = cut(last - first, self.sizes[-1], ())
@@ -125,13 +138,12 @@ class Pieces:
     """Puts products in pieces. Those of one layout, dtype and shape take one kernel and are measured once."""
 
     known: dict[Any, Rows] = field(default_factory=dict)
-    prompts: Runs = ()  # of the forward that runs now
 
     def by_row(self, product: Product, outputs: int, width: int, dtype: torch.dtype) -> Product:
         """The same for a product of all rows of a forward in their order, where prompts may be apart."""
         made = self.of(product, outputs, width, dtype)
         if isinstance(made, InPieces) and made.rows.prompts_differ:
-            return PromptsApart(made, product, made.rows.prompts, self)
+            return PromptsApart(made, product, made.rows.prompts)
         return made
 
     def of(self, product: Product, outputs: int, width: int, dtype: torch.dtype) -> Product:

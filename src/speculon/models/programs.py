@@ -11,7 +11,7 @@ from functools import partial
 from inspect import getfile
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -21,19 +21,9 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.export import Dim, export
 
-from speculon.models.attention import fold
-from speculon.models.block import CannotReplace, rotate
-from speculon.models.compiled_layers import Exported, Layers
+if TYPE_CHECKING:
+    from speculon.models.compiled_layers import Arguments, Exported, Program, Settings
 
-Settings = dict[str, Any]
-Arguments = list[Tensor | None]  # of `Exported`
-Program = Callable[..., list[Tensor]]  # of them, to the results of `Exported`
-
-# the weights of the loop are shared
-SHARED: Settings = {"cpp.weight_prepack": False, "aot_inductor.package_constants_in_so": False}
-FOLDED: Settings = {"freezing": True}  # weights are packed: each program holds a copy
-# products are kernels of the compiler, chosen by time
-TUNED = FOLDED | {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}
 MOST = 1 << 40  # rows or slots: no limit
 
 
@@ -58,17 +48,17 @@ def program(layers: Exported, variant: str, settings: Settings, arguments: Argum
 
 
 def loaded(path: Path, layers: Exported, settings: Settings) -> Program:
-    """The program in a file; with SHARED settings it uses the weights of `layers`."""
+    """The program in a file; where it holds no weights, it uses those of `layers`."""
     package = aoti_load_package(str(path), run_single_threaded=True)
     run = package.loader.boxed_run
-    if settings is not SHARED:
+    if settings.get("aot_inductor.package_constants_in_so", True):
         return partial(call, run)
     weights = dict(
         chain(layers.named_parameters(remove_duplicate=False), layers.named_buffers(remove_duplicate=False))
     )
     names = package.get_constant_fqns()
     if missing := set(names) - weights.keys():
-        raise CannotReplace(f"not compiled: {min(missing)} is a constant, but no weight")
+        raise LookupError(f"{min(missing)} is a constant, but no weight")
     used = {name: weights[name].detach() for name in names}  # the package keeps them
     package.load_constants(used, check_full_update=True, user_managed=True)
     return partial(call, run)
@@ -106,9 +96,8 @@ def key_of(layers: Exported) -> str:
     versions = torch.__version__, transformers.__version__
     machine: tuple[object, ...] = (str(pick_vec_isa()), getattr(torch.cpu, "get_capabilities", dict)())
     build: tuple[object, ...] = (layers, versions, machine, torch.get_num_threads())
-    files = {getfile(part) for part in (program, Layers, rotate, fold)}
-    files |= {getfile(type(module)) for module in layers.modules()}
-    sources = b"".join(Path(file).read_bytes() for file in sorted(files))
+    parts: list[Any] = [program, *layers.code, *map(type, layers.modules())]
+    sources = b"".join(Path(file).read_bytes() for file in sorted({getfile(part) for part in parts}))
     key = hashlib.sha256(f"{build}".encode() + sources)
     # numbers become constants of a program: eps, scaling, layer kinds
     for name, module in layers.named_modules():

@@ -4,35 +4,59 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from speculon.batch import Batch, Runs
+from speculon.batch import Batch
 from speculon.core import NO_PADDING, LayerSpec, Needs, StateSpec
 from speculon.errors import ConfigError
 from speculon.kv.slots import PER_SEQUENCE
 from speculon.kv.states import KEPT_BYTES, StateSpan, StateStep, StateStore, slot_bytes, stepping
-from speculon.kv.store import PageStore, SpanView, View, gather_bytes
+from speculon.kv.store import PageStore, SpanView, View
 from speculon.models.attention import running
-from speculon.models.fusion import Fusion
+from speculon.models.footprint import scratch_bytes
+from speculon.models.pieces import with_prompts
 from speculon.models.recurrent import Mixer, restore
 from speculon.models.taps import Taps
 
 Run = Callable[[Batch, View, Taps | None], Tensor | None]  # logits [R, V]
 
-COPIES_OF_LOGITS = 6  # guess: logits, weights, noise and their intermediate results, all fp32
-STATES_OF_ROW = 8  # guess: residual, norms, attention input and output that exist at once
 
+@dataclass(slots=True)
+class Runner:
+    """How the layers of a model run, chosen once, at load; as text, with what was refused and why."""
 
-def no_context(prompts: Runs) -> AbstractContextManager[Any]:
-    return nullcontext()
+    run: Callable[..., Any]  # `Run` of a target, or the forward of a drafter's network
+    layers: int  # of the model
+    fused: int = 0  # of these layers
+    form: Literal["layers", "loop", "compiled", "captured"] = "layers"  # `loop`: in the stock forward's place
+    refused: Counter[str] = field(default_factory=Counter)  # reason -> layers or modules
+    num_bytes: int = 0  # what it takes in addition to the weights
+    row_bytes: int = 0  # of the states that a compiled step returns, for each of its rows
+
+    @property
+    def chosen(self) -> bool:
+        """Whether fused layers were tried at all."""
+        return bool(self.fused or self.refused)
+
+    @property
+    def one_loop(self) -> bool:
+        """Whether a loop, compiled or not, replaces the stock forward."""
+        return self.form != "layers"
+
+    def __str__(self) -> str:
+        if not self.chosen:
+            return "no"
+        loop = ", one loop" * self.one_loop + f", {self.form}" * (self.form in ("compiled", "captured"))
+        why = "".join(f"; {reason} ({count})" for reason, count in self.refused.items())
+        return f"{self.fused} of {self.layers} layers{loop}{why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +89,8 @@ class Target:
         self.layer_class = layer_class_of(model)  # of its stock layers, before they are fused
         self.source = str(getattr(model, "name_or_path", "") or "") or None  # folder or hub id of its files
         self.device, self.dtype = model.device, model.dtype
-        self.run: Run = partial(stock_forward, model)
+        self.runner = Runner(partial(stock_forward, model), len(layers))
         self.taps: Taps | None = None
-        self.fusion: Fusion | None = None
-        self.context: Callable[[Runs], AbstractContextManager[Any]] = no_context  # of each forward
-        self.row_bytes = 0  # of the states that a compiled step returns, for each of its rows
         self.prompts_apart = False  # whether rows of prompts run in other products than generated tokens
         self.invariance = "no"  # whether its logits are batch-invariant, and why not
         self.count()
@@ -78,7 +99,12 @@ class Target:
         """Counts the weights; tied ones count once."""
         weights = {p.data_ptr(): p for p in self.model.parameters()}.values()
         self.num_parameters = sum(p.numel() for p in weights)
-        self.num_bytes = sum(p.nbytes for p in weights)
+        self.weight_bytes = sum(p.nbytes for p in weights)
+
+    @property
+    def num_bytes(self) -> int:
+        """The weights, and what its runner holds beside them."""
+        return self.weight_bytes + self.runner.num_bytes
 
     @property
     def batch_invariant(self) -> bool:
@@ -143,7 +169,7 @@ class Target:
         if self.taps is not None:
             self.taps.close()
         self.taps = Taps(layers) if layers else None
-        if self.taps is not None and isinstance(self.run, partial):
+        if self.taps is not None and not self.runner.one_loop:
             self.taps.watch(self.model)
 
     def needs(self, rows: int, scored: int, sequences: int = 0) -> Needs:
@@ -151,7 +177,7 @@ class Target:
         draft model, whose rows are never rejected within a forward, gives 0 of them.
         """
         config = self.model.config.get_text_config()
-        scratch = scratch_bytes(config, self.dtype, self.device, rows, scored) + rows * self.row_bytes
+        scratch = scratch_bytes(config, self.dtype, self.device, rows, scored) + rows * self.runner.row_bytes
         if sequences:  # the inputs of drafted rows are recorded, and states after them kept; all are scored
             scratch += scored * sum(mixer.width for mixer in self.mixers) * self.dtype.itemsize
             scratch += min(scored * self.state_bytes, KEPT_BYTES)
@@ -170,8 +196,8 @@ class Target:
         """Logits of `batch.score_rows`; K and V of all rows go to the pages of `view`."""
         start = time.perf_counter()
         assert (view.states is None) == (not self.mixers), "states for a model with mixers alone"
-        with self.context(batch.prompts if self.prompts_apart else ()), stepping(view.states):
-            scores = self.run(batch, view, self.taps)
+        with with_prompts(batch.prompts if self.prompts_apart else ()), stepping(view.states):
+            scores = self.runner.run(batch, view, self.taps)
         logits = torch.empty(0, self.vocab_size, device=self.device) if scores is None else scores.float()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -203,15 +229,3 @@ def layer_class_of(model: PreTrainedModel) -> type[nn.Module] | None:
 def has_positions(cls: Any) -> bool:
     """Whether a class of models takes `position_ids`; a purely recurrent one does not."""
     return "position_ids" in inspect.signature(cls.forward).parameters
-
-
-def scratch_bytes(
-    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, rows: int, scored: int
-) -> int:
-    """Memory of the intermediate results of one forward of `rows` rows with `scored` of them sampled."""
-    hidden = config.hidden_size
-    inner = getattr(config, "intermediate_size", None) or 4 * hidden
-    inner = max(inner) if isinstance(inner, list | tuple) else inner  # one per layer
-    states = rows * (STATES_OF_ROW * hidden + 3 * inner) * dtype.itemsize
-    logits = scored * config.vocab_size * 4 * COPIES_OF_LOGITS
-    return states + logits + 2 * gather_bytes(device)  # the gather buffer may double

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from speculon.kv.lease import DraftLease
-    from speculon.models.fusion import Fusion
-    from speculon.models.target import Target
+    from speculon.models.target import Runner, Target
     from speculon.proposers.pools import Pools
     from speculon.text import Tokenizer
 
@@ -79,7 +78,7 @@ class RunsModel(Protocol):
     """A drafter with a network of its own."""
 
     @property
-    def fusion(self) -> Fusion | None:
+    def runner(self) -> Runner:
         """Which of its layers are fused, and whether its forwards are compiled or captured."""
         ...
 

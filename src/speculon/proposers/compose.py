@@ -28,9 +28,9 @@ from speculon.sequence import Sequence, Span
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from speculon.kv.budget import MemoryEstimate
     from speculon.kv.lease import Lease
     from speculon.kv.store import View
+    from speculon.memory.budget import MemoryEstimate
 
 log = logging.getLogger("speculon")
 

@@ -19,7 +19,6 @@ from speculon.checkpoints.families import read_dflash_config
 from speculon.config import SpeculationConfig
 from speculon.core import Draft, Needs
 from speculon.errors import ConfigError
-from speculon.models.captured_drafts import Forward
 from speculon.models.dflash import DFlashNetwork, Drawing, dflash_needs, load_dflash
 from speculon.models.dflash_attention import block_view
 from speculon.models.draft_runs import run_of
@@ -47,7 +46,6 @@ class DFlashDrafter(StateDrafter):
         self.config = config
         self.needs: Needs = dflash_needs(config, self.target, target.rows, target.scored, target.compile)
         self.network: DFlashNetwork
-        self.run: Forward  # of the network
 
     @classmethod
     def build(cls, config: SpeculationConfig, target: TargetFacts) -> DFlashDrafter:
@@ -57,7 +55,7 @@ class DFlashDrafter(StateDrafter):
     def load(self) -> None:
         self.network = load_dflash(self.config, self.target)
         layers = self.needs.layers[1:]
-        self.run, self.fusion = run_of(self.network, layers, self.target, self.compile)
+        self.runner = run_of(self.network, layers, self.target, self.compile)
 
     @torch.inference_mode()
     def _propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
@@ -95,7 +93,7 @@ class DFlashDrafter(StateDrafter):
             ids += [seq.tokens[n], *[self.config.mask_token_id] * (rows - 1)]
             positions += range(n, n + rows)
         flat = torch.tensor([ids, positions], device=self.target.device)
-        states = self.run(flat[0], flat[1], block_view(own, blocks))
+        states = self.runner.run(flat[0], flat[1], block_view(own, blocks))
         ends = accumulate((rows for _, _, rows in blocks), initial=0)
         return [states[start + skipped : end] for start, end in pairwise(ends)]
 

@@ -18,7 +18,6 @@ from speculon.checkpoints.families import read_eagle3_config
 from speculon.config import SpeculationConfig
 from speculon.core import Draft, Needs
 from speculon.errors import ConfigError
-from speculon.models.captured_drafts import Forward
 from speculon.models.draft_runs import run_of
 from speculon.models.eagle3 import Eagle3Network, agreement, head_needs, load_head
 from speculon.proposers.base import TargetFacts
@@ -57,7 +56,6 @@ class Eagle3Drafter(StateDrafter):
             head_config, self.tap_layouts[0], self.target, target.rows, target.scored, target.compile
         )
         self.head: Eagle3Network
-        self.run: Forward  # of the head
 
     @classmethod
     def build(cls, config: SpeculationConfig, target: TargetFacts) -> Eagle3Drafter:
@@ -67,7 +65,7 @@ class Eagle3Drafter(StateDrafter):
     def load(self) -> None:
         self.head = load_head(self.head_config, self.target)
         layers = self.needs.layers[1:]
-        self.run, self.fusion = run_of(self.head, layers, self.target, self.compile)
+        self.runner = run_of(self.head, layers, self.target, self.compile)
         if len(self.tap_layouts) > 1 and self.tokenizer is not None:
             self.needs = replace(
                 self.needs, taps=self._better_reading(self.tokenizer.encode(PROBE)[: self.target.max_context])
@@ -119,7 +117,7 @@ class Eagle3Drafter(StateDrafter):
     def _forward(self, pieces: list[Piece], ids: list[int], states: Tensor, own: DraftLease) -> Tensor:
         positions = [slot - 1 for _, start, end in pieces for slot in range(start, end)]
         flat = torch.tensor([ids, positions], device=states.device)
-        return self.run(flat[0], states, flat[1], own.view(pieces, first=1))
+        return self.runner.run(flat[0], states, flat[1], own.view(pieces, first=1))
 
 
 def overridden(head_config: Eagle3Config, options: Mapping[str, Any]) -> Eagle3Config:

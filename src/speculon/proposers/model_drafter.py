@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 
 from speculon.batch import Batch, Runs, joined
-from speculon.checkpoints.memory import model_needs
 from speculon.checkpoints.spelling import Overlap
 from speculon.config import ModelObject, SpeculationConfig
 from speculon.core import Needs, Verdict
 from speculon.errors import ConfigError, ModelError
 from speculon.kv.draft_slots import PER_SEQUENCE, spare_slots
 from speculon.kv.states import KEPT_BYTES, slot_bytes
+from speculon.memory.needs import model_needs
 from speculon.models.load import load_target, wrap_model
 from speculon.models.target import Target
 from speculon.proposers.base import States, TargetFacts
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from speculon.kv.lease import DraftLease
-    from speculon.models.fusion import Fusion
+    from speculon.models.target import Runner
 
 
 class ModelDrafter:
@@ -99,8 +99,8 @@ class ModelDrafter:
         self.needs = self.with_slots(needs)
 
     @property
-    def fusion(self) -> Fusion | None:
-        return self.model.fusion
+    def runner(self) -> Runner:
+        return self.model.runner
 
     def take(self, model: Target) -> None:
         """Drafts with this model from now on. Raises `ModelError` for one that the method cannot use."""

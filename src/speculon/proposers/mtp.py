@@ -20,9 +20,9 @@ from speculon.checkpoints.mtp import MTP, MtpConfig, mtp_of
 from speculon.config import SpeculationConfig
 from speculon.core import Draft, Needs
 from speculon.errors import ConfigError
-from speculon.models.fusion import Fusion
 from speculon.models.mtp import MtpHead
 from speculon.models.mtp_load import load_mtp, mtp_needs
+from speculon.models.target import Runner
 from speculon.proposers.base import TargetFacts
 from speculon.proposers.chain import Piece, catch_up, draft_chain, mark
 from speculon.proposers.state_drafter import StateDrafter, states_of
@@ -64,7 +64,8 @@ class Mtp(StateDrafter):
     def load(self) -> None:
         self.head, own = load_mtp(self.config, self.target, self.needs.layers, self.fuse)
         self.needs = replace(self.needs, bytes_fixed=own)
-        self.fusion = Fusion(len(self.head.modules), refused=Counter({AS_IT_IS: len(self.head.modules)}))
+        count = len(self.head.modules)
+        self.runner = Runner(self.head.run, count, refused=Counter({AS_IT_IS: count}))
 
     def _propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
         rest = catch_up(NAME, seqs, self.max_rows, partial(self._read, lease=lease), first=1)

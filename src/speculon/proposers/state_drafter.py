@@ -19,8 +19,7 @@ from speculon.checkpoints.locate import locate
 from speculon.config import SpeculationConfig
 from speculon.core import Draft, Needs, Stop, Verdict, no_draft
 from speculon.errors import ConfigError
-from speculon.models.fusion import Fusion
-from speculon.models.target import Target
+from speculon.models.target import Runner, Target
 from speculon.proposers.base import States, TargetFacts
 from speculon.sequence import Sequence
 
@@ -40,7 +39,7 @@ class StateDrafter:
 
     method: ClassVar[str]
     needs: Needs
-    fusion: Fusion
+    runner: Runner
 
     def __init__(self, target: TargetFacts, min_confidence: float):
         assert target.model is not None

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from speculon.checkpoints.spelling import SAMPLE, Overlap, Spelling, same_ids
 from speculon.errors import WrongPair
-from speculon.models.tokenizer import load_tokenizer
+from speculon.models.reading import load_tokenizer
 from speculon.sampling import NEVER
 from speculon.text import Tokenizer
 

@@ -33,7 +33,7 @@ class Loader:
         return AsyncEngine(settings, on_stage)
 
     def tokenizer(self, config: EngineConfig) -> Tokenizer:
-        from speculon.models.tokenizer import load_tokenizer
+        from speculon.models.reading import load_tokenizer
 
         return Tokenizer(load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
 
@@ -61,7 +61,7 @@ class Loader:
 
     def free_memory(self, config: EngineConfig) -> int:
         """Free bytes of the device of these settings."""
-        from speculon.kv.budget import free_memory
+        from speculon.memory.budget import free_memory
         from speculon.models.load import pick_device
 
         device = pick_device(config.device)
@@ -73,7 +73,7 @@ class Loader:
 
     def share(self, settings: dict[str, Any], total: int) -> Share:
         """What the model of `settings` takes, if it may take `total` bytes. Raises what loading would."""
-        from speculon.checkpoints.process_memory import process_memory
+        from speculon.memory.process import process_memory
 
         config = EngineConfig(**settings)
         memory, pool = process_memory(config, total)

@@ -12,7 +12,7 @@ from torch import nn
 
 from speculon.checkpoints.locate import locate
 from speculon.errors import InvalidParameter
-from speculon.models.tokenizer import load_tokenizer
+from speculon.models.reading import load_tokenizer
 from speculon.text import Tokenizer
 from speculon.train.data import Document, Rows, read_documents, split
 from speculon.train.dataset import Dataset

@@ -11,13 +11,13 @@ from transformers import PreTrainedConfig
 from speculon.checkpoints.headers import Checkpoint, read_checkpoint, refuse_unsafe
 from speculon.checkpoints.locate import locate
 from speculon.core import LayerSpec, Needs, StateSpec
-from speculon.models.captured import RECORDERS, capture_bytes
+from speculon.models.captured import RECORDERS
+from speculon.models.footprint import CaptureSizes, program_bytes, program_row_bytes, scratch_bytes
 from speculon.models.linear import head_is_packed
 from speculon.models.load import load_config
 from speculon.models.mixers import expected_states
 from speculon.models.probe import RECURRENT_LAYERS
-from speculon.models.quiet import quiet
-from speculon.models.target import scratch_bytes
+from speculon.models.reading import quiet
 
 WITHOUT_ATTENTION = RECURRENT_LAYERS - {"hybrid", "hybrid_sliding"}  # layers that keep nothing in pages
 
@@ -91,11 +91,9 @@ def compiled_bytes(
 ) -> tuple[int, int]:
     """What `compile` adds, and what it adds for each row of a step: CUDA graphs, or compiled programs."""
     if device.type in RECORDERS:
-        return capture_bytes(config, expected_layers(config, dtype), dtype), 0
-    from speculon.models.compiled import extra_bytes, row_bytes  # imports the compiler
-
+        return CaptureSizes.of_target(config, expected_layers(config, dtype)).num_bytes(dtype), 0
     layers, hidden = config.num_hidden_layers, config.hidden_size
-    return extra_bytes(weights, dtype, device), row_bytes(layers, hidden, dtype, device)
+    return program_bytes(weights, dtype, device), program_row_bytes(layers, hidden, dtype, device)
 
 
 def expected_layers(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[LayerSpec, ...]:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from speculon.checkpoints.choose import with_drafts
 from speculon.checkpoints.draft_check import check_drafts
 from speculon.checkpoints.families import DRAFT_MODEL, PARD
 from speculon.checkpoints.headers import read_checkpoint
 from speculon.checkpoints.locate import locate
-from speculon.checkpoints.memory import model_needs, weight_bytes
 from speculon.checkpoints.mtp import MTP, mtp_of
 from speculon.config import MAX_DRAFTS, EngineConfig
 from speculon.core import Needs
 from speculon.errors import ModelError
-from speculon.kv.budget import Budget, MemoryEstimate
 from speculon.kv.slots import PER_SEQUENCE
 from speculon.kv.states import slot_bytes
+from speculon.memory.budget import Budget, MemoryEstimate
+from speculon.memory.needs import model_needs, weight_bytes
+from speculon.models.footprint import program_bytes
 from speculon.models.load import pick_device, pick_dtype
-
-if TYPE_CHECKING:
-    import torch
 
 # of a process: 0.37 GB after imports, 0.50 with the demo's target (torch for CPU, 2026-11-23)
 LIBRARIES = 2**30
@@ -58,19 +56,11 @@ def process_memory(config: EngineConfig, total: int) -> ProcessMemory:
             drafters.append(Needs(bytes_fixed=mtp_of(locate(path)).num_parameters * dtype.itemsize))
         else:
             weights = weight_bytes(read_checkpoint(locate(path)), dtype)
-            drafters.append(Needs(bytes_fixed=weights + compiled_draft_bytes(config, weights, dtype, device)))
+            programs = program_bytes(weights, dtype, device, drafter=True) if config.compile else 0
+            drafters.append(Needs(bytes_fixed=weights + programs))
     if target.max_context is None and config.max_context is None:
         raise ModelError(f"{config.model}: its config names no longest context; set max_context")
     limits = [limit for limit in (target.max_context, config.max_context) if limit is not None]
     held = LIBRARIES + target.bytes_fixed
     budget = Budget(config, target, min(limits), device, held=held, free=max(0, total - held))
     return ProcessMemory(budget.estimate(drafters), budget.pool_bytes(drafters))
-
-
-def compiled_draft_bytes(config: EngineConfig, weights: int, dtype: torch.dtype, device: torch.device) -> int:
-    """What `compile` adds to the weights of a head or a block drafter."""
-    if not config.compile or device.type != "cpu":
-        return 0
-    from speculon.models.compiled import draft_bytes  # imports the compiler
-
-    return draft_bytes(weights, dtype, device)
