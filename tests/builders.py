@@ -7,15 +7,15 @@ from dataclasses import fields, replace
 from itertools import count, product
 from typing import Any, cast
 
-from speculon.config import SamplingParams
-from speculon.control.fixed import Fixed
-from speculon.control.policies import Policies
-from speculon.control.policy import Policy
-from speculon.core import NO_DRAFT, Ask, Decision, Draft, Load, Verdict
-from speculon.engine.drafting import Drafting
-from speculon.proposers.compose import Proposers
-from speculon.sequence import Ending, Request, Sequence, Span
-from speculon.telemetry import RequestStats
+from speculon.core.config import SamplingParams
+from speculon.core.telemetry import RequestStats
+from speculon.core.types import NO_DRAFT, Ask, Decision, Draft, Load, Verdict
+from speculon.decoding.sequence import Ending, Request, Sequence, Span
+from speculon.speculation.control.fixed import Fixed
+from speculon.speculation.control.policies import Policies
+from speculon.speculation.control.policy import Policy
+from speculon.speculation.drafting import Drafting
+from speculon.speculation.proposers.compose import Proposers
 
 _ids = count()
 OF_REQUEST = {field.name for field in fields(Request)}

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from speculon.config.file import CACHE, MODELS
-from speculon.proposers import registry
+from speculon.core.config.file import CACHE, MODELS
+from speculon.speculation.proposers import registry
 
 settings.register_profile("speculon", deadline=None, database=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("speculon")

@@ -15,9 +15,15 @@ from pydantic import BaseModel, TypeAdapter
 from typer.main import get_command
 
 from speculon.cli import app
-from speculon.cluster.config import read
-from speculon.config import EngineConfig, RequestSpeculation, SamplingParams, ServeConfig, SpeculationConfig
-from speculon.errors import ConfigError
+from speculon.core.config import (
+    EngineConfig,
+    RequestSpeculation,
+    SamplingParams,
+    ServeConfig,
+    SpeculationConfig,
+)
+from speculon.core.errors import ConfigError
+from speculon.operations.cluster.config import read
 
 ROOT = Path(__file__).resolve().parents[1]
 # What a reader follows today; recorded runs keep the command of their commit.
@@ -195,7 +201,7 @@ def fault_of_serve(arguments: list[str]) -> str | None:
     verb, *rest = arguments
     if verb != "run":
         return None if verb in ("deploy", "status") else f"serve {verb}: no such command here"
-    if rest[0] != "speculon.cluster:app":
+    if rest[0] != "speculon.operations.cluster:app":
         return f"{rest[0]}: no application of ours"
     try:
         read(dict(setting.split("=", 1) for setting in rest[1:]))
@@ -332,4 +338,4 @@ def interface_of(*files: str) -> dict[str, set[str]]:
 
 
 ENGINES = ("LLM", "SpeculativeDecoder")  # which take the engine's settings as keywords
-INTERFACE = interface_of("llm.py", "decoder.py")
+INTERFACE = interface_of("engine/llm.py", "engine/decoder.py")

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from speculon.core import Estimate, Proposal, Reason, SpanOutcome
-from speculon.engine.events import VERSION, older
+from speculon.core.types import Estimate, Proposal, Reason, SpanOutcome
+from speculon.speculation.events import VERSION, older
 
 
 class _Line(BaseModel):

@@ -12,9 +12,7 @@ from itertools import count, islice
 from random import Random
 from typing import Any, cast
 
-from speculon.control.cost import Costs
-from speculon.control.policy import Policy
-from speculon.core import (
+from speculon.core.types import (
     Draft,
     Load,
     PromptShape,
@@ -24,8 +22,10 @@ from speculon.core import (
     Timing,
     Verdict,
 )
-from speculon.engine.drafting import Drafting
-from speculon.sequence import Span
+from speculon.decoding.sequence import Span
+from speculon.speculation.control.cost import Costs
+from speculon.speculation.control.policy import Policy
+from speculon.speculation.drafting import Drafting
 
 ENDLESS = 1 << 30
 # tokens of drafts; generated tokens are ACCEPTED

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from speculon.text import Tokenizer
+from speculon.decoding.text.tokenizer import Tokenizer
 
 SPACE = "\u2581"
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]

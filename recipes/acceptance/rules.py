@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from speculon import LLM, verify
-from speculon.bench import workloads
-from speculon.bench.plan import RULES
-from speculon.bench.provenance import machine, versions
-from speculon.telemetry import RequestStats
+from speculon import LLM
+from speculon.core.telemetry import RequestStats
+from speculon.decoding import verify
+from speculon.measure.bench import workloads
+from speculon.measure.bench.plan import RULES
+from speculon.measure.bench.provenance import machine, versions
 
 DRAFTERS = {"draft_model": "demo-draft", "eagle3": "demo-eagle3", "dflash": "demo-dflash"}
 LIMITS = {"dflash": 6}  # most drafts of its block

@@ -21,9 +21,9 @@ from typing import Any
 from tqdm import tqdm
 
 from speculon import LLM
-from speculon.bench import workloads
-from speculon.bench.provenance import commit, cpu_name
-from speculon.telemetry import RequestStats
+from speculon.core.telemetry import RequestStats
+from speculon.measure.bench import workloads
+from speculon.measure.bench.provenance import commit, cpu_name
 
 HEADS = {"eagle3": "demo-eagle3", "dflash": "demo-dflash"}
 NO_LOOKUPS = {"suffix_min_hits": 16, "suffix_max_factor": 0.01}  # one token, where 16 places agree on it

@@ -12,7 +12,7 @@ from statistics import median
 from time import perf_counter
 
 from speculon import LLM, SamplingParams
-from speculon.bench.provenance import commit, machine
+from speculon.measure.bench.provenance import commit, machine
 
 SIZES = (1, 2, 4, 8, 16, 24, 32)
 STEPS = 40

@@ -23,7 +23,7 @@ from typing import Any
 import httpx2 as httpx
 from recipes.serving.server import Server
 
-from speculon.bench.provenance import commit, machine
+from speculon.measure.bench.provenance import commit, machine
 
 FLAGS = ("--model demo --threads 1 --method off --no-warmup --num-blocks 2048").split()
 SINGLE, CLUSTER, TWO = (

@@ -1,7 +1,7 @@
 """A cluster in virtual time: how throughput, waiting times and prefix hits go with the number of replicas.
 
-The router is `speculon.cluster.routing`; replicas are batches whose steps take what `costs.py` measured. The
-time of the ingress is not simulated: the table says how much of it there would be.
+The router is `speculon.operations.cluster.routing`; replicas are batches whose steps take what `costs.py`
+measured. The time of the ingress is not simulated: the table says how much of it there would be.
 
 python -m recipes.cluster.simulate --out build/cluster     # minutes
 """
@@ -21,7 +21,7 @@ from random import Random
 from time import perf_counter
 from typing import Any
 
-from speculon.cluster.routing import Routing
+from speculon.operations.cluster.routing import Routing
 
 COSTS = Path(__file__).with_name("costs.json")
 SYSTEM, TURN, ANSWER = 64, 64, 96  # tokens: of every prompt's beginning, of a user's turn, of an answer

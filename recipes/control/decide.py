@@ -15,9 +15,9 @@ from typing import Any
 
 from tests.simulate import SimulatedMethod, SimulatedSequence, SyntheticEnvironment, simulate
 
-from speculon.config import SpeculationConfig
-from speculon.control.policies import POLICIES, Policies
-from speculon.core import Draft
+from speculon.core.config import SpeculationConfig
+from speculon.core.types import Draft
+from speculon.speculation.control.policies import POLICIES, Policies
 
 BATCHES = (1, 8, 64, 256)
 METHODS = {

@@ -13,9 +13,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from speculon import LLM
-from speculon.bench.measure import Step, measure
-from speculon.bench.workloads import Size, build
-from speculon.checkpoints.locate import locate
+from speculon.loading.locate import locate
+from speculon.measure.bench.measure import Step, measure
+from speculon.measure.bench.workloads import Size, build
 
 LEARNING = 200  # rounds that are left out
 

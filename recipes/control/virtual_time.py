@@ -16,11 +16,12 @@ from statistics import geometric_mean
 from types import ModuleType
 from typing import Any
 
-from speculon import LLM, telemetry
-from speculon.bench.workloads import Case, Size, build
-from speculon.control.policies import Policies
-from speculon.proposers import compose
-from speculon.proposers.base import Proposer
+from speculon import LLM
+from speculon.core import telemetry
+from speculon.measure.bench.workloads import Case, Size, build
+from speculon.speculation.control.policies import Policies
+from speculon.speculation.proposers import compose
+from speculon.speculation.proposers.base import Proposer
 
 MODES: Mapping[str, Mapping[str, Any]] = {
     "off": {"method": "off"},

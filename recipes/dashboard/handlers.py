@@ -23,7 +23,7 @@ from statistics import median
 from playwright.sync_api import sync_playwright
 from recipes.dashboard.shots import FLAGS, PROMPTS, ROOT, ask, served
 
-from speculon.bench.provenance import cpu_name
+from speculon.measure.bench.provenance import cpu_name
 
 OUT = ROOT / "docs/benchmarks/dashboard"
 STREAMS, TURNS, SECONDS, PER_SECOND = 16, 5, 12, 200

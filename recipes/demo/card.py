@@ -44,7 +44,7 @@ licence.
 | training | {train[files]} | {train[bytes]:,} | `{train[sha256]}` |
 | held out | {held_out[files]} | {held_out[bytes]:,} | `{held_out[sha256]}` |
 
-A file is held out if a hash of its path says so: `speculon.bench.corpus.is_held_out`. `training.json` \
+A file is held out if a hash of its path says so: `measure.bench.corpus.is_held_out`. `training.json` \
 beside this file \
 lists the held-out files.
 

@@ -14,7 +14,7 @@ import numpy as np
 from tokenizer import END_OF_TEXT, VOCAB_SIZE, chat_answer, chat_prompt, train_tokenizer
 from tokenizers import Tokenizer
 
-from speculon.bench import corpus
+from speculon.measure.bench import corpus
 
 COPY_SHARE = 0.5
 """Share of the sequences made of copy and chat samples."""

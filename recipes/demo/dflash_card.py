@@ -5,8 +5,8 @@ import json
 
 from eagle3_card import tidied
 
-from speculon.checkpoints.dflash_formats import read_dflash
-from speculon.checkpoints.source import open_source
+from speculon.drafters.dflash.formats import read_dflash
+from speculon.loading.source import open_source
 
 CARD = """---
 license: other

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from speculon.bench.corpus import stdlib_root
+from speculon.measure.bench.corpus import stdlib_root
 
 WRITTEN_SHARE = 0.5  # of the rows of a batch; the others come from the target's own training stream
 WRITTEN_WEIGHT = 3.0  # how much more a token that the target wrote itself counts in the loss

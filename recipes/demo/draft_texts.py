@@ -10,7 +10,7 @@ from report import Report
 from tokenizer import chat_prompt
 
 from speculon import LLM, SamplingParams
-from speculon.bench import corpus
+from speculon.measure.bench import corpus
 
 PROMPT, OUTPUT, GRAM = 256, 160, 16  # tokens; OUTPUT is the default of --text-tokens
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)  # one is drawn for each text

@@ -18,7 +18,7 @@ from draft_texts import OUTPUT, TEMPERATURES, write_texts
 from eagle3_card import finish
 from report import Report
 
-from speculon.bench import corpus
+from speculon.measure.bench import corpus
 
 OPTIONS = {
     "ttt": 4,

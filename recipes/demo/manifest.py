@@ -4,7 +4,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from speculon.bench import corpus
+from speculon.measure.bench import corpus
 
 
 def manifest(root: Path) -> dict[str, object]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from data import Corpus, load_tokenizer
 from trainer import Trainer
 
-from speculon.bench.corpus import stdlib_root
+from speculon.measure.bench.corpus import stdlib_root
 
 
 def parse_arguments() -> argparse.Namespace:

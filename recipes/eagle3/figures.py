@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from speculon import LLM
-from speculon.bench import workloads
-from speculon.bench.measure import loops
-from speculon.telemetry import RequestStats
+from speculon.core.telemetry import RequestStats
+from speculon.measure.bench import workloads
+from speculon.measure.bench.measure import loops
 
 OFF = "off"
 DEPTHS = range(1, 129)

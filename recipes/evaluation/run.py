@@ -19,12 +19,12 @@ from typing import Any
 
 from recipes.serving.server import Server
 
-from speculon.bench.corpus import held_out_functions
-from speculon.bench.provenance import commit, machine
-from speculon.bench.workloads import Size, build
-from speculon.checkpoints.locate import locate
-from speculon.models.reading import load_tokenizer
-from speculon.text import Tokenizer
+from speculon.decoding.text.tokenizer import Tokenizer
+from speculon.loading.locate import locate
+from speculon.loading.reading import load_tokenizer
+from speculon.measure.bench.corpus import held_out_functions
+from speculon.measure.bench.provenance import commit, machine
+from speculon.measure.bench.workloads import Size, build
 
 TASKS = Path(__file__).with_name("tasks")
 DATA = Path("build/evaluation")  # as the tasks have it

@@ -24,13 +24,13 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from speculon import LLM
-from speculon.batch import Batch
-from speculon.bench.cell import Cell
-from speculon.bench.plan import BenchPlan
-from speculon.bench.provenance import commit
-from speculon.bench.run import run
-from speculon.kv.store import PageStore, SpanView
-from speculon.models.target import Target
+from speculon.decoding.batch import Batch
+from speculon.decoding.kv.store import PageStore, SpanView
+from speculon.measure.bench.cell import Cell
+from speculon.measure.bench.plan import BenchPlan
+from speculon.measure.bench.provenance import commit
+from speculon.measure.bench.run import run
+from speculon.target.target import Target
 
 SEQUENCES, ROWS, CONTEXT = (1, 8, 16), (1, 5), 512
 FORWARDS, WARM = 50, 5

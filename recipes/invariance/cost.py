@@ -19,7 +19,7 @@ from recipes.invariance.texts import add_draft, prompts_of
 from tqdm import tqdm
 
 from speculon import LLM, SamplingParams
-from speculon.bench.provenance import cpu_name
+from speculon.measure.bench.provenance import cpu_name
 
 # what, method, concurrency, tokens of each text
 CASES = (

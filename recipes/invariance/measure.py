@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from speculon.bench.provenance import cpu_name
-from speculon.models.linear import packable, packed
-from speculon.models.pieces import cancelling
+from speculon.measure.bench.provenance import cpu_name
+from speculon.target.linear import packable, packed
+from speculon.target.pieces import cancelling
 
 COMMAND = "python -m recipes.invariance.measure --out docs/benchmarks/invariance"
 

@@ -25,9 +25,9 @@ from typing import Any
 from tqdm import tqdm
 
 from speculon import LLM, SamplingParams
-from speculon.bench.data import encode, read_prompts
-from speculon.bench.provenance import cpu_name
-from speculon.bench.workloads import Size, build
+from speculon.measure.bench.data import encode, read_prompts
+from speculon.measure.bench.provenance import cpu_name
+from speculon.measure.bench.workloads import Size, build
 
 WORKLOADS, CASES = ("code", "prose"), 40
 SAMPLINGS: dict[str, dict[str, Any]] = {

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from speculon.bench.widen import gated_mlps, parts, widen
-from speculon.checkpoints.locate import locate
-from speculon.models.reading import load_tokenizer
+from speculon.loading.locate import locate
+from speculon.loading.reading import load_tokenizer
+from speculon.measure.bench.widen import gated_mlps, parts, widen
 
 
 def main() -> None:

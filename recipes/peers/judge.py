@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from speculon.models.reading import quiet
+from speculon.loading.reading import quiet
 
 
 class Judge:

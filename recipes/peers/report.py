@@ -11,8 +11,8 @@ from typing import Any
 from figures import Record, Row
 from matplotlib.figure import Figure
 
-from speculon.bench.charts import COLOURS, name_panel, new_figure
-from speculon.bench.tables import markdown_table
+from speculon.measure.bench.charts import COLOURS, name_panel, new_figure
+from speculon.measure.bench.tables import markdown_table
 
 HEAD = (
     "engine",

@@ -37,13 +37,13 @@ from rich.progress import (
 from transformers import GenerationConfig
 
 from speculon import __version__
-from speculon.bench.data import read_prompts
-from speculon.bench.provenance import commit, machine
-from speculon.bench.workloads import Case, Known, Size, build, fingerprint
-from speculon.checkpoints.headers import read_checkpoint
-from speculon.checkpoints.locate import locate
-from speculon.models.reading import load_tokenizer
-from speculon.text import Tokenizer
+from speculon.decoding.text.tokenizer import Tokenizer
+from speculon.loading.headers import read_checkpoint
+from speculon.loading.locate import locate
+from speculon.loading.reading import load_tokenizer
+from speculon.measure.bench.data import read_prompts
+from speculon.measure.bench.provenance import commit, machine
+from speculon.measure.bench.workloads import Case, Known, Size, build, fingerprint
 
 OPTIONS = "engines modes dtype workloads concurrency prompts groups max_tokens repeats threads clock".split()
 WALL, CPU = "wall", "cpu"  # seconds of a turn; CPU seconds are those of all threads of the worker

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from speculon import LLM
-from speculon.bench import workloads
-from speculon.bench.measure import loops
+from speculon.measure.bench import workloads
+from speculon.measure.bench.measure import loops
 
 OFF = {"method": "off", "policy": "fixed"}
 LINE = "    # a line that the model does not write\n"

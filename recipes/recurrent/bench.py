@@ -23,11 +23,11 @@ from recipes.recurrent.rejected import tables
 from transformers import PreTrainedModel
 
 from speculon import SamplingParams
-from speculon.bench.provenance import commit, cpu_name
-from speculon.config import EngineConfig
+from speculon.core.config import EngineConfig
 from speculon.engine.engine import Engine
-from speculon.models.load import wrap_model
-from speculon.models.target import Target
+from speculon.loading.load import wrap_model
+from speculon.measure.bench.provenance import commit, cpu_name
+from speculon.target.target import Target
 
 PROMPT, COUNTS = 32, (1, 8)
 ACCEPTANCES, DRAFTS = (0.0, 0.8, 1.0), 4

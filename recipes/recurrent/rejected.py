@@ -10,11 +10,11 @@ from unittest.mock import patch
 
 import torch
 
-from speculon.batch import Batch
-from speculon.kv.states import StateSpan, StateStep, StateStore
-from speculon.kv.store import PageStore, SpanView, View
-from speculon.models import recurrent
-from speculon.models.target import Target
+from speculon.decoding.batch import Batch
+from speculon.decoding.kv.states import StateSpan, StateStep, StateStore
+from speculon.decoding.kv.store import PageStore, SpanView, View
+from speculon.target import recurrent
+from speculon.target.target import Target
 
 PROMPT, BLOCK = 32, 64
 AGAIN = "whole model again"

@@ -21,11 +21,11 @@ from typing import Any
 
 from recipes.serving.server import Server
 
-from speculon.bench.provenance import commit, machine
-from speculon.bench.workloads import Size, build
-from speculon.checkpoints.locate import locate
-from speculon.models.reading import load_tokenizer
-from speculon.text import Tokenizer
+from speculon.decoding.text.tokenizer import Tokenizer
+from speculon.loading.locate import locate
+from speculon.loading.reading import load_tokenizer
+from speculon.measure.bench.provenance import commit, machine
+from speculon.measure.bench.workloads import Size, build
 
 # The same as `vllm bench serve`, whose entry point asks for a package name that the CPU build does not have.
 GENERATOR = """

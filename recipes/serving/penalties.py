@@ -15,8 +15,8 @@ from time import perf_counter
 from typing import Any
 
 from speculon import LLM, SamplingParams
-from speculon.bench.tables import markdown_table
-from speculon.bench.workloads import Size, build
+from speculon.measure.bench.tables import markdown_table
+from speculon.measure.bench.workloads import Size, build
 
 HEAD = ["drafts", "tokens/s without", "tokens/s with", "with / without"]
 TINY = 1e-6

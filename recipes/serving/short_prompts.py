@@ -10,10 +10,10 @@ import random
 from statistics import median
 from time import perf_counter
 
-from speculon.bench.tables import markdown_table
-from speculon.config import EngineConfig, SamplingParams
+from speculon.core.config import EngineConfig, SamplingParams
 from speculon.engine.build import build_engine
 from speculon.engine.engine import Engine
+from speculon.measure.bench.tables import markdown_table
 
 HEAD = ["rows of a step", "idle", "behind long prompts", "in steps", "long prompts, with / without it"]
 ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)

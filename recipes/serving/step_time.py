@@ -19,8 +19,8 @@ from time import perf_counter
 from recipes.serving.server import Server, chunks
 
 from speculon import LLM, SamplingParams
-from speculon.bench.provenance import commit, machine
-from speculon.bench.workloads import Size, build
+from speculon.measure.bench.provenance import commit, machine
+from speculon.measure.bench.workloads import Size, build
 
 OFF = {"method": "off"}
 METRICS_DELAY = 0.3  # seconds until /metrics knows what has just happened

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from speculon import LLM, SamplingParams
-from speculon.bench.data import encode, read_prompts
+from speculon.measure.bench.data import encode, read_prompts
 from speculon.train.record import whole_lines
 from speculon.train.regenerate import without_loop
 

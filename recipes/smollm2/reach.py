@@ -13,9 +13,9 @@ from itertools import islice
 from pathlib import Path
 
 from speculon import LLM, SamplingParams
-from speculon.bench.data import read_prompts
-from speculon.bench.tables import markdown_table
-from speculon.telemetry import RequestStats
+from speculon.core.telemetry import RequestStats
+from speculon.measure.bench.data import read_prompts
+from speculon.measure.bench.tables import markdown_table
 from speculon.train.regenerate import without_loop
 
 HEAD = ["tokens before", "questions", "rounds", "accepted per round", "accepted, by position"]

@@ -19,15 +19,15 @@ from itertools import islice
 from time import thread_time
 from typing import Any, cast
 
-from speculon.bench import corpus, workloads
-from speculon.checkpoints.locate import locate
-from speculon.config import SamplingParams, SpeculationConfig
-from speculon.models.reading import load_tokenizer
-from speculon.proposers.base import Proposer, TargetFacts
-from speculon.proposers.registry import find_factory
-from speculon.sequence import Sequence
-from speculon.telemetry import RequestStats
-from speculon.text import Tokenizer
+from speculon.core.config import SamplingParams, SpeculationConfig
+from speculon.core.telemetry import RequestStats
+from speculon.decoding.sequence import Sequence
+from speculon.decoding.text.tokenizer import Tokenizer
+from speculon.loading.locate import locate
+from speculon.loading.reading import load_tokenizer
+from speculon.measure.bench import corpus, workloads
+from speculon.speculation.proposers.base import Proposer, TargetFacts
+from speculon.speculation.proposers.registry import find_factory
 
 EDITS = 6
 CONTEXT = 4096

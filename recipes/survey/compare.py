@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from speculon.config import EngineConfig, SamplingParams
+from speculon.core.config import EngineConfig, SamplingParams
 from speculon.engine.engine import Engine
-from speculon.models.target import Target
+from speculon.target.target import Target
 
 TIE = 1e-4  # nat: where two tokens are closer, the order of additions decides between them
 TOKENS, K, FIRST = 24, 3, 3  # tokens of a text, drafts per round, and the first id that is no special token

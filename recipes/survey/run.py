@@ -27,9 +27,9 @@ from recipes.survey.compare import K, compare
 from recipes.survey.models import NotMade, first_line, small_model
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from speculon.errors import SpeculonError, UnsupportedModel
-from speculon.models.load import wrap_model
-from speculon.models.load_check import FURTHER
+from speculon.core.errors import SpeculonError, UnsupportedModel
+from speculon.loading.load import wrap_model
+from speculon.loading.load_check import FURTHER
 
 COMMAND = "python -m recipes.survey.run --out docs/benchmarks/architectures"
 Row = dict[str, Any]

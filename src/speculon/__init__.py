@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from speculon.config import SamplingParams, SpeculationConfig
+from speculon.core.config import SamplingParams, SpeculationConfig
 
 if TYPE_CHECKING:
-    from speculon.decoder import SpeculativeDecoder
-    from speculon.llm import LLM
+    from speculon.engine.decoder import SpeculativeDecoder
+    from speculon.engine.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "SpeculationConfig", "SpeculativeDecoder", "__version__"]
@@ -16,11 +16,11 @@ __all__ = ["LLM", "SamplingParams", "SpeculationConfig", "SpeculativeDecoder", "
 
 def __getattr__(name: str) -> Any:
     if name == "LLM":
-        from speculon.llm import LLM
+        from speculon.engine.llm import LLM
 
         return LLM
     if name == "SpeculativeDecoder":
-        from speculon.decoder import SpeculativeDecoder
+        from speculon.engine.decoder import SpeculativeDecoder
 
         return SpeculativeDecoder
     raise AttributeError(f"module 'speculon' has no attribute {name!r}")

@@ -9,9 +9,9 @@ import httpx2 as httpx
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from speculon.server.admin.schemas import Engine, MonitorView
-from speculon.server.admin.ui.overview import series_of_engines, verdicts
-from speculon.server.admin.ui.words import LANGUAGES, Words
+from speculon.operations.admin.schemas import Engine, MonitorView
+from speculon.operations.admin.ui.overview import series_of_engines, verdicts
+from speculon.operations.admin.ui.words import LANGUAGES, Words
 from tests.browser.conftest import KEY, log_in
 from tests.server.outside import LOCAL_HTTP, Outside
 

@@ -8,7 +8,7 @@ import httpx2 as httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from speculon.server.admin.ui.playground import first_difference
+from speculon.operations.admin.ui.playground import first_difference
 from tests.browser.conftest import KEY, log_in
 from tests.server.outside import LOCAL_HTTP, REAL, Outside, started
 

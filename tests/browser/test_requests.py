@@ -6,11 +6,11 @@ import httpx2 as httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from speculon.server.admin.schemas import RequestView, TokenRow
-from speculon.server.admin.ui import token_view
-from speculon.server.admin.ui.requests import account
-from speculon.server.admin.ui.token_view import FATES, html_of, visible
-from speculon.server.admin.ui.words import Words
+from speculon.operations.admin.schemas import RequestView, TokenRow
+from speculon.operations.admin.ui import token_view
+from speculon.operations.admin.ui.requests import account
+from speculon.operations.admin.ui.token_view import FATES, html_of, visible
+from speculon.operations.admin.ui.words import Words
 from tests.browser.conftest import log_in
 from tests.server.outside import LOCAL_HTTP, Outside
 

@@ -23,7 +23,7 @@ os.environ |= own_ray() | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "RAY_D
 import ray
 from ray import serve
 
-from speculon.cluster import app
+from speculon.operations.cluster import app
 from tests.cluster.load import Case, cases
 from tests.server.outside import LOCAL_HTTP
 

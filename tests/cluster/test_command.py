@@ -12,7 +12,7 @@ import httpx2 as httpx
 import pytest
 import yaml
 
-from speculon.cluster import app
+from speculon.operations.cluster import app
 from tests.server.outside import LOCAL_HTTP, REAL, Outside, started
 
 LISTENING = "0A"  # as the kernel writes it
@@ -86,14 +86,14 @@ def sockets_of(pid: int) -> set[str]:
 def test_the_file_of_the_document_builds() -> None:
     block = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[0]
     (application,) = yaml.safe_load(block)["applications"]
-    assert application["import_path"] == "speculon.cluster:app"
+    assert application["import_path"] == "speculon.operations.cluster:app"
     made = app({**application["args"], "state": None})
     assert made._bound_deployment.name == "Ingress"
 
 
 @pytest.mark.parametrize(("value", "message"), [("models_dir", "several models"), ("admin", "dashboard")])
 def test_what_replicas_do_not_have_is_refused(value: str, message: str, tmp_path: Path) -> None:
-    from speculon.errors import ConfigError
+    from speculon.core.errors import ConfigError
 
     given = {"models_dir": str(tmp_path), "admin": True}[value]
     with pytest.raises(ConfigError, match=message):

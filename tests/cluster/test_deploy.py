@@ -194,7 +194,7 @@ def test_several_servers_take_requests(head: Head, mixed: list[Case]) -> None:
 
 
 def test_a_second_model_runs_beside_it(head: Head, mixed: list[Case]) -> None:
-    (command,) = re.findall(r"^(serve run speculon.cluster:app \S+ \S+)", DOCUMENT, re.MULTILINE)
+    (command,) = re.findall(r"^(serve run speculon.operations.cluster:app \S+ \S+)", DOCUMENT, re.MULTILINE)
     command = command.replace("model=smollm2", "model=demo")
     command += " threads=1 cpus=0.5 serve.served_model_name=other --name second --route-prefix /second"
     with (head.folder / "run.txt").open("wb") as log:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from speculon.config import SamplingParams
-from speculon.models.load import wrap_model
-from speculon.models.target import Target
-from speculon.sampling import Row, row_key, sample, uniform
-from speculon.sequence import Rules
+from speculon.core.config import SamplingParams
+from speculon.decoding.sampling import Row, row_key, sample, uniform
+from speculon.decoding.sequence import Rules
+from speculon.loading.load import wrap_model
+from speculon.target.target import Target
 from tests.builders import make_sequence
 from tests.tiny.conftest import TINY, tiny_model
 from tests.tiny.scripted import Key, Result, make_engine, run, script

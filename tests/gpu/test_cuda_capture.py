@@ -8,13 +8,13 @@ from functools import cache
 import pytest
 import torch
 
-from speculon.memory.budget import held_memory
-from speculon.models.captured import Captured, bucket_of, sizes
-from speculon.models.footprint import CaptureSizes
-from speculon.models.load import wrap_model
-from speculon.models.taps import Taps
-from speculon.models.target import Target
-from speculon.models.trial import close
+from speculon.loading.load import wrap_model
+from speculon.loading.memory.budget import held_memory
+from speculon.target.captured import Captured, bucket_of, sizes
+from speculon.target.footprint import CaptureSizes
+from speculon.target.taps import Taps
+from speculon.target.target import Target
+from speculon.target.trial import close
 from tests.tiny.conftest import build, tiny_model
 from tests.tiny.scripted import run, script
 from tests.tiny.test_captured import LAYERS, kept_after_another_step, logits, step

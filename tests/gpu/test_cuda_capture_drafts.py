@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from speculon.config import EngineConfig
+from speculon.core.config import EngineConfig
+from speculon.drafters.captured import CapturedDraft
 from speculon.engine.engine import Engine
-from speculon.models.captured import Captured
-from speculon.models.captured_drafts import CapturedDraft
-from speculon.models.load import wrap_model
+from speculon.loading.load import wrap_model
+from speculon.target.captured import Captured
 from tests.gpu.test_cuda_capture import captured_target
 from tests.tiny.blocks import ask as ask_for_blocks
 from tests.tiny.blocks import drafter_of, watch_blocks, wrong_blocks

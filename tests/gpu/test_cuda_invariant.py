@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 
-from speculon.models.batch_check import differing
-from speculon.models.captured import Captured
-from speculon.models.invariant import make_invariant
-from speculon.models.load import wrap_model
-from speculon.models.pieces import CannotBeInvariant
+from speculon.loading.batch_check import differing
+from speculon.loading.invariant import make_invariant
+from speculon.loading.load import wrap_model
+from speculon.target.captured import Captured
+from speculon.target.pieces import CannotBeInvariant
 from tests.tiny.conftest import TINY, tiny_model
 
 pytestmark = [

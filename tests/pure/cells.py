@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from speculon.bench.cell import Cell
-from speculon.bench.plan import AGAIN, BASELINES
-from speculon.bench.rounds import Requirement, RoundCosts
-from speculon.telemetry import PARTS
+from speculon.core.telemetry import PARTS
+from speculon.measure.bench.cell import Cell
+from speculon.measure.bench.plan import AGAIN, BASELINES
+from speculon.measure.bench.rounds import Requirement, RoundCosts
 
 ROUNDS = RoundCosts(
     90, 12.5, draft=0.4, target=0.55, rest=0.05, draft_ms_per_position=1.25, tokens_per_target_call=2.5

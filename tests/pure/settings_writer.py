@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from speculon.config.models import Methods, ModelSettingsFile, store, written
-from speculon.errors import ConfigError
+from speculon.core.config.models import Methods, ModelSettingsFile, store, written
+from speculon.core.errors import ConfigError
 
 METHODS = Methods(frozenset({"off", "auto"}), frozenset(), frozenset({"off"}), lambda path: None)
 TEXT = "# of all\n" + "".join(

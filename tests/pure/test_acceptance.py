@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from speculon.control.acceptance import PRIOR, Acceptance, SequenceAcceptance
+from speculon.speculation.control.acceptance import PRIOR, Acceptance, SequenceAcceptance
 
 
 def learned(truth: float, rounds: int = 400, k: int = 8, seed: int = 1) -> Acceptance:

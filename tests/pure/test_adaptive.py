@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.config import EngineConfig, RequestSpeculation, SpeculationConfig
-from speculon.control.adaptive import Adaptive, AdaptiveConfig, AdaptiveLookahead
-from speculon.control.fixed import Fixed
-from speculon.core import Draft, Load, Reason, Timing, Verdict
-from speculon.errors import ConfigError, InvalidParameter
-from speculon.sequence import Sequence, Span
+from speculon.core.config import EngineConfig, RequestSpeculation, SpeculationConfig
+from speculon.core.errors import ConfigError, InvalidParameter
+from speculon.core.types import Draft, Load, Reason, Timing, Verdict
+from speculon.decoding.sequence import Sequence, Span
+from speculon.speculation.control.adaptive import Adaptive, AdaptiveConfig, AdaptiveLookahead
+from speculon.speculation.control.fixed import Fixed
 from tests.builders import decisions, make_sequence, span_of
 from tests.simulate import SimulatedMethod, SyntheticEnvironment, simulate
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculon.bad_words import BadWords
-from speculon.config import SamplingParams
-from speculon.text import final_text
+from speculon.core.config import SamplingParams
+from speculon.decoding.text.bad_words import BadWords
+from speculon.decoding.text.tokenizer import final_text
 from tests.pure.test_text import END, byte_level
 from tests.pure.test_text_fuzz import VOCABULARIES, tokenizer
 

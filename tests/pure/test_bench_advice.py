@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from speculon.bench.advice import answer, chosen, fastest, speeds_of, warnings
-from speculon.bench.cell import Cell
-from speculon.bench.plan import AGAIN, VARIANT
-from speculon.errors import BenchError
+from speculon.core.errors import BenchError
+from speculon.measure.bench.advice import answer, chosen, fastest, speeds_of, warnings
+from speculon.measure.bench.cell import Cell
+from speculon.measure.bench.plan import AGAIN, VARIANT
 from tests.pure.cells import make_cell
 
 PLAIN = [100.0] * 4

@@ -13,15 +13,15 @@ from statistics import fmean, stdev
 
 import pytest
 
-from speculon.bench import against, report
-from speculon.bench.against import Against, MeanRatio, against_best_fixed, estimate
-from speculon.bench.cell import Cell
-from speculon.bench.diagnosis import GATES, diagnose, gated
-from speculon.bench.plan import AGAIN, BASELINES
-from speculon.bench.report import AGAINST_ALL, Report, against_table
-from speculon.bench.tables import markdown, texts
-from speculon.core import Reason
-from speculon.telemetry import PARTS, RequestStats
+from speculon.core.telemetry import PARTS, RequestStats
+from speculon.core.types import Reason
+from speculon.measure.bench import against, report
+from speculon.measure.bench.against import Against, MeanRatio, against_best_fixed, estimate
+from speculon.measure.bench.cell import Cell
+from speculon.measure.bench.diagnosis import GATES, diagnose, gated
+from speculon.measure.bench.plan import AGAIN, BASELINES
+from speculon.measure.bench.report import AGAINST_ALL, Report, against_table
+from speculon.measure.bench.tables import markdown, texts
 from tests.pure.cells import make_cell
 from tests.pure.screens import on_screen
 

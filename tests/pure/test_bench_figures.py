@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from speculon.bench.cell import ms_by_rows, overhead, per_text, profile, quartiles, without_loops
-from speculon.bench.measure import Measurement, Step, loops
-from speculon.bench.rounds import equal_acceptance, mean_step_ms, needs, reached, rounds_of
-from speculon.bench.workloads import Case
-from speculon.config import SamplingParams
-from speculon.core import Draft, SpanOutcome, Verdict
-from speculon.telemetry import PARTS, RequestStats
+from speculon.core.config import SamplingParams
+from speculon.core.telemetry import PARTS, RequestStats
+from speculon.core.types import Draft, SpanOutcome, Verdict
+from speculon.measure.bench.cell import ms_by_rows, overhead, per_text, profile, quartiles, without_loops
+from speculon.measure.bench.measure import Measurement, Step, loops
+from speculon.measure.bench.rounds import equal_acceptance, mean_step_ms, needs, reached, rounds_of
+from speculon.measure.bench.workloads import Case
 from tests.pure.cells import ROUNDS
 
 LOOP = [*range(100), *list(range(20)) * 3]

@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 
-from speculon.bench.plan import AGAIN, MODES, TRANSFORMERS, VARIANT, BenchPlan, Mode, parse_mode
-from speculon.bench.run import alternate
-from speculon.bench.workloads import Case, groups_of, parse
-from speculon.config import MAX_DRAFTS, USUAL_DRAFTS, RequestSpeculation, SamplingParams
-from speculon.errors import InvalidParameter, UnknownMethod
+from speculon.core.config import MAX_DRAFTS, USUAL_DRAFTS, RequestSpeculation, SamplingParams
+from speculon.core.errors import InvalidParameter, UnknownMethod
+from speculon.measure.bench.plan import AGAIN, MODES, TRANSFORMERS, VARIANT, BenchPlan, Mode, parse_mode
+from speculon.measure.bench.run import alternate
+from speculon.measure.bench.workloads import Case, groups_of, parse
 
 FIXED_4 = {"method": "draft_model", "num_speculative_tokens": 4, "policy": "fixed"}
 

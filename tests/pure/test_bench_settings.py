@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.bench.plan import parse_mode
-from speculon.bench.settings import as_toml, merged, next_command, settings, whole, write
-from speculon.config import EngineConfig, SpeculationConfig
-from speculon.errors import ConfigError, InvalidParameter
+from speculon.core.config import EngineConfig, SpeculationConfig
+from speculon.core.errors import ConfigError, InvalidParameter
+from speculon.measure.bench.plan import parse_mode
+from speculon.measure.bench.settings import as_toml, merged, next_command, settings, whole, write
 
 
 def loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> SpeculationConfig:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from rich.table import Table
 
-from speculon.bench.against import Against, MeanRatio
-from speculon.bench.plan import AGAIN, MODES, TRANSFORMERS, VARIANT
-from speculon.bench.report import (
+from speculon.core.telemetry import PARTS
+from speculon.measure.bench.against import Against, MeanRatio
+from speculon.measure.bench.plan import AGAIN, MODES, TRANSFORMERS, VARIANT
+from speculon.measure.bench.report import (
     ALL_FIGURES,
     against_table,
     by_cell,
@@ -20,8 +21,7 @@ from speculon.bench.report import (
     speed_table,
     verdict,
 )
-from speculon.bench.tables import markdown, terminal_table
-from speculon.telemetry import PARTS
+from speculon.measure.bench.tables import markdown, terminal_table
 from tests.pure.cells import NO_ROUNDS, make_cell
 from tests.pure.screens import READABLE, colours, cut_off, on_screen
 

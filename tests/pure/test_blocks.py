@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from speculon.kv.blocks import BlockPool
-from speculon.sequence import Sequence
+from speculon.decoding.kv.blocks import BlockPool
+from speculon.decoding.sequence import Sequence
 from tests.builders import make_sequence
 
 
@@ -109,7 +109,7 @@ def test_trim_returns_what_is_beyond_the_committed_tokens():
 
 
 def test_prompt_logprobs_take_no_cached_prefix():
-    from speculon.config import SamplingParams
+    from speculon.core.config import SamplingParams
 
     pool = BlockPool(8, 2)
     seq = make_sequence([1] * 6)

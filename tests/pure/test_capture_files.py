@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from speculon.config.serve import ServeConfig
-from speculon.errors import ConfigError, InvalidParameter
+from speculon.core.config.serve import ServeConfig
+from speculon.core.errors import ConfigError, InvalidParameter
 from speculon.server import capture
 from speculon.server.capture import BLOCK, Capture, Files
 

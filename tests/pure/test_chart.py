@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from speculon.bench.cell import Cell
-from speculon.bench.charts import chart_of
-from speculon.bench.plan import AGAIN, BenchPlan
+from speculon.measure.bench.cell import Cell
+from speculon.measure.bench.charts import chart_of
+from speculon.measure.bench.plan import AGAIN, BenchPlan
 from tests.pure.cells import make_cell
 
 
@@ -64,7 +64,7 @@ def test_panels_of_the_usual_grid_stand_one_above_the_other() -> None:
 
 def test_a_planted_chart_that_is_too_small_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("BAR", "LEGEND_CHAR", "TITLE_CHAR", "HANDLE"):
-        monkeypatch.setattr(f"speculon.bench.charts.{name}", 0.02)
+        monkeypatch.setattr(f"speculon.measure.bench.charts.{name}", 0.02)
     cells = [
         make_cell(mode, workload=name) for name in ("code", "edit", "prose@0.7") for mode in ("off", *MODES)
     ]

@@ -56,11 +56,11 @@ def test_no_module_imports_itself_through_others() -> None:
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        pytest.param("models.target", "import speculon.models.load", id="at run time"),
-        pytest.param("models.target", "def f():\n    from speculon.models import load", id="in a function"),
+        pytest.param("models.target", "import speculon.loading.load", id="at run time"),
+        pytest.param("models.target", "def f():\n    from speculon.target import load", id="in a function"),
         pytest.param(
             "models.target",
-            "if TYPE_CHECKING:\n    from speculon.models.load import load_target",
+            "if TYPE_CHECKING:\n    from speculon.loading.load import load_target",
             id="for type checking",
         ),
     ],

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from speculon.cli import serve_replicas
-from speculon.cluster.config import of_engine, read
-from speculon.config import EngineConfig
-from speculon.errors import ConfigError
+from speculon.core.config import EngineConfig
+from speculon.core.errors import ConfigError
+from speculon.operations.cluster.config import of_engine, read
 
 
 def test_one_mapping_has_both() -> None:

@@ -18,7 +18,7 @@ from recipes.cluster.simulate import (
     scaled,
 )
 
-from speculon.cluster.routing import MAX_BLOCKS, Routing
+from speculon.operations.cluster.routing import MAX_BLOCKS, Routing
 
 COSTS = Costs.read()
 MS = 20_000.0

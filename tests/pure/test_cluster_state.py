@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from speculon.cluster.state import answers, claim, forget, joined, merge
+from speculon.core.errors import ConfigError, StateInUse
 from speculon.engine import state as state_module
 from speculon.engine.state import hold
-from speculon.errors import ConfigError, StateInUse
+from speculon.operations.cluster.state import answers, claim, forget, joined, merge
 from tests.pure.test_state import Engine, contents, same_versions
 
 __all__ = ["same_versions"]  # a fixture

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from speculon.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
-from speculon.core import acceptance_rule
-from speculon.errors import ConfigError, InvalidParameter, InvalidRequest, SpeculonError
+from speculon.core.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
+from speculon.core.errors import ConfigError, InvalidParameter, InvalidRequest, SpeculonError
+from speculon.core.types import acceptance_rule
 
 INF, NAN = float("inf"), float("nan")
 

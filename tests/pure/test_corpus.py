@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from speculon.bench import corpus
+from speculon.measure.bench import corpus
 
 SOURCE = '''def area(width, height):
     """The area; see area.width."""

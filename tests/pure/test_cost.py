@@ -6,10 +6,10 @@ from random import Random
 
 import pytest
 
-from speculon.control import cost as module
-from speculon.control.cost import MOST_SIZES, Costs
-from speculon.core import Draft, Proposal, Timing
-from speculon.sequence import Span
+from speculon.core.types import Draft, Proposal, Timing
+from speculon.decoding.sequence import Span
+from speculon.speculation.control import cost as module
+from speculon.speculation.control.cost import MOST_SIZES, Costs
 from tests.builders import make_sequence
 
 READ = 0.022  # ms of a token that a draft model has not read

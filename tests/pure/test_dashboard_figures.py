@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from speculon.server.admin.figures import MOST_PAUSE, Figures
-from speculon.server.admin.overview import counts_of
-from speculon.server.admin.schemas import ModelOverview, Overview
-from speculon.telemetry import EngineCounters
+from speculon.core.telemetry import EngineCounters
+from speculon.operations.admin.figures import MOST_PAUSE, Figures
+from speculon.operations.admin.overview import counts_of
+from speculon.operations.admin.schemas import ModelOverview, Overview
 
 
 class Server:

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from speculon.core import Reason
-from speculon.proposers.registry import TABLE
-from speculon.server.admin.ui.colours import METHODS, colour_of, symbol_of
-from speculon.server.admin.ui.words import FOLDER, LANGUAGES, Words, language_of, table
+from speculon.core.types import Reason
+from speculon.operations.admin.ui.colours import METHODS, colour_of, symbol_of
+from speculon.operations.admin.ui.words import FOLDER, LANGUAGES, Words, language_of, table
+from speculon.speculation.proposers.registry import TABLE
 
 UI = FOLDER.parent
 SOURCES = {path.name: path.read_text(encoding="utf-8") for path in sorted(UI.glob("*.py"))}

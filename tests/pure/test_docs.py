@@ -11,13 +11,13 @@ import pytest
 from recipes.charts import readme
 
 from speculon import __version__
-from speculon.bench.plan import MODES, parse_mode
-from speculon.config import EngineConfig, SpeculationConfig
-from speculon.config.models import FILE, ModelSettingsFile
-from speculon.core import Verdict
-from speculon.errors import ConfigError, InvalidParameter
-from speculon.proposers import registry
-from speculon.proposers.base import TargetFacts
+from speculon.core.config import EngineConfig, SpeculationConfig
+from speculon.core.config.models import FILE, ModelSettingsFile
+from speculon.core.errors import ConfigError, InvalidParameter
+from speculon.core.types import Verdict
+from speculon.measure.bench.plan import MODES, parse_mode
+from speculon.speculation.proposers import registry
+from speculon.speculation.proposers.base import TargetFacts
 from tests.builders import make_sequence
 from tests.documents import (
     GUIDES,
@@ -129,8 +129,8 @@ def test_there_are_commands_to_parse() -> None:
         ("python recipes/peers/run.py ENV --engine x", "no flag --engine"),
         ("curl -s localhost:8000/v1/completion", "no route"),
         ("curl -X POST localhost:8000/v1/models/coder/laod", "no route"),
-        ("serve run speculon.cluster:app replica=2", "unknown field"),
-        ("serve run speculon.cluster:application", "no application"),
+        ("serve run speculon.operations.cluster:app replica=2", "unknown field"),
+        ("serve run speculon.operations.cluster:application", "no application"),
         ("speculonn --help", "no program"),
     ],
 )
@@ -298,4 +298,6 @@ def test_the_reference_shows_what_exists(page: Path) -> None:
 
 
 def test_a_planted_object_without_source_is_found() -> None:
-    assert objects_without_source("::: speculon.llm.LLMs\n::: speculon.errors\n") == ["speculon.llm.LLMs"]
+    assert objects_without_source("::: speculon.engine.llm.LLMs\n::: speculon.core.errors\n") == [
+        "speculon.engine.llm.LLMs"
+    ]

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from speculon.kv.blocks import BlockPool
-from speculon.kv.draft_slots import PER_SEQUENCE, DraftSlots, spare_slots
-from speculon.sequence import Sequence
+from speculon.decoding.kv.blocks import BlockPool
+from speculon.decoding.kv.draft_slots import PER_SEQUENCE, DraftSlots, spare_slots
+from speculon.decoding.sequence import Sequence
 from tests.builders import make_sequence
 
 NAME = "small"

@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 
-from speculon.checkpoints.drafter_config import TargetShape, check_offsets, check_pair
-from speculon.checkpoints.eagle3_config import Eagle3Config
-from speculon.checkpoints.families import UNSUPPORTED, family_of, read_eagle3_config
-from speculon.errors import (
+from speculon.core.errors import (
     CorruptWeights,
     MissingWeights,
     ModelError,
@@ -21,6 +18,9 @@ from speculon.errors import (
     UnsupportedModel,
     WrongPair,
 )
+from speculon.drafters.config import TargetShape, check_offsets, check_pair
+from speculon.drafters.eagle3.config import Eagle3Config
+from speculon.drafters.families import UNSUPPORTED, family_of, read_eagle3_config
 
 Shapes = dict[str, tuple[int, ...]]
 

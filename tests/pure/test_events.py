@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
-from speculon.config import EngineConfig
-from speculon.core import (
+from speculon.core.config import EngineConfig
+from speculon.core.errors import ConfigError
+from speculon.core.types import (
     Ask,
     Decision,
     Draft,
@@ -32,10 +33,9 @@ from speculon.core import (
     Verdict,
     no_draft,
 )
-from speculon.engine import events as module
-from speculon.engine.events import Events, older
-from speculon.errors import ConfigError
-from speculon.sequence import Round, Span
+from speculon.decoding.sequence import Round, Span
+from speculon.speculation import events as module
+from speculon.speculation.events import Events, older
 from tests.builders import make_sequence
 from tests.recording import Recording, read
 

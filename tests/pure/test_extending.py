@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from speculon.config import SpeculationConfig
-from speculon.proposers.base import Extending, Proposer, TargetFacts
-from speculon.proposers.registry import find_factory
-from speculon.sequence import Sequence
+from speculon.core.config import SpeculationConfig
+from speculon.decoding.sequence import Sequence
+from speculon.speculation.proposers.base import Extending, Proposer, TargetFacts
+from speculon.speculation.proposers.registry import find_factory
 from tests.builders import make_sequence
 
 LOOKUPS = ("suffix", "ngram", "prediction")

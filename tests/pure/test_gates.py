@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.control.gates import NO_SIGNAL, STRONG, WEAK, prompt_shape, shape_of
+from speculon.speculation.control.gates import NO_SIGNAL, STRONG, WEAK, prompt_shape, shape_of
 
 PROMPTS = [
     ("Fix this:\n```python\nx = 1\n```", "fenced_code"),

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from speculon.control import goodput as module
-from speculon.control.acceptance import Acceptance
-from speculon.control.cost import Costs, Prices
-from speculon.control.fixed import Fixed
-from speculon.control.goodput import Goodput
-from speculon.core import Decision, Draft, Load, PromptShape, Reason
-from speculon.sequence import Span
+from speculon.core.types import Decision, Draft, Load, PromptShape, Reason
+from speculon.decoding.sequence import Span
+from speculon.speculation.control import goodput as module
+from speculon.speculation.control.acceptance import Acceptance
+from speculon.speculation.control.cost import Costs, Prices
+from speculon.speculation.control.fixed import Fixed
+from speculon.speculation.control.goodput import Goodput
 from tests.builders import decisions, make_sequence
 from tests.simulate import (
     SimulatedMethod,

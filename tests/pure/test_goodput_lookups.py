@@ -6,10 +6,10 @@ from random import Random
 
 import pytest
 
-from speculon.control import goodput as module
-from speculon.control.cost import Costs
-from speculon.control.goodput import Goodput
-from speculon.core import Draft
+from speculon.core.types import Draft
+from speculon.speculation.control import goodput as module
+from speculon.speculation.control.cost import Costs
+from speculon.speculation.control.goodput import Goodput
 from tests.builders import make_sequence, span_of
 from tests.pure.test_goodput import LOOKUP, STEP, run
 from tests.simulate import SimulatedMethod, SimulatedSequence, SyntheticEnvironment

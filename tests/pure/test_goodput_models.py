@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from speculon.control import goodput as module
-from speculon.control.cost import Costs
+from speculon.speculation.control import goodput as module
+from speculon.speculation.control.cost import Costs
 from tests.pure.test_goodput import MODEL, STEP, run
 from tests.simulate import SimulatedMethod, SyntheticEnvironment
 

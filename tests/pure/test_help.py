@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from speculon.cli import app
 from speculon.cli.app import OFTEN_NEEDED, SECTION_OF_FIELD
-from speculon.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig
+from speculon.core.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig
 from speculon.train.settings import (
     DraftSettings,
     FlashSettings,

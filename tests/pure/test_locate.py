@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from speculon.checkpoints.choose import with_drafts
-from speculon.checkpoints.discover import find_models
-from speculon.checkpoints.locate import PACKAGED, locate, refuse_missing, usual_drafters
-from speculon.config import MODELS, EngineConfig
-from speculon.errors import ModelNotFound
+from speculon.core.config import MODELS, EngineConfig
+from speculon.core.errors import ModelNotFound
+from speculon.drafters.choose import with_drafts
+from speculon.loading.locate import PACKAGED, locate, refuse_missing, usual_drafters
+from speculon.operations.pool.discover import find_models
 
 PACKAGE = PACKAGED["smollm2"]
 

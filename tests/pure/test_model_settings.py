@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from speculon.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig
-from speculon.config.engine import TABLES
-from speculon.config.models import (
+from speculon.core.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig
+from speculon.core.config.engine import TABLES
+from speculon.core.config.models import (
     FILE,
     HOMES,
     Methods,
@@ -20,8 +20,8 @@ from speculon.config.models import (
     models_file,
     needs_new_worker,
 )
-from speculon.errors import ConfigError, InvalidParameter
-from speculon.proposers.registry import methods
+from speculon.core.errors import ConfigError, InvalidParameter
+from speculon.speculation.proposers.registry import methods
 
 METHODS = methods()
 

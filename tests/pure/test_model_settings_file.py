@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from speculon.config.models import ModelSettingsFile, store, written
-from speculon.errors import ConfigError, InvalidParameter
-from speculon.proposers.registry import methods
+from speculon.core.config.models import ModelSettingsFile, store, written
+from speculon.core.errors import ConfigError, InvalidParameter
+from speculon.speculation.proposers.registry import methods
 
 METHODS = methods()
 TEXT = """\

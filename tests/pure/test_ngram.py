@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from speculon.config import SpeculationConfig
-from speculon.proposers.base import TargetFacts
-from speculon.proposers.ngram import Index, NGram
-from speculon.proposers.synthetic import Synthetic
+from speculon.core.config import SpeculationConfig
+from speculon.speculation.proposers.base import TargetFacts
+from speculon.speculation.proposers.ngram import Index, NGram
+from speculon.speculation.proposers.synthetic import Synthetic
 from tests.builders import make_sequence
 
 

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.config import SpeculationConfig
-from speculon.proposers import pools as store
-from speculon.proposers import suffix
-from speculon.proposers.base import TargetFacts
-from speculon.proposers.pools import END, Pools, Trail, key_of
-from speculon.proposers.suffix import LEAD, Suffix
+from speculon.core.config import SpeculationConfig
+from speculon.speculation.proposers import pools as store
+from speculon.speculation.proposers import suffix
+from speculon.speculation.proposers.base import TargetFacts
+from speculon.speculation.proposers.pools import END, Pools, Trail, key_of
+from speculon.speculation.proposers.suffix import LEAD, Suffix
 from tests.builders import make_sequence
 
 VOCAB = 50

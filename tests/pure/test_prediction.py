@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.config import MAX_PREDICTION, RequestSpeculation, SpeculationConfig
-from speculon.core import Draft, Verdict
+from speculon.core.config import MAX_PREDICTION, RequestSpeculation, SpeculationConfig
+from speculon.core.errors import InvalidParameter
+from speculon.core.telemetry import RequestStats
+from speculon.core.types import Draft, Verdict
 from speculon.engine.admission import read_prediction
-from speculon.errors import InvalidParameter
-from speculon.proposers.base import TargetFacts
-from speculon.proposers.prediction import FIRST, Cursor, Prediction, common, spell
-from speculon.telemetry import RequestStats
+from speculon.speculation.proposers.base import TargetFacts
+from speculon.speculation.proposers.prediction import FIRST, Cursor, Prediction, common, spell
 from tests.builders import make_sequence
 
 K = 16

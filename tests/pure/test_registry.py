@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from speculon.config import SpeculationConfig
-from speculon.core import NO_DRAFT, Reason
-from speculon.errors import UnknownMethod
-from speculon.proposers.base import TargetFacts
-from speculon.proposers.compose import Proposers
-from speculon.proposers.registry import known_methods
-from speculon.sequence import Span
+from speculon.core.config import SpeculationConfig
+from speculon.core.errors import UnknownMethod
+from speculon.core.types import NO_DRAFT, Reason
+from speculon.decoding.sequence import Span
+from speculon.speculation.proposers.base import TargetFacts
+from speculon.speculation.proposers.compose import Proposers
+from speculon.speculation.proposers.registry import known_methods
 from tests.builders import draft_once, make_sequence
 
 FACTS = TargetFacts(vocab_size=10, max_context=100)
 
 PLUGIN = """
-from speculon.core import Draft, Needs
+from speculon.core.types import Draft, Needs
 
 class Constant:
     needs = Needs()
@@ -43,7 +43,9 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = tmp_path / "constant_plugin-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: constant-plugin\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[speculon.proposers]\nconstant = constant_plugin:Constant\n")
+    (info / "entry_points.txt").write_text(
+        "[speculon.speculation.proposers]\nconstant = constant_plugin:Constant\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
 
 

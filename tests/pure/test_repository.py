@@ -65,7 +65,14 @@ def secrets_in(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["speculon", "speculon.cli", "speculon.config", "speculon.text", "speculon.vllm"]
+    "module",
+    [
+        "speculon",
+        "speculon.cli",
+        "speculon.core.config",
+        "speculon.decoding.text.tokenizer",
+        "speculon.speculation.vllm",
+    ],
 )
 def test_importing_it_does_not_import_torch(module: str) -> None:
     unwanted = {"torch", "transformers", "vllm"}

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from speculon.config import RequestSpeculation, SamplingParams, SpeculationConfig
-from speculon.core import Finish, TokenLogprobs
+from speculon.core.config import RequestSpeculation, SamplingParams, SpeculationConfig
+from speculon.core.types import Finish, TokenLogprobs
+from speculon.decoding.sequence import Event
 from speculon.engine.messages import Add
 from speculon.engine.waiting import OutputQueue, Progress, RequestTable
-from speculon.sequence import Event
 
 GREEDY = {"temperature": 0}
 SEEDED = {"seed": 7}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from speculon.cluster.routing import LOAD, POOL, POOL_TOKENS, PREFIX, TOKENS_PER_REQUEST, Routing
+from speculon.operations.cluster.routing import LOAD, POOL, POOL_TOKENS, PREFIX, TOKENS_PER_REQUEST, Routing
 
 A, B, C = "a", "b", "c"
 LIMIT = 32
@@ -161,7 +161,7 @@ def test_a_planted_router_that_forgets_is_found() -> None:
     assert conversations(blind) < 0.8 * conversations(by_prefix, replicas=1)
 
 
-@pytest.mark.parametrize("module", ["speculon.cluster", "speculon.cluster.routing"])
+@pytest.mark.parametrize("module", ["speculon.operations.cluster", "speculon.operations.cluster.routing"])
 def test_it_imports_neither_torch_nor_ray(module: str) -> None:
     import subprocess
 

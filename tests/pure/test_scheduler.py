@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from speculon.config import SamplingParams
-from speculon.control.fixed import Fixed
-from speculon.core import Ask, Decision, Finish, Load, Reason, Verdict
+from speculon.core.config import SamplingParams
+from speculon.core.errors import EmptyPrompt, InvalidParameter, NeverFits, TooLong
+from speculon.core.types import Ask, Decision, Finish, Load, Reason, Verdict
+from speculon.decoding.kv.blocks import BlockPool
+from speculon.decoding.sequence import Sequence, Span
 from speculon.engine.admission import check_request
 from speculon.engine.scheduler import Scheduler
-from speculon.errors import EmptyPrompt, InvalidParameter, NeverFits, TooLong
-from speculon.kv.blocks import BlockPool
-from speculon.sequence import Sequence, Span
+from speculon.speculation.control.fixed import Fixed
 from tests.builders import decisions, make_sequence
 
 LOAD = Load(1, 0, 10)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from speculon.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig
-from speculon.config.file import line_of
-from speculon.errors import ConfigError, InvalidParameter
+from speculon.core.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig
+from speculon.core.config.file import line_of
+from speculon.core.errors import ConfigError, InvalidParameter
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 MODELS = {"": EngineConfig, "speculation": SpeculationConfig, "serve": ServeConfig}

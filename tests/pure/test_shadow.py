@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculon.cli.screen import account
-from speculon.control import shadow as shadow_module
-from speculon.control.shadow import WATCHED, Judged, Shadow, ShadowPolicy
-from speculon.core import NO_DRAFT, Draft, Finish, Load, Reason, SpanOutcome, Timing, Verdict
-from speculon.sequence import Sequence
-from speculon.telemetry import EngineCounters, RequestStats, log_line
+from speculon.core.telemetry import EngineCounters, RequestStats, log_line
+from speculon.core.types import NO_DRAFT, Draft, Finish, Load, Reason, SpanOutcome, Timing, Verdict
+from speculon.decoding.sequence import Sequence
+from speculon.speculation.control import shadow as shadow_module
+from speculon.speculation.control.shadow import WATCHED, Judged, Shadow, ShadowPolicy
 from tests.builders import decisions, make_sequence, span_of
 
 A, B, C, X = 1, 2, 3, 9  # X is never written

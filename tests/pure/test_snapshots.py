@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from speculon.config import SamplingParams
-from speculon.core import Finish, Verdict
+from speculon.core.config import SamplingParams
+from speculon.core.types import Finish, Verdict
+from speculon.decoding.kv.blocks import BlockPool
+from speculon.decoding.kv.slots import StateSlots
+from speculon.decoding.sequence import Sequence, Span
 from speculon.engine.scheduler import Scheduler
-from speculon.kv.blocks import BlockPool
-from speculon.kv.slots import StateSlots
-from speculon.sequence import Sequence, Span
 from tests.builders import make_sequence
 
 SIZE, SEQUENCES = 4, 3

@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 
-from speculon.config import EngineConfig, SpeculationConfig
-from speculon.control.policies import Policies
-from speculon.core import Draft, Load, PromptShape, Proposal, SpanOutcome, Timing, Verdict
+from speculon.core.config import EngineConfig, SpeculationConfig
+from speculon.core.errors import ConfigError
+from speculon.core.types import Draft, Load, PromptShape, Proposal, SpanOutcome, Timing, Verdict
 from speculon.engine import state as module
 from speculon.engine.state import EVERY, State
-from speculon.errors import ConfigError
-from speculon.proposers.base import TargetFacts
-from speculon.proposers.compose import Proposers
-from speculon.proposers.suffix import Suffix
+from speculon.speculation.control.policies import Policies
+from speculon.speculation.proposers.base import TargetFacts
+from speculon.speculation.proposers.compose import Proposers
+from speculon.speculation.proposers.suffix import Suffix
 from tests.builders import make_sequence, span_of
 
 FACTS = TargetFacts(50, 1000, device="cpu", dtype="float32")
@@ -162,7 +162,7 @@ def test_beliefs_are_of_a_machine_and_answers_are_not(
         "_build",
         lambda self, method, build=Proposers._build: method != "plug" and build(self, method),
     )
-    monkeypatch.setattr("speculon.proposers.compose.check_method", lambda name: name)
+    monkeypatch.setattr("speculon.speculation.proposers.compose.check_method", lambda name: name)
     assert Engine(tmp_path, **other).loaded == {"pools": 2, "policies": 0}
 
 

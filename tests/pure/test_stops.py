@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.config import SpeculationConfig
-from speculon.core import NO_DRAFT, Draft, Needs, Reason, Stop, no_draft
-from speculon.proposers.base import Proposer, TargetFacts
-from speculon.proposers.compose import Proposers
-from speculon.proposers.pools import key_of
-from speculon.proposers.prediction import LONGEST, Cursor, spell
-from speculon.proposers.registry import TABLE, find_factory
-from speculon.proposers.suffix import Suffix
-from speculon.sequence import Sequence
+from speculon.core.config import SpeculationConfig
+from speculon.core.types import NO_DRAFT, Draft, Needs, Reason, Stop, no_draft
+from speculon.decoding.sequence import Sequence
+from speculon.speculation.proposers.base import Proposer, TargetFacts
+from speculon.speculation.proposers.compose import Proposers
+from speculon.speculation.proposers.pools import key_of
+from speculon.speculation.proposers.prediction import LONGEST, Cursor, spell
+from speculon.speculation.proposers.registry import TABLE, find_factory
+from speculon.speculation.proposers.suffix import Suffix
 from tests.builders import draft_once, make_sequence
 
 FACTS = TargetFacts(vocab_size=1000, max_context=4096)
@@ -236,7 +236,7 @@ def proposed(
 ) -> tuple[list[Outcome], Reason | None]:
     """The proposals of a round in which `fixed` drafts this, and why it is plain."""
     monkeypatch.setattr(
-        "speculon.proposers.registry.registered", {"fixed": lambda config, target: Fixed(draft)}
+        "speculon.speculation.proposers.registry.registered", {"fixed": lambda config, target: Fixed(draft)}
     )
     proposers = Proposers(SpeculationConfig(method="fixed"), FACTS)
     seq = make_sequence([1, 2, 3], methods=("fixed",), **fields)

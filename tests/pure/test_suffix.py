@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.core import Stop
-from speculon.proposers import pools as store
-from speculon.proposers import suffix
-from speculon.proposers.pools import END, LONGEST, LOOKS, SEED, Trail, key_of
-from speculon.proposers.suffix import Limits, Suffix
+from speculon.core.types import Stop
+from speculon.speculation.proposers import pools as store
+from speculon.speculation.proposers import suffix
+from speculon.speculation.proposers.pools import END, LONGEST, LOOKS, SEED, Trail, key_of
+from speculon.speculation.proposers.suffix import Limits, Suffix
 from tests.builders import make_sequence
 from tests.pure.test_pools import make
 

@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import pytest
 
-from speculon.config import SamplingParams, SpeculationConfig
-from speculon.core import Draft
-from speculon.proposers.base import TargetFacts
-from speculon.proposers.synthetic import Synthetic
-from speculon.sequence import Sequence
+from speculon.core.config import SamplingParams, SpeculationConfig
+from speculon.core.types import Draft
+from speculon.decoding.sequence import Sequence
+from speculon.speculation.proposers.base import TargetFacts
+from speculon.speculation.proposers.synthetic import Synthetic
 from tests.builders import make_sequence
 
 VOCAB = 50

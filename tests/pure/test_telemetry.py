@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.core import Draft, Finish, Reason, SpanOutcome, Stop, Verdict, no_draft
-from speculon.telemetry import EngineCounters, RequestStats, SpeculationStats, log_line
+from speculon.core.telemetry import EngineCounters, RequestStats, SpeculationStats, log_line
+from speculon.core.types import Draft, Finish, Reason, SpanOutcome, Stop, Verdict, no_draft
 
 OUTCOMES = {
     0: SpanOutcome.EARLY,

@@ -15,10 +15,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from speculon.config import SamplingParams
-from speculon.errors import InvalidParameter, InvalidRequest
-from speculon.stop_strings import StopStrings
-from speculon.text import MAX_UNSURE, Stream, Tokenizer, final_text, truncate
+from speculon.core.config import SamplingParams
+from speculon.core.errors import InvalidParameter, InvalidRequest
+from speculon.decoding.text.stop_strings import StopStrings
+from speculon.decoding.text.tokenizer import MAX_UNSURE, Stream, Tokenizer, final_text, truncate
 
 CORPUS = [
     "def add(a, b):\n    return a + b\n\n",
@@ -335,5 +335,5 @@ def test_truncate_and_its_blind_start() -> None:
 
 
 def test_text_needs_no_torch() -> None:
-    code = "import speculon.text, sys; assert 'torch' not in sys.modules"
+    code = "import speculon.decoding.text.tokenizer, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from speculon.config import SamplingParams
-from speculon.stop_strings import StopStrings
-from speculon.text import Stream, Tokenizer, context_of, final_text, sure_text
+from speculon.core.config import SamplingParams
+from speculon.decoding.text.stop_strings import StopStrings
+from speculon.decoding.text.tokenizer import Stream, Tokenizer, context_of, final_text, sure_text
 from tests.pure.test_text import byte_level, cuts
 from tests.vocabularies import SENTENCEPIECE, tokenizer_of
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from speculon.config import Thinking
-from speculon.text import Tokenizer
-from speculon.thinking import AnswerStart
+from speculon.core.config import Thinking
+from speculon.decoding.text.thinking import AnswerStart
+from speculon.decoding.text.tokenizer import Tokenizer
 
 OPENED, OWN = Thinking(opened=True), Thinking()
 

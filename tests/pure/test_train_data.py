@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.errors import DataError, InvalidParameter, InvalidRequest
+from speculon.core.errors import DataError, InvalidParameter, InvalidRequest
 from speculon.train.data import Document, Messages, Rows, read_documents, split
 from speculon.train.settings import HeadSettings, TrainSettings
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from speculon.core import Draft, SpanOutcome
-from speculon.errors import ConfigError, InvalidParameter, SpeculonError
-from speculon.vllm import Proposer, drafter, statistics
-from speculon.vllm.drafter import Drafter, verdict_of
-from speculon.vllm.requests import ABSENT, Known
-from speculon.vllm.settings import Settings
+from speculon.core.errors import ConfigError, InvalidParameter, SpeculonError
+from speculon.core.types import Draft, SpanOutcome
+from speculon.speculation.vllm import Proposer, drafter, statistics
+from speculon.speculation.vllm.drafter import Drafter, verdict_of
+from speculon.speculation.vllm.requests import ABSENT, Known
+from speculon.speculation.vllm.settings import Settings
 from tests.vllm_runner import EOS, FakeRequest, FakeRunner, vllm_config
 
 PERIOD = 24

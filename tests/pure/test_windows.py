@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from speculon.config import SamplingParams
+from speculon.core.config import SamplingParams
+from speculon.core.errors import NeverFits
+from speculon.decoding.kv.blocks import BlockPool
+from speculon.decoding.sequence import GONE, Sequence
 from speculon.engine.admission import check_request
 from speculon.engine.scheduler import Scheduler
-from speculon.errors import NeverFits
-from speculon.kv.blocks import BlockPool
-from speculon.sequence import GONE, Sequence
 from tests.builders import make_sequence
 from tests.pure.test_blocks import fill
 from tests.pure.test_scheduler import run

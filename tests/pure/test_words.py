@@ -19,7 +19,7 @@ RECORDED = "docs/benchmarks"  # written by a run; README.md and serving.md are w
 # file or folder -> rules that an ordinary use of the word breaks there
 ALLOWED: dict[str, tuple[str, ...]] = {
     "recipes/demo/train.py": ("join",),  # a parameter of torch.multiprocessing
-    "src/speculon/check/plan.py": ("door, house",),  # the text of a prompt
+    "src/speculon/measure/check/plan.py": ("door, house",),  # the text of a prompt
     "tests/clients/load/test_guidellm.py": ("kind",),  # a parameter of guidellm
     "tests/pure/test_words.py": tuple(PRIVATE),  # planted
 }

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from speculon import LLM
-from speculon.kv.store import PageStore
-from speculon.models.block import Norm
-from speculon.models.load_check import run_pieces
-from speculon.models.target import Target
+from speculon.decoding.kv.store import PageStore
+from speculon.loading.load_check import run_pieces
+from speculon.target.block import Norm
+from speculon.target.target import Target
 
 TEXT, TOKENS, PAGE = Path("docs/life-of-a-request.md"), 600, 16
 FURTHER = 1.1  # times transformers' distance: 0.92 (SmolLM2) and 1.08 (Gemma 3) were seen on an AMD EPYC

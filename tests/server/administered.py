@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from speculon.config.models import ModelSettingsFile
-from speculon.proposers.registry import methods
-from speculon.server.catalogue import Catalogue
+from speculon.core.config.models import ModelSettingsFile
+from speculon.operations.pool.catalogue import Catalogue
+from speculon.speculation.proposers.registry import methods
 from tests.server.inside import Inside, ScriptedLoader, serving
 
 API = "/admin/api"

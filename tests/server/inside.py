@@ -18,18 +18,18 @@ from typing import Any
 import httpx2 as httpx
 
 from speculon.cli.listening import listen
-from speculon.config import EngineConfig
+from speculon.core.config import EngineConfig
+from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.async_engine import AsyncEngine
 from speculon.engine.messages import Refused, Stage
 from speculon.engine.worker import Worker
-from speculon.server.admin.routes import add_admin
+from speculon.operations.admin.routes import add_admin
+from speculon.operations.pool.catalogue import Catalogue
+from speculon.operations.pool.loader import GB, Loader, Share
+from speculon.operations.pool.pool import ModelPool
 from speculon.server.app import create_app
 from speculon.server.app_state import AppState
-from speculon.server.catalogue import Catalogue
 from speculon.server.connections import HttpServer
-from speculon.server.loader import GB, Loader, Share
-from speculon.server.pool import ModelPool
-from speculon.text import Tokenizer
 from tests.server.outside import LOCAL_HTTP
 from tests.server.scripted import Bytes, ScriptedEngine
 

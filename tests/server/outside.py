@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx2 as httpx
 
-from speculon.config.file import CACHE, MODELS
+from speculon.core.config.file import CACHE, MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTENS = re.compile(r"listens on (http://\S+)")

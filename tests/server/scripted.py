@@ -12,17 +12,17 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from speculon.capabilities import Capability
-from speculon.config import EngineConfig, RequestSpeculation, SamplingParams
-from speculon.core import Finish, Load, Reason, TokenLogprobs
+from speculon.core.capabilities import Capability
+from speculon.core.config import EngineConfig, RequestSpeculation, SamplingParams
+from speculon.core.errors import EmptyPrompt, InvalidParameter, TooLong
+from speculon.core.telemetry import PLAIN, EngineCounters, RequestStats
+from speculon.core.types import Finish, Load, Reason, TokenLogprobs
+from speculon.decoding.sequence import Event
+from speculon.decoding.text.stop_strings import StopStrings
+from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.messages import Ready
-from speculon.errors import EmptyPrompt, InvalidParameter, TooLong
-from speculon.proposers.pools import Pools, key_of
-from speculon.proposers.registry import check_method
-from speculon.sequence import Event
-from speculon.stop_strings import StopStrings
-from speculon.telemetry import PLAIN, EngineCounters, RequestStats
-from speculon.text import Tokenizer
+from speculon.speculation.proposers.pools import Pools, key_of
+from speculon.speculation.proposers.registry import check_method
 
 EOS, VOCAB, CONTEXT, PAGES = 256, 257, 4096, 64
 # the rest of such a prompt is the answer; other prompts are answered with LETTERS until max_tokens
@@ -38,7 +38,7 @@ LP = -0.5
 
 
 class Bytes:
-    """A tokenizer of 256 bytes and an end, as far as `speculon.text` looks at one."""
+    """A tokenizer of 256 bytes and an end, as far as `speculon.decoding.text.tokenizer` looks at one."""
 
     def __init__(self, chat_template: str = "{{ messages }}"):
         self.chat_template = chat_template

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def run_worker(pipe: Connection, settings: dict[str, Any]) -> None:
+    from speculon.core.errors import ModelNotFound
     from speculon.engine.worker import main
-    from speculon.errors import ModelNotFound
     from tests.server.scripted import ScriptedEngine
 
     def build(config: Any, progress: Any) -> Any:
@@ -35,9 +35,9 @@ def run_worker(pipe: Connection, settings: dict[str, Any]) -> None:
 
 def main() -> None:
     from speculon import cli
+    from speculon.decoding.text.tokenizer import Tokenizer
     from speculon.engine import async_engine
-    from speculon.server.loader import GB, Loader, Share
-    from speculon.text import Tokenizer
+    from speculon.operations.pool.loader import GB, Loader, Share
     from tests.server.scripted import Bytes
 
     if descriptors := os.environ.get("SCRIPTED_DESCRIPTORS"):

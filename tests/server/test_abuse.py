@@ -11,10 +11,10 @@ import httpx2 as httpx
 import pytest
 from pydantic import ValidationError
 
-from speculon.config import EngineConfig
-from speculon.errors import ConfigError
+from speculon.core.config import EngineConfig
+from speculon.core.errors import ConfigError
+from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.server.schemas import ChatRequest, CompletionRequest
-from speculon.text import Tokenizer
 from tests.server.inside import Inside, served, wait_until
 
 JSON = {"content-type": "application/json"}

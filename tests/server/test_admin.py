@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from speculon.config.serve import ServeConfig
-from speculon.errors import InvalidParameter
-from speculon.sequence import Event
-from speculon.server.admin.requests import rows_of
+from speculon.core.config.serve import ServeConfig
+from speculon.core.errors import InvalidParameter
+from speculon.decoding.sequence import Event
+from speculon.operations.admin.requests import rows_of
 from tests.server.administered import API, KEY, administered, ask
 from tests.server.inside import wait_until
 

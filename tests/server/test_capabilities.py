@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from speculon.capabilities import as_json
+from speculon.core.capabilities import as_json
 from tests.server.inside import Inside, served
 from tests.tiny.forms import engine_of
 

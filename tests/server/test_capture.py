@@ -11,7 +11,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from speculon.errors import EngineError
+from speculon.core.errors import EngineError
 from speculon.server import capture, capture_format
 from speculon.server.capture import Files, label_of
 from speculon.server.middleware import tenant_of

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from speculon.config.serve import ServeConfig
-from speculon.core import Finish
-from speculon.sequence import Event
+from speculon.core.config.serve import ServeConfig
+from speculon.core.types import Finish
+from speculon.decoding.sequence import Event
+from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.server.answer import Answer
 from speculon.server.completions import read_completion
 from speculon.server.model import ServedModel
 from speculon.server.schemas import CompletionRequest
-from speculon.text import Tokenizer
 from tests.server.scripted import Bytes
 
 PROMPTS, N = ["a", "b", "c"], 2

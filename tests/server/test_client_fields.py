@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from speculon.config import SamplingParams
-from speculon.config.serve import ServeConfig
-from speculon.server.catalogue import Catalogue, OfModel
+from speculon.core.config import SamplingParams
+from speculon.core.config.serve import ServeConfig
+from speculon.decoding.text.tokenizer import Tokenizer
+from speculon.operations.pool.catalogue import Catalogue, OfModel
+from speculon.operations.pool.pooled import PooledModel
 from speculon.server.completions import read_chat, read_completion
 from speculon.server.model import ServedModel
-from speculon.server.pooled import PooledModel
 from speculon.server.response_schemas import ResponseRequest
 from speculon.server.responses import read_response
 from speculon.server.schemas import ChatRequest, CompletionRequest
-from speculon.text import Tokenizer
 from tests.server.inside import Inside, ScriptedLoader, served, serving
 from tests.server.scripted import Bytes
 from tests.server.test_answers import events_of

@@ -17,7 +17,7 @@ import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from speculon.cli.serve_replicas import http_options
-from speculon.config.serve import ServeConfig
+from speculon.core.config.serve import ServeConfig
 from speculon.server import connections
 from speculon.server.connections import ConnectionLimits, HttpProtocol, LimitedProtocol
 from tests.server.inside import Inside, served, wait_until

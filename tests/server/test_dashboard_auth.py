@@ -14,9 +14,9 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidMessage, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from speculon.config.serve import ServeConfig
-from speculon.errors import InvalidParameter
-from speculon.server.admin.auth import (
+from speculon.core.config.serve import ServeConfig
+from speculon.core.errors import InvalidParameter
+from speculon.operations.admin.auth import (
     FAILURE_SECONDS,
     FAILURES,
     MOST_SESSIONS,

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from speculon import errors
-from speculon.config import EngineConfig, SamplingParams
+from speculon.core import errors
+from speculon.core.config import EngineConfig, SamplingParams
+from speculon.core.errors import EmptyPrompt, EngineError, InvalidParameter, InvalidRequest, SpeculonError
 from speculon.engine import async_engine, worker
 from speculon.engine.async_engine import AsyncEngine
 from speculon.engine.messages import Abort, Add, Admitted, Outputs, Refused, Statistics, Stop
 from speculon.engine.waiting import OutputQueue
-from speculon.errors import EmptyPrompt, EngineError, InvalidParameter, InvalidRequest, SpeculonError
 from tests.server.inside import ThreadEngine, cut, process_of
 from tests.server.scripted import ScriptedEngine
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from speculon.config.serve import ServeConfig
-from speculon.core import Finish, TokenLogprobs
-from speculon.sequence import Event
+from speculon.core.config.serve import ServeConfig
+from speculon.core.types import Finish, TokenLogprobs
+from speculon.decoding.sequence import Event
+from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.server.answer import Answer
 from speculon.server.completions import read_completion
 from speculon.server.model import ServedModel
 from speculon.server.schemas import CompletionRequest
-from speculon.text import Tokenizer
 
 ASK: dict[str, Any] = {
     "prompt": [5, 6, 7],

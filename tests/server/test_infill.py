@@ -10,14 +10,14 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from speculon.config.serve import ServeConfig
-from speculon.errors import InvalidParameter, InvalidRequest
+from speculon.core.config.serve import ServeConfig
+from speculon.core.errors import InvalidParameter, InvalidRequest
+from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.server import infill
 from speculon.server.completions import read_completion
 from speculon.server.infill import FORMS, Form
 from speculon.server.model import ServedModel
 from speculon.server.schemas import CompletionRequest
-from speculon.text import Tokenizer
 from tests.server.inside import served
 
 BEFORE, AFTER = "def f(x):\n    return ", "\n\nprint(f(1))"

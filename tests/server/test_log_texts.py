@@ -13,8 +13,8 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from speculon.errors import SpeculonError
-from speculon.logs import LogFormatter, described, name_for_log, path_for_log, without_text
+from speculon.core.errors import SpeculonError
+from speculon.core.logs import LogFormatter, described, name_for_log, path_for_log, without_text
 from speculon.server import schemas
 from tests.server.inside import served
 from tests.server.outside import LOCAL_HTTP, started
@@ -169,11 +169,11 @@ def old_format(name: str, value: Any, limit: str) -> str:
 @pytest.mark.parametrize(
     ("where", "old"),
     [
-        pytest.param("speculon.errors.without_text", old_format, id="a refused setting"),
+        pytest.param("speculon.core.errors.without_text", old_format, id="a refused setting"),
         pytest.param("speculon.server.errors.without_text", old_format, id="a refused field"),
         pytest.param("speculon.server.errors.name_for_log", str, id="a name"),
         pytest.param("speculon.server.middleware.path_for_log", lambda path, known: path, id="a path"),
-        pytest.param("speculon.errors.SpeculonError.for_log", property(str), id="a name of a model"),
+        pytest.param("speculon.core.errors.SpeculonError.for_log", property(str), id="a name of a model"),
         pytest.param(f"{__name__}.LogFormatter", logging.Formatter, id="a traceback"),
     ],
 )

@@ -8,9 +8,9 @@ from typing import Any, cast
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from speculon.core import Load, Stop, no_draft
+from speculon.core.telemetry import EngineCounters, RequestStats
+from speculon.core.types import Load, Stop, no_draft
 from speculon.server.metrics import MATCH_TOKENS, Metrics
-from speculon.telemetry import EngineCounters, RequestStats
 
 PROPOSALS = (
     ("suffix", Stop.LIMIT, 2),

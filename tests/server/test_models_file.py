@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from speculon.checkpoints.locate import locate
 from speculon.cli.serve import catalogue_of
-from speculon.config import EngineConfig
-from speculon.config.models import ModelSettingsFile
-from speculon.errors import ConfigError
-from speculon.proposers.registry import methods
-from speculon.server.catalogue import Catalogue
-from speculon.server.loader import GB
+from speculon.core.config import EngineConfig
+from speculon.core.config.models import ModelSettingsFile
+from speculon.core.errors import ConfigError
+from speculon.loading.locate import locate
+from speculon.operations.pool.catalogue import Catalogue
+from speculon.operations.pool.loader import GB
+from speculon.speculation.proposers.registry import methods
 from tests.server.inside import ScriptedLoader, serving
 from tests.server.test_several_models import PATHS, Pool, several
 

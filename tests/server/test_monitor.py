@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from speculon.config import EngineConfig
+from speculon.core.config import EngineConfig
 from tests.server.inside import served, wait_until
 from tests.server.scripted import ScriptedEngine
 from tests.tiny.conftest import tiny_target

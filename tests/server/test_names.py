@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from speculon.config.serve import ServeConfig
-from speculon.server.catalogue import Catalogue
+from speculon.core.config.serve import ServeConfig
+from speculon.decoding.text.tokenizer import Tokenizer
+from speculon.operations.pool.catalogue import Catalogue
 from speculon.server.completions import read_chat, read_completion
 from speculon.server.model import ServedModel
 from speculon.server.schemas import ChatRequest, CompletionRequest
-from speculon.text import Tokenizer
 from tests.server.inside import Inside, ScriptedLoader, served, serving
 from tests.server.scripted import Bytes
 from tests.server.test_answers import check_alike, events_of

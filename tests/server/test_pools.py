@@ -15,10 +15,10 @@ import httpx2 as httpx
 import openai
 import pytest
 
-from speculon.config import EngineConfig
+from speculon.core.config import EngineConfig
+from speculon.core.errors import ConfigError, EngineError
 from speculon.engine import async_engine
 from speculon.engine.build import build_engine
-from speculon.errors import ConfigError, EngineError
 from speculon.server import middleware
 from tests.server.inside import Inside, served, wait_until
 from tests.server.outside import LOCAL_HTTP, Outside

@@ -15,21 +15,21 @@ from openai import OpenAI
 from openai.types.responses import Response
 from transformers import AutoTokenizer
 
-from speculon.config import RequestSpeculation, SamplingParams, Thinking
-from speculon.core import Finish
-from speculon.sequence import Ending, Event
+from speculon.core.config import RequestSpeculation, SamplingParams, Thinking
+from speculon.core.types import Finish
+from speculon.decoding.sequence import Ending, Event
+from speculon.decoding.text.deltas import ReplyParser, TextParser, merge_deltas
+from speculon.decoding.text.reasoning import ThinkingParser, thinking_of
+from speculon.decoding.text.stop_strings import StopStrings
+from speculon.decoding.text.tags import TaggedStream, special_tags
+from speculon.decoding.text.thinking import AnswerStart
+from speculon.decoding.text.tokenizer import Stream, Tokenizer
+from speculon.decoding.text.tool_calls import JsonCallsParser, TaggedCallsParser
+from speculon.decoding.verify import first_stop_string
 from speculon.server.choice import Choice
-from speculon.server.deltas import ReplyParser, TextParser, merge_deltas
-from speculon.server.reasoning import ThinkingParser, thinking_of
 from speculon.server.request import GenerationRequest
 from speculon.server.response_schemas import ResponseRequest
 from speculon.server.responses import chat_of
-from speculon.server.tags import TaggedStream, special_tags
-from speculon.server.tool_calls import JsonCallsParser, TaggedCallsParser
-from speculon.stop_strings import StopStrings
-from speculon.text import Stream, Tokenizer
-from speculon.thinking import AnswerStart
-from speculon.verify import first_stop_string
 from tests.server import test_responses as responses
 from tests.server.inside import Inside, served
 from tests.server.scripted import Bytes

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from speculon.cluster.engine import ReplicatedEngine
-from speculon.cluster.messages import FromReplica, ReplicaLost, ReplicaStatistics, pool_of
-from speculon.cluster.replica import Replica
-from speculon.cluster.routing import Routing
-from speculon.config import RequestSpeculation, SamplingParams
+from speculon.core.config import RequestSpeculation, SamplingParams
+from speculon.core.errors import InvalidParameter, NotReady
 from speculon.engine.messages import Add, Admitted
-from speculon.errors import InvalidParameter, NotReady
+from speculon.operations.cluster.engine import ReplicatedEngine
+from speculon.operations.cluster.messages import FromReplica, ReplicaLost, ReplicaStatistics, pool_of
+from speculon.operations.cluster.replica import Replica
+from speculon.operations.cluster.routing import Routing
 from tests.server.inside import ThreadEngine, cut
 from tests.server.scripted import LETTERS, REFUSE
 

@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 
-from speculon.config import RequestSpeculation, SamplingParams
+from speculon.core.config import RequestSpeculation, SamplingParams
 from speculon.server.choice import ChoiceDelta
 from speculon.server.request import GenerationRequest
 from speculon.server.response_events import ResponseAnswer

@@ -14,10 +14,10 @@ import httpx2 as httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from speculon.errors import ConfigError, ModelNotFound
-from speculon.server.catalogue import Catalogue
-from speculon.server.pool import ModelPool
-from speculon.server.pooled import PooledModel
+from speculon.core.errors import ConfigError, ModelNotFound
+from speculon.operations.pool.catalogue import Catalogue
+from speculon.operations.pool.pool import ModelPool
+from speculon.operations.pool.pooled import PooledModel
 from tests.server.inside import Inside, ScriptedLoader, cut, served, serving, wait_until
 from tests.server.outside import started
 from tests.server.test_answers import events_of

@@ -15,7 +15,7 @@ import httpx2 as httpx
 import pytest
 
 from speculon.cli.listening import open_to_others, warn_of_open_server
-from speculon.config.serve import ServeConfig
+from speculon.core.config.serve import ServeConfig
 from tests.server.outside import LISTENS, LOCAL_HTTP, PATIENCE, ROOT, SCRIPTED
 
 fcntl = pytest.importorskip("fcntl", reason="needs a pseudo-terminal")

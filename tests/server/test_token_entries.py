@@ -8,14 +8,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from speculon.config.serve import ServeConfig
-from speculon.core import Finish, TokenLogprobs
-from speculon.sequence import Event
+from speculon.core.config.serve import ServeConfig
+from speculon.core.types import Finish, TokenLogprobs
+from speculon.decoding.sequence import Event
+from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.server.answer import Answer
 from speculon.server.completions import read_chat, read_completion
 from speculon.server.model import ServedModel
 from speculon.server.schemas import ChatRequest, CompletionRequest
-from speculon.text import Tokenizer
 from tests.pure.test_text import byte_level, cuts
 from tests.pure.test_text_fuzz import PARTS, TEXTS, VOCABULARIES, WHERE, tokens_of
 from tests.pure.test_text_fuzz import tokenizer as tokenizer_of

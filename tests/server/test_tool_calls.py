@@ -12,10 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import OpenAI
 
-from speculon.server.completions import generic_messages, template_message
-from speculon.server.deltas import ReplyParser, TextParser, merge_deltas
-from speculon.server.schemas import Message
-from speculon.server.tool_calls import (
+from speculon.decoding.text.deltas import ReplyParser, TextParser, merge_deltas
+from speculon.decoding.text.tool_calls import (
     CLOSE,
     ForcedCallsParser,
     JsonCallsParser,
@@ -23,6 +21,8 @@ from speculon.server.tool_calls import (
     TaggedCallsParser,
     parser_for,
 )
+from speculon.server.completions import generic_messages, template_message
+from speculon.server.schemas import Message
 from tests.server.inside import served
 from tests.server.test_answers import check_alike, events_of
 

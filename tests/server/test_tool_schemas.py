@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from speculon.config.serve import ServeConfig
-from speculon.errors import InvalidParameter
+from speculon.core.config.serve import ServeConfig
+from speculon.core.errors import InvalidParameter
+from speculon.decoding.text.tokenizer import Tokenizer
+from speculon.decoding.text.tool_schemas import calls_schema, compiles, expressible, fitted
 from speculon.server.completions import read_chat
 from speculon.server.model import ServedModel
 from speculon.server.schemas import ChatRequest
-from speculon.server.tool_schemas import calls_schema, compiles, expressible, fitted
-from speculon.text import Tokenizer
 from tests.server.inside import Inside, served
 from tests.server.scripted import Bytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from speculon.control.policies import POLICIES
+from speculon.speculation.control.policies import POLICIES
 from tests.tiny.test_chained import check_lengths
 from tests.tiny.test_parity import MODES, SETTINGS
 

@@ -11,10 +11,10 @@ import pytest
 from torch import Tensor
 
 from speculon import LLM, SamplingParams
-from speculon.models import linear
-from speculon.models.compiled import Programs
-from speculon.models.compiled_layers import Program
-from speculon.models.linear import Layout, Linear, packed
+from speculon.target import linear
+from speculon.target.compiled import Programs
+from speculon.target.compiled_layers import Program
+from speculon.target.linear import Layout, Linear, packed
 
 pytestmark = [
     pytest.mark.soak,

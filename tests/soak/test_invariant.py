@@ -16,11 +16,11 @@ import torch
 from recipes.serving.server import Server
 
 from speculon import LLM, SamplingParams
-from speculon.bench.workloads import Size, build
-from speculon.errors import UnsupportedModel
-from speculon.models.invariant import decide
-from speculon.models.linear import packable
-from speculon.models.load import wrap_model
+from speculon.core.errors import UnsupportedModel
+from speculon.loading.invariant import decide
+from speculon.loading.load import wrap_model
+from speculon.measure.bench.workloads import Size, build
+from speculon.target.linear import packable
 from tests.tiny.conftest import TINY, tiny_model
 
 pytestmark = [

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from speculon.batch import Batch
-from speculon.config import SamplingParams
+from speculon.core.config import SamplingParams
+from speculon.decoding.batch import Batch
+from speculon.decoding.kv.states import StateStep
+from speculon.decoding.kv.store import View
 from speculon.engine.engine import Engine
-from speculon.kv.states import StateStep
-from speculon.kv.store import View
-from speculon.models import recurrent
-from speculon.models.target import Output
+from speculon.target import recurrent
+from speculon.target.target import Output
 from tests.tiny.conftest import tiny_model
 from tests.tiny.recurrent import (
     RECURRENT,

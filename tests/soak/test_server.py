@@ -19,7 +19,7 @@ from recipes.serving.server import Refused, Server, chunks
 from recipes.serving.step_time import compare
 
 from speculon import LLM
-from speculon.bench.workloads import Size, build
+from speculon.measure.bench.workloads import Size, build
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 

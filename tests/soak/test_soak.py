@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from speculon.config import SamplingParams
-from speculon.control.policies import POLICIES
-from speculon.core import Reason
+from speculon.core.config import SamplingParams
+from speculon.core.errors import InvalidRequest
+from speculon.core.types import Reason
+from speculon.decoding.sequence import Event
 from speculon.engine.engine import Engine
-from speculon.errors import InvalidRequest
-from speculon.models.target import Output
-from speculon.sequence import Event
+from speculon.speculation.control.policies import POLICIES
+from speculon.target.target import Output
 from tests.tiny.blocks import watch_blocks
 from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import CONTEXT, tiny_target

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from speculon import LLM
-from speculon.outputs import RequestOutput
+from speculon.engine.outputs import RequestOutput
 from tests.tiny.demo_forms import report, write, wrong
 from tests.tiny.demo_texts import MISSING
 from tests.tiny.test_structured import MODES, SETTINGS, WAYS, check_drafts, check_forms

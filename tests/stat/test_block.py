@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculon import verify as verifying
-from speculon.batch import Batch
-from speculon.config import SamplingParams
-from speculon.core import Draft, Verdict
-from speculon.sampling import COIN, RESIDUAL, Row, pick, stream_of
-from speculon.sequence import Rules, Sequence, Span
-from speculon.verify import WITH_Q, cut, joint_ratios, residual, verify
+from speculon.core.config import SamplingParams
+from speculon.core.types import Draft, Verdict
+from speculon.decoding import verify as verifying
+from speculon.decoding.batch import Batch
+from speculon.decoding.sampling import COIN, RESIDUAL, Row, pick, stream_of
+from speculon.decoding.sequence import Rules, Sequence, Span
+from speculon.decoding.verify import WITH_Q, cut, joint_ratios, residual, verify
 from tests.builders import make_sequence
 from tests.stat.test_rejection import SAMPLED, Proposal, certain, chained, chains, drafter, itself
 from tests.stat.test_verify import EXACT, FILTERED, VISIBLE, forward, written

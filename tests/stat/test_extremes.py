@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from speculon.config import SamplingParams
-from speculon.sampling import Row, keep_likely, sample
-from speculon.sequence import Rules
+from speculon.core.config import SamplingParams
+from speculon.decoding.sampling import Row, keep_likely, sample
+from speculon.decoding.sequence import Rules
 from tests.builders import make_sequence
 
 LOGITS = [0.5, 1.0, 5.0, 2.0]

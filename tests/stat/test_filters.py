@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from speculon import sampling
-from speculon.config import SamplingParams
-from speculon.sampling import HEAD, keep_likely
+from speculon.core.config import SamplingParams
+from speculon.decoding import sampling
+from speculon.decoding.sampling import HEAD, keep_likely
 
 TOP_K = [0, 1, 5, HEAD - 1, HEAD, HEAD + 1, 600]
 

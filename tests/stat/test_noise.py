@@ -15,10 +15,10 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from speculon import sampling
-from speculon.config import SamplingParams
-from speculon.sampling import Row, exponential, exponential_race, row_key, sample, uniform
-from speculon.sequence import Rules
+from speculon.core.config import SamplingParams
+from speculon.decoding import sampling
+from speculon.decoding.sampling import Row, exponential, exponential_race, row_key, sample, uniform
+from speculon.decoding.sequence import Rules
 from tests.builders import make_sequence
 
 Key = tuple[int, int, int]  # seed, sample, position

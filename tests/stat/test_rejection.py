@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculon import verify as verifying
-from speculon.batch import Batch
-from speculon.config import SamplingParams
-from speculon.core import Draft, Verdict
-from speculon.proposers.compose import fit
-from speculon.sampling import Row, exponential_race
-from speculon.sequence import Sequence, Span
-from speculon.verify import COIN, RESIDUAL, cut, flip, residual, verify
+from speculon.core.config import SamplingParams
+from speculon.core.types import Draft, Verdict
+from speculon.decoding import verify as verifying
+from speculon.decoding.batch import Batch
+from speculon.decoding.sampling import Row, exponential_race
+from speculon.decoding.sequence import Sequence, Span
+from speculon.decoding.verify import COIN, RESIDUAL, cut, flip, residual, verify
+from speculon.speculation.proposers.compose import fit
 from tests.builders import make_sequence
 from tests.stat.test_verify import CASES, EXACT, FILTERED, VISIBLE, forward, written
 from tests.stat.toy import Case, Distribution, V, distance, reference_probs, reference_texts

@@ -10,9 +10,9 @@ from functools import cache
 import pytest
 import torch
 
-from speculon.checkpoints.spelling import Overlap
-from speculon.proposers.chain import draft_chain
-from speculon.proposers.translation import Translation
+from speculon.drafters.draft_model.translation import Translation
+from speculon.loading.spelling import Overlap
+from speculon.speculation.proposers.chain import draft_chain
 from tests.stat.test_block import error as block_error
 from tests.stat.test_rejection import SAMPLED, error
 from tests.stat.test_verify import EXACT, VISIBLE, written

@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculon import sampling
-from speculon import verify as verifying
-from speculon.bad_words import BadWords, Spellings
-from speculon.batch import Batch
-from speculon.config import SamplingParams
-from speculon.core import Draft, Verdict
-from speculon.sampling import Row
-from speculon.sequence import Ending, Rules, Sequence, Span
-from speculon.verify import cut, verify
+from speculon.core.config import SamplingParams
+from speculon.core.types import Draft, Verdict
+from speculon.decoding import sampling
+from speculon.decoding import verify as verifying
+from speculon.decoding.batch import Batch
+from speculon.decoding.sampling import Row
+from speculon.decoding.sequence import Ending, Rules, Sequence, Span
+from speculon.decoding.text.bad_words import BadWords, Spellings
+from speculon.decoding.verify import cut, verify
 from tests.builders import make_sequence
 from tests.stat.toy import Case, Distribution, V, distance, reference_probs, reference_texts, toy_logits
 

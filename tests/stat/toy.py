@@ -1,5 +1,5 @@
 """A target small enough to enumerate, and what it should write, from the definitions alone (nothing of
-sampling.py).
+decoding/sampling.py).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass, field
 from functools import cache
 
-from speculon.config import SamplingParams
+from speculon.core.config import SamplingParams
 
 V = 4
 Text = tuple[tuple[int, ...], str]  # the visible tokens, and how they ended

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculon.core import Draft
-from speculon.kv.lease import DraftLease
-from speculon.proposers.dflash import NAME, DFlashDrafter
-from speculon.proposers.registry import register
-from speculon.sampling import Row, pick, stream_of, weigh
-from speculon.sequence import Sequence
+from speculon.core.types import Draft
+from speculon.decoding.kv.lease import DraftLease
+from speculon.decoding.sampling import Row, pick, stream_of, weigh
+from speculon.decoding.sequence import Sequence
+from speculon.drafters.dflash.proposer import NAME, DFlashDrafter
+from speculon.speculation.proposers.registry import register
 from tests.tiny.conftest import VOCAB
 from tests.tiny.dflash_checkpoints import Drafter, make_drafter
 from tests.tiny.dflash_reference import reference_drafts, reference_states

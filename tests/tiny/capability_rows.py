@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
-from speculon import verify
-from speculon.capabilities import Capability
-from speculon.config import MAX_PREDICTION, SamplingParams
-from speculon.core import Reason
+from speculon.core.capabilities import Capability
+from speculon.core.config import MAX_PREDICTION, SamplingParams
+from speculon.core.errors import SpeculonError
+from speculon.core.types import Reason
+from speculon.decoding import verify
+from speculon.decoding.kv import slots
+from speculon.drafters.captured import CapturedDraft
+from speculon.drafters.draft_model.model_drafter import ModelDrafter
 from speculon.engine.engine import Engine
-from speculon.errors import SpeculonError
-from speculon.kv import slots
-from speculon.models.block import Loop
-from speculon.models.captured import Captured
-from speculon.models.captured_drafts import CapturedDraft
-from speculon.models.compiled import Compiled, Programs
-from speculon.models.fuse import FusedLayer
-from speculon.proposers.base import Extending
-from speculon.proposers.model_drafter import ModelDrafter
-from speculon.proposers.registry import known_methods
+from speculon.speculation.proposers.base import Extending
+from speculon.speculation.proposers.registry import known_methods
+from speculon.target.block import Loop
+from speculon.target.captured import Captured
+from speculon.target.compiled import Compiled, Programs
+from speculon.target.fuse import FusedLayer
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft
 from tests.tiny.forms import engine_of

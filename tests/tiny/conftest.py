@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from speculon.config import EngineConfig
-from speculon.models.load import wrap_model
-from speculon.models.target import Target
+from speculon.core.config import EngineConfig
+from speculon.loading.load import wrap_model
+from speculon.target.target import Target
 
 torch.set_num_threads(1)
 

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 
 from speculon import LLM, SamplingParams
-from speculon.outputs import RequestOutput
+from speculon.engine.outputs import RequestOutput
 from tests.tiny.forms import Schema, an_object
 
 PROMPTS = [

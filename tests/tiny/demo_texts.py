@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from speculon.config import EngineConfig, SamplingParams
+from speculon.core.config import EngineConfig, SamplingParams
+from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.engine import Engine
-from speculon.models.load import load_target
-from speculon.models.reading import load_tokenizer
-from speculon.models.target import Target
-from speculon.text import Tokenizer
+from speculon.loading.load import load_target
+from speculon.loading.reading import load_tokenizer
+from speculon.target.target import Target
 
 DEMO = Path(__file__).parents[1] / "models" / "demo"
 MISSING = not (DEMO / "model.safetensors").exists()

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from speculon.batch import Batch
-from speculon.kv.store import View
-from speculon.models.target import Output, Target
-from speculon.proposers.draft_model import NAME, DraftModel
-from speculon.proposers.registry import register
+from speculon.decoding.batch import Batch
+from speculon.decoding.kv.store import View
+from speculon.drafters.draft_model.proposer import NAME, DraftModel
+from speculon.speculation.proposers.registry import register
+from speculon.target.target import Output, Target
 from tests.tiny.conftest import tiny_target
 
 DRAFT: dict[str, Any] = {"draft": "a model in memory"}

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from speculon.bench import corpus
+from speculon.measure.bench import corpus
 from tests.tiny.conftest import build
 
 CONTEXT = 1024

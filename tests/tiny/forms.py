@@ -14,10 +14,10 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from speculon.config import EngineConfig
+from speculon.core.config import EngineConfig
+from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.engine import Engine
-from speculon.models.target import Target
-from speculon.text import Tokenizer
+from speculon.target.target import Target
 from tests.tiny.conftest import tiny_target
 
 CHARACTERS = [chr(code) for code in range(32, 127) if chr(code) not in "#$%&@^`|~;<>"]

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from speculon.core import Draft
-from speculon.kv.lease import DraftLease
-from speculon.models.load import wrap_model
-from speculon.models.target import Target
-from speculon.proposers.chain import Piece
-from speculon.proposers.eagle3 import NAME, Eagle3Drafter
-from speculon.proposers.registry import register
-from speculon.sequence import Sequence
+from speculon.core.types import Draft
+from speculon.decoding.kv.lease import DraftLease
+from speculon.decoding.sequence import Sequence
+from speculon.drafters.eagle3.proposer import NAME, Eagle3Drafter
+from speculon.loading.load import wrap_model
+from speculon.speculation.proposers.chain import Piece
+from speculon.speculation.proposers.registry import register
+from speculon.target.target import Target
 from tests.tiny.checkpoint_formats import Head, make_head
 from tests.tiny.conftest import VOCAB, build
 from tests.tiny.eagle_reference import reference_chain, reference_rows

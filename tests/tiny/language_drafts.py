@@ -16,16 +16,16 @@ from tokenizers.models import BPE
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from speculon.config import EngineConfig
-from speculon.core import Draft
+from speculon.core.config import EngineConfig
+from speculon.core.types import Draft
+from speculon.decoding.kv.lease import DraftLease
+from speculon.decoding.sequence import Sequence
+from speculon.decoding.text.tokenizer import Tokenizer
+from speculon.drafters.draft_model.pard import NAME, Pard
 from speculon.engine.engine import Engine
-from speculon.kv.lease import DraftLease
-from speculon.models.target import Target
-from speculon.proposers.chain import Piece
-from speculon.proposers.pard import NAME, Pard
-from speculon.proposers.registry import register
-from speculon.sequence import Sequence
-from speculon.text import Tokenizer
+from speculon.speculation.proposers.chain import Piece
+from speculon.speculation.proposers.registry import register
+from speculon.target.target import Target
 from tests.tiny.conftest import VOCAB, build, tiny_target
 from tests.tiny.scripted import Key, Request, Result, drain
 from tests.tiny.test_parity import OFF, Texts, plain, requests_of

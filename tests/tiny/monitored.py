@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from speculon.config import SamplingParams
+from speculon.core.config import SamplingParams
+from speculon.core.telemetry import MonitorCounts
 from speculon.engine.engine import Engine
 from speculon.engine.monitor import Answer
-from speculon.models.target import Target
-from speculon.telemetry import MonitorCounts
+from speculon.target.target import Target
 from tests.tiny.conftest import tiny_target
 from tests.tiny.scripted import drain, make_engine
 

@@ -17,14 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from speculon.core import Draft
-from speculon.kv.lease import DraftLease
-from speculon.models.load import load_target
-from speculon.models.target import Target
-from speculon.proposers.chain import Piece
-from speculon.proposers.mtp import NAME, Mtp
-from speculon.proposers.registry import register
-from speculon.sequence import Sequence
+from speculon.core.types import Draft
+from speculon.decoding.kv.lease import DraftLease
+from speculon.decoding.sequence import Sequence
+from speculon.drafters.mtp.proposer import NAME, Mtp
+from speculon.loading.load import load_target
+from speculon.speculation.proposers.chain import Piece
+from speculon.speculation.proposers.registry import register
+from speculon.target.target import Target
 from tests.tiny.conftest import MOE, TINY, VOCAB, build
 from tests.tiny.recurrent import DELTA, DELTA_MOE
 from tests.tiny.scripted import Key

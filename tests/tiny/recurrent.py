@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from speculon.config import SamplingParams
-from speculon.models.load import wrap_model
-from speculon.models.target import Target
+from speculon.core.config import SamplingParams
+from speculon.loading.load import wrap_model
+from speculon.target.target import Target
 from tests.tiny.conftest import MOE, build
 from tests.tiny.scripted import Key, Request, Result
 

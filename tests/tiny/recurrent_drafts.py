@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculon.core import Draft
-from speculon.memory.needs import model_needs
-from speculon.models.target import Target
-from speculon.proposers.draft_model import NAME, DraftModel
-from speculon.proposers.registry import register
-from speculon.sequence import Sequence
+from speculon.core.types import Draft
+from speculon.decoding.sequence import Sequence
+from speculon.drafters.draft_model.proposer import NAME, DraftModel
+from speculon.loading.memory.needs import model_needs
+from speculon.speculation.proposers.registry import register
+from speculon.target.target import Target
 from tests.tiny.conftest import tiny_target
 from tests.tiny.recurrent import TIE, recurrent_model, recurrent_target, requests
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run

@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from speculon import LLM
-from speculon.config import EngineConfig, SamplingParams
-from speculon.core import Draft, Finish, Needs, TokenLogprobs, Verdict
+from speculon.core.config import EngineConfig, SamplingParams
+from speculon.core.telemetry import RequestStats
+from speculon.core.types import Draft, Finish, Needs, TokenLogprobs, Verdict
+from speculon.decoding.kv.lease import Lease
+from speculon.decoding.kv.states import StateStore
+from speculon.decoding.kv.store import PageStore
+from speculon.decoding.sequence import Event, Sequence
+from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.engine import Engine
-from speculon.kv.lease import Lease
-from speculon.kv.states import StateStore
-from speculon.kv.store import PageStore
-from speculon.models.target import Target
-from speculon.proposers.registry import register
-from speculon.sequence import Event, Sequence
-from speculon.telemetry import RequestStats
-from speculon.text import Tokenizer
+from speculon.speculation.proposers.registry import register
+from speculon.target.target import Target
 
 Key = tuple[str, int]  # request id, sample
 

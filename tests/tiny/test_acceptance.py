@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculon import sampling
-from speculon import verify as verifying
-from speculon.config import SamplingParams
-from speculon.proposers import chain
-from speculon.sampling import Row
+from speculon.core.config import SamplingParams
+from speculon.decoding import sampling
+from speculon.decoding import verify as verifying
+from speculon.decoding.sampling import Row
+from speculon.speculation.proposers import chain
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft, use_draft
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run

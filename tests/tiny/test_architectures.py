@@ -14,16 +14,16 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration, masking_utils
 from transformers.modeling_utils import AttentionInterface
 
-from speculon.batch import Batch
-from speculon.core import LayerSpec
-from speculon.errors import UnsupportedModel
-from speculon.kv.store import PageStore, SpanView
-from speculon.models import attention, grouping
-from speculon.models.grouping import MaskCache
-from speculon.models.load import context_limit, wrap_model
-from speculon.models.load_check import Piece, run_pieces
-from speculon.models.probe import visible
-from speculon.models.target import Target
+from speculon.core.errors import UnsupportedModel
+from speculon.core.types import LayerSpec
+from speculon.decoding.batch import Batch
+from speculon.decoding.kv.store import PageStore, SpanView
+from speculon.loading.load import context_limit, wrap_model
+from speculon.loading.load_check import Piece, run_pieces
+from speculon.loading.probe import visible
+from speculon.target import attention, grouping
+from speculon.target.grouping import MaskCache
+from speculon.target.target import Target
 from tests.tiny.conftest import CONTEXT, TINY, VOCAB, WINDOW, build, tiny_model, tiny_target
 
 TOLERANCE = 1e-4  # of the largest logit; ours measure 1e-6

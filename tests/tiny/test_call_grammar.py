@@ -11,12 +11,12 @@ from typing import Any
 import jsonschema
 import pytest
 
-from speculon.config import SamplingParams
-from speculon.grammar import Grammars, Matcher
-from speculon.models.reading import load_tokenizer
-from speculon.server.tool_calls import CLOSE, OPEN
-from speculon.server.tool_schemas import call_schema, calls_grammar
-from speculon.text import Tokenizer
+from speculon.core.config import SamplingParams
+from speculon.decoding.text.grammar import Grammars, Matcher
+from speculon.decoding.text.tokenizer import Tokenizer
+from speculon.decoding.text.tool_calls import CLOSE, OPEN
+from speculon.decoding.text.tool_schemas import call_schema, calls_grammar
+from speculon.loading.reading import load_tokenizer
 from tests.tiny.demo_texts import DEMO
 from tests.tiny.drafting import DRAFT, noisy_draft
 from tests.tiny.forms import an_object, words

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from speculon.capabilities import Capability, as_json
 from speculon.cli import app
-from speculon.config import RequestSpeculation, SamplingParams
+from speculon.core.capabilities import Capability, as_json
+from speculon.core.config import RequestSpeculation, SamplingParams
+from speculon.core.errors import EngineError, SpeculonError
 from speculon.engine import capabilities
-from speculon.errors import EngineError, SpeculonError
-from speculon.models.load import wrap_model
-from speculon.proposers.registry import known_methods, register
+from speculon.loading.load import wrap_model
+from speculon.speculation.proposers.registry import known_methods, register
 from tests.tiny.capability_rows import ENGINES, OF_MODELS, OF_REQUESTS, ask, check, refusal, with_draft
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.forms import engine_of

@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculon.batch import Batch
-from speculon.kv.store import SpanView, View
-from speculon.memory.needs import model_needs
-from speculon.models import captured as capturing
-from speculon.models.block import CannotReplace, Loop
-from speculon.models.captured import BUCKETS, Captured, Piece, bucket_of, sizes
-from speculon.models.footprint import CaptureSizes
-from speculon.models.load import wrap_model
-from speculon.models.load_check import paged_logits
-from speculon.models.taps import Taps
-from speculon.models.target import Target
-from speculon.models.trial import Trial, alike, close
+from speculon.decoding.batch import Batch
+from speculon.decoding.kv.store import SpanView, View
+from speculon.loading.load import wrap_model
+from speculon.loading.load_check import paged_logits
+from speculon.loading.memory.needs import model_needs
+from speculon.target import captured as capturing
+from speculon.target.block import CannotReplace, Loop
+from speculon.target.captured import BUCKETS, Captured, Piece, bucket_of, sizes
+from speculon.target.footprint import CaptureSizes
+from speculon.target.taps import Taps
+from speculon.target.target import Target
+from speculon.target.trial import Trial, alike, close
 from tests.tiny.conftest import build, tiny_model, tiny_target
 from tests.tiny.scripted import run, script
 from tests.tiny.test_parity import MODES, assert_same, drafting, plain, requests_of

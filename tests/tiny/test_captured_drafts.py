@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from speculon.drafters.captured import CapturedDraft, trials, view_of
+from speculon.drafters.layers import rope_config
 from speculon.engine.engine import Engine
-from speculon.models import captured as capturing
-from speculon.models.captured import of_buckets
-from speculon.models.captured_drafts import CapturedDraft, trials, view_of
-from speculon.models.drafter_layers import rope_config
-from speculon.models.footprint import BUCKETS, GRAPH, STATES_OF_ROW, CaptureSizes
+from speculon.target import captured as capturing
+from speculon.target.captured import of_buckets
+from speculon.target.footprint import BUCKETS, GRAPH, STATES_OF_ROW, CaptureSizes
 from tests.tiny.blocks import ask as ask_for_blocks
 from tests.tiny.blocks import drafter_of, watch_blocks, wrong_blocks
 from tests.tiny.checkpoint_formats import write_eagle3

@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculon.batch import Batch
-from speculon.models import captured as capturing
-from speculon.models import invariant
-from speculon.models.batch_check import differing
-from speculon.models.block import CannotReplace, Loop
-from speculon.models.captured import Captured
-from speculon.models.invariant import decide, make_invariant
-from speculon.models.linear import packable
-from speculon.models.load import wrap_model
-from speculon.models.pieces import CannotBeInvariant
-from speculon.models.target import Target
-from speculon.models.trial import Trial
+from speculon.decoding.batch import Batch
+from speculon.loading import invariant
+from speculon.loading.batch_check import differing
+from speculon.loading.invariant import decide, make_invariant
+from speculon.loading.load import wrap_model
+from speculon.target import captured as capturing
+from speculon.target.block import CannotReplace, Loop
+from speculon.target.captured import Captured
+from speculon.target.linear import packable
+from speculon.target.pieces import CannotBeInvariant
+from speculon.target.target import Target
+from speculon.target.trial import Trial
 from tests.tiny.conftest import tiny_model
 from tests.tiny.test_captured import replayed
 

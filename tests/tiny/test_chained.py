@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from speculon.config import SamplingParams
-from speculon.control.policies import POLICIES
-from speculon.core import Draft
+from speculon.core.config import SamplingParams
+from speculon.core.types import Draft
+from speculon.decoding.sequence import Sequence
 from speculon.engine.engine import Engine
-from speculon.proposers import registry
-from speculon.proposers.suffix import Suffix
-from speculon.sequence import Sequence
+from speculon.speculation.control.policies import POLICIES
+from speculon.speculation.proposers import registry
+from speculon.speculation.proposers.suffix import Suffix
 from tests.builders import spread
 from tests.recording import read
 from tests.tiny.conftest import tiny_target
@@ -192,7 +192,7 @@ def test_a_lookup_that_fails_behind_a_draft_costs_no_token(says: Any, failed: bo
 
 def test_a_tail_that_was_not_judged_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: what was chained is committed as it is."""
-    from speculon.verify import verify as judge
+    from speculon.decoding.verify import verify as judge
 
     def accept_all(batch: Any, logits: Any) -> None:
         judge(batch, logits)

@@ -27,10 +27,10 @@ from speculon import LLM, SamplingParams
 from speculon.cli import app
 from speculon.cli.chat import Turn, read_turn
 from speculon.cli.drafts import OWN, DraftStream, drawn
+from speculon.core.errors import InvalidParameter, InvalidRequest
+from speculon.decoding.text.tokenizer import UNSURE, Tokenizer, final_text
+from speculon.engine.outputs import Completion
 from speculon.engine.waiting import uninterrupted
-from speculon.errors import InvalidParameter, InvalidRequest
-from speculon.outputs import Completion
-from speculon.text import UNSURE, Tokenizer, final_text
 from tests.tiny.checkpoint import byte_tokenizer
 from tests.tiny.folders import make_folder
 from tests.tiny.scripted import assert_idle

@@ -18,13 +18,13 @@ from typer.testing import CliRunner, Result
 
 import speculon as speculon_package
 from speculon import LLM, SamplingParams, __version__
-from speculon.bench import corpus
 from speculon.cli import app
 from speculon.cli.options import MONITOR, NO_FLAG, engine_settings, metavar_of, pick, vllm_alias
 from speculon.cli.screen import account
-from speculon.config import EngineConfig, SpeculationConfig
-from speculon.errors import InvalidParameter
-from speculon.telemetry import RequestStats
+from speculon.core.config import EngineConfig, SpeculationConfig
+from speculon.core.errors import InvalidParameter
+from speculon.core.telemetry import RequestStats
+from speculon.measure.bench import corpus
 from tests.tiny.folders import make_folder, make_library
 
 PROMPT = "def add(left, right):\n"

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from speculon import LLM
 from speculon.cli import app
 from speculon.cli.screen import LogLines, streaming
-from speculon.errors import WrongPair
+from speculon.core.errors import WrongPair
 from tests.tiny.checkpoint import write_stranger
 from tests.tiny.conftest import build
 from tests.tiny.folders import make_folder

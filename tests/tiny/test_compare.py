@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from speculon.errors import UnsupportedModel
-from speculon.models import fuse as fusing
-from speculon.models.block import Block, CannotReplace, Norm, block_of, norm_of, same_norm
-from speculon.models.load import wrap_model
-from speculon.models.load_check import logits_in_fp32, stock_logits
-from speculon.models.trial import nearly
+from speculon.core.errors import UnsupportedModel
+from speculon.loading.load import wrap_model
+from speculon.loading.load_check import logits_in_fp32, stock_logits
+from speculon.target import fuse as fusing
+from speculon.target.block import Block, CannotReplace, Norm, block_of, norm_of, same_norm
+from speculon.target.trial import nearly
 from tests.tiny.conftest import TINY, tiny_model
 
 COARSE = [torch.bfloat16, torch.float16]

@@ -14,21 +14,21 @@ import pytest
 import torch
 
 from speculon import SamplingParams
-from speculon.config import SpeculationConfig
-from speculon.core import LayerSpec
-from speculon.decoder import SpeculativeDecoder
-from speculon.kv.store import PageStore, SpanView
-from speculon.models import compiled as compiling
-from speculon.models import compiled_layers, footprint, linear, programs
-from speculon.models.block import Loop
-from speculon.models.fuse import fuse
-from speculon.models.linear import Layout, Linear, packed
-from speculon.models.load import wrap_model
-from speculon.models.load_check import paged_logits
-from speculon.models.target import Target
-from speculon.models.trial import Trial
-from speculon.proposers.base import TargetFacts
-from speculon.proposers.draft_model import DraftModel
+from speculon.core.config import SpeculationConfig
+from speculon.core.types import LayerSpec
+from speculon.decoding.kv.store import PageStore, SpanView
+from speculon.drafters.draft_model.proposer import DraftModel
+from speculon.engine.decoder import SpeculativeDecoder
+from speculon.loading.load import wrap_model
+from speculon.loading.load_check import paged_logits
+from speculon.speculation.proposers.base import TargetFacts
+from speculon.target import compiled as compiling
+from speculon.target import compiled_layers, footprint, linear, programs
+from speculon.target.block import Loop
+from speculon.target.fuse import fuse
+from speculon.target.linear import Layout, Linear, packed
+from speculon.target.target import Target
+from speculon.target.trial import Trial
 from tests.tiny.conftest import CONTEXT, MIXED, VOCAB, build, tiny_model
 from tests.tiny.scripted import Request, proposer_of, run
 

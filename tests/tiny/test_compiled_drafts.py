@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from speculon.config import EngineConfig
-from speculon.core import Draft
+from speculon.core.config import EngineConfig
+from speculon.core.types import Draft
+from speculon.drafters.draft_model.proposer import DraftModel
 from speculon.engine.engine import Engine
-from speculon.models import compiled as compiling
-from speculon.models import compiled_layers, linear, programs
-from speculon.models.linear import Layout, Linear, packed
-from speculon.models.load import wrap_model
-from speculon.models.taps import Taps
-from speculon.models.target import Target
-from speculon.models.trial import Trial, close
-from speculon.proposers.draft_model import DraftModel
+from speculon.loading.load import wrap_model
+from speculon.target import compiled as compiling
+from speculon.target import compiled_layers, linear, programs
+from speculon.target.linear import Layout, Linear, packed
+from speculon.target.taps import Taps
+from speculon.target.target import Target
+from speculon.target.trial import Trial, close
 from tests.tiny.blocks import ask as ask_for_blocks
 from tests.tiny.blocks import drafter_of, watch_blocks, wrong_blocks
 from tests.tiny.blocks import folder_of as folder_of_blocks

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from speculon.decoding.kv.store import SpanView
+from speculon.drafters import compiled as compiled_drafts
+from speculon.drafters.compiled import CompiledBlocks, CompiledHead, HeadLayers, RowsLayers
+from speculon.drafters.dflash.attention import Sight, hidden_keys, visible
 from speculon.engine.engine import Engine
-from speculon.kv.store import SpanView
-from speculon.models import compiled_drafts, compiled_layers, footprint, linear, programs
-from speculon.models.compiled_drafts import CompiledBlocks, CompiledHead, HeadLayers, RowsLayers
-from speculon.models.dflash_attention import Sight, hidden_keys, visible
-from speculon.models.linear import Layout, Linear, packed
+from speculon.target import compiled_layers, footprint, linear, programs
+from speculon.target.linear import Layout, Linear, packed
 from tests.tiny.blocks import ask as ask_for_blocks
 from tests.tiny.blocks import drafter_of, watch_blocks, wrong_blocks
 from tests.tiny.checkpoint_formats import write_eagle3

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from speculon import SamplingParams, SpeculativeDecoder
-from speculon import decoder as decoder_module
-from speculon.core import Draft, SpanOutcome
+from speculon.core.types import Draft, SpanOutcome
+from speculon.engine import decoder as decoder_module
 from tests.builders import spread
 from tests.tiny.conftest import CONTEXT, VOCAB, tiny_model
 from tests.tiny.scripted import assert_nothing_held, proposer_of, store_of

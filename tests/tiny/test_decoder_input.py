@@ -12,8 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from speculon import LLM, SamplingParams, SpeculativeDecoder
-from speculon.core import Draft
-from speculon.errors import (
+from speculon.core.errors import (
     ConfigError,
     EmptyPrompt,
     InvalidParameter,
@@ -22,7 +21,8 @@ from speculon.errors import (
     TooLong,
     UnknownMethod,
 )
-from speculon.models.fuse import replace_norms
+from speculon.core.types import Draft
+from speculon.target.fuse import replace_norms
 from tests.tiny.checkpoint import write_checkpoint
 from tests.tiny.conftest import CONTEXT, VOCAB, build, tiny_model
 from tests.tiny.scripted import Letters, assert_nothing_held, proposer_of, spell

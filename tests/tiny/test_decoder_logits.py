@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from speculon import SamplingParams, SpeculativeDecoder
-from speculon.core import Draft, SpanOutcome, Verdict
-from speculon.errors import InvalidParameter, TooLong
-from speculon.verify import read_logits
+from speculon.core.errors import InvalidParameter, TooLong
+from speculon.core.types import Draft, SpanOutcome, Verdict
+from speculon.decoding.verify import read_logits
 from tests.tiny.conftest import CONTEXT, VOCAB, tiny_model
 from tests.tiny.forms import FORMS, words
 from tests.tiny.scripted import Letters, assert_nothing_held, spell

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from speculon import SamplingParams, SpeculativeDecoder
-from speculon.control import adaptive as adaptive_module
-from speculon.control.adaptive import Adaptive, AdaptiveConfig, AdaptiveLookahead
-from speculon.errors import InvalidParameter
+from speculon.core.errors import InvalidParameter
+from speculon.speculation.control import adaptive as adaptive_module
+from speculon.speculation.control.adaptive import Adaptive, AdaptiveConfig, AdaptiveLookahead
 from tests.tiny.scripted import assert_nothing_held, proposer_of
 from tests.tiny.test_decoder import (
     GREEDY,

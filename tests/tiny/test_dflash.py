@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from speculon.config import SamplingParams
-from speculon.models import dflash
-from speculon.models.dflash_heads import RecurrentMarkovHead
-from speculon.models.load import wrap_model
+from speculon.core.config import SamplingParams
+from speculon.drafters.dflash import network as dflash
+from speculon.drafters.dflash.heads import RecurrentMarkovHead
+from speculon.loading.load import wrap_model
 from tests.builders import spread
 from tests.tiny.blocks import Watch, ask, drafter_of, folder_of, watch_blocks, wrong_blocks
 from tests.tiny.conftest import build
@@ -329,7 +329,7 @@ def test_drafts_keep_to_a_grammar(tmp_path: Path) -> None:
 
 
 def layout_a_as_b(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("speculon.checkpoints.dflash_formats.samples_from_anchor", lambda source: True)
+    patch.setattr("speculon.drafters.dflash.formats.samples_from_anchor", lambda source: True)
 
 
 def causal_block(patch: pytest.MonkeyPatch) -> None:
@@ -343,13 +343,13 @@ def window_by_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def off_by_one(patch: pytest.MonkeyPatch) -> None:
-    config = "speculon.checkpoints.dflash_config.DFlashConfig"
+    config = "speculon.drafters.dflash.config.DFlashConfig"
     patch.setattr(f"{config}.tap_layouts", lambda self, layers: ((2, 4, 5),))
 
 
 def pushed_aside(patch: pytest.MonkeyPatch) -> None:
     """Position j has the states of j - 1."""
-    patch.setattr("speculon.kv.lease.DraftLease.taps", shifted(patch))
+    patch.setattr("speculon.decoding.kv.lease.DraftLease.taps", shifted(patch))
 
 
 def masks_at_the_anchor(patch: pytest.MonkeyPatch) -> None:
@@ -367,7 +367,7 @@ def unnormed_context(patch: pytest.MonkeyPatch) -> None:
         model.hidden_norm = lambda x: x
         return model
 
-    patch.setattr("speculon.proposers.dflash.load_dflash", without)
+    patch.setattr("speculon.drafters.dflash.proposer.load_dflash", without)
 
 
 def forgotten_state(patch: pytest.MonkeyPatch) -> None:
@@ -384,7 +384,7 @@ def anchor_forever(patch: pytest.MonkeyPatch) -> None:
         return logits(self, which, row, [self.first[i] for i in which])
 
     patch.setattr(dflash, "Drawing", type("Drawing", (dflash.Drawing,), {"logits": stuck}))
-    patch.setattr("speculon.proposers.dflash.Drawing", dflash.Drawing)
+    patch.setattr("speculon.drafters.dflash.proposer.Drawing", dflash.Drawing)
 
 
 PLANTED = [

@@ -12,10 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from speculon.checkpoints.dflash_config import DFlashConfig
-from speculon.checkpoints.drafter_config import TargetShape, check_pair
-from speculon.checkpoints.families import family_of, read_dflash_config, read_eagle3_config
-from speculon.errors import (
+from speculon.core.errors import (
     ConfigError,
     CorruptWeights,
     MissingWeights,
@@ -24,6 +21,9 @@ from speculon.errors import (
     UnsupportedModel,
     WrongPair,
 )
+from speculon.drafters.config import TargetShape, check_pair
+from speculon.drafters.dflash.config import DFlashConfig
+from speculon.drafters.families import family_of, read_dflash_config, read_eagle3_config
 from tests.tiny.checkpoint_formats import without, write_eagle3
 from tests.tiny.dflash_checkpoints import FORMATS, MASK, make_drafter, write_dflash
 from tests.tiny.heads import deep_target

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 from transformers.cache_utils import DFlashCache
 
-from speculon.checkpoints.families import read_dflash_config
+from speculon.drafters.families import read_dflash_config
 from tests.tiny.blocks import ask, drafter_of, folder_of, watch_blocks
 from tests.tiny.dflash_checkpoints import MASK, Drafter, published, write_dflash
 from tests.tiny.heads import deep_model, true_taps

@@ -8,13 +8,22 @@ from typing import Any
 import pytest
 import torch
 
-from speculon.checkpoints.discover import find_models
-from speculon.checkpoints.locate import locate
-from speculon.config import EngineConfig
-from speculon.errors import ConfigError, ModelError
-from speculon.memory.process import LIBRARIES, process_memory
-from speculon.models.footprint import program_bytes
-from speculon.server.loader import GB, Loader
+from speculon.core.config import EngineConfig
+from speculon.core.errors import ConfigError, ModelError
+from speculon.drafters.choose import with_drafts
+from speculon.drafters.needs import drafter_needs
+from speculon.loading.locate import locate
+from speculon.loading.memory import process
+from speculon.loading.memory.process import LIBRARIES, ProcessMemory, largest_step
+from speculon.operations.pool.discover import find_models
+from speculon.operations.pool.loader import GB, Loader
+from speculon.target.footprint import program_bytes
+
+
+def process_memory(config: EngineConfig, total: int) -> ProcessMemory:
+    config = with_drafts(config)
+    step = largest_step(config)
+    return process.process_memory(config, step, drafter_needs(config, step), total)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from speculon.cli import app
-from speculon.config import MODELS
+from speculon.core.config import MODELS
 from speculon.engine import warm_up
 from tests.documents import GUIDES, ROOT, blocks, calls_in, commands
 

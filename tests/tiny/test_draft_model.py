@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from speculon import LLM
-from speculon.batch import Batch
-from speculon.config import MAX_DRAFTS, SamplingParams
-from speculon.core import Proposal, Reason, SpanOutcome, Timing
-from speculon.kv.lease import DraftLease
-from speculon.kv.store import View
-from speculon.models.target import Output
-from speculon.sequence import Event
+from speculon.core.config import MAX_DRAFTS, SamplingParams
+from speculon.core.types import Proposal, Reason, SpanOutcome, Timing
+from speculon.decoding.batch import Batch
+from speculon.decoding.kv.lease import DraftLease
+from speculon.decoding.kv.store import View
+from speculon.decoding.sequence import Event
+from speculon.target.target import Output
 from tests.builders import spread
 from tests.tiny.conftest import tiny_target
 from tests.tiny.demo_texts import DEMO, MISSING
@@ -174,7 +174,7 @@ def test_a_batch_catches_up_in_calls_of_the_estimated_size() -> None:
 
 
 def tiny_target_of(context: int) -> Any:
-    from speculon.models.load import wrap_model
+    from speculon.loading.load import wrap_model
     from tests.tiny.conftest import build
 
     return wrap_model(build("llama", max_position_embeddings=context), name="long")

@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculon.config import SamplingParams
-from speculon.core import Reason
-from speculon.errors import SpeculonError, UnsupportedModel
-from speculon.models import drafter_layers, eagle3
-from speculon.models.eagle3 import Eagle3Network, FirstLayer
+from speculon.core.config import SamplingParams
+from speculon.core.errors import SpeculonError, UnsupportedModel
+from speculon.core.types import Reason
+from speculon.drafters import layers as drafter_layers
+from speculon.drafters.eagle3 import network as eagle3
+from speculon.drafters.eagle3.network import Eagle3Network, FirstLayer
 from tests.builders import spread
 from tests.tiny.checkpoint_formats import FORMATS, LLAMA3, TAPLESS, write_eagle3
 from tests.tiny.heads import (
@@ -285,7 +286,7 @@ def test_taps_that_can_be_read_in_two_ways_are_tried_in_both(
         assert 0 <= agreement(*args) <= 1
         return float(args[3] == tap_layouts[better])
 
-    monkeypatch.setattr("speculon.proposers.eagle3.agreement", favour)
+    monkeypatch.setattr("speculon.drafters.eagle3.proposer.agreement", favour)
     with caplog.at_level("INFO", "speculon"):
         watch = watch_heads(plain("greedy"))
         results = write(requests_of("greedy"), folder_of(head), ask(3))
@@ -337,7 +338,7 @@ def test_an_activation_that_nobody_knows_is_refused(tmp_path: Path) -> None:
 
 def off_by_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        "speculon.checkpoints.eagle3_config.Eagle3Config.tap_layouts", lambda self, num_layers: ((2, 3, 4),)
+        "speculon.drafters.eagle3.config.Eagle3Config.tap_layouts", lambda self, num_layers: ((2, 3, 4),)
     )
 
 
@@ -373,11 +374,11 @@ def absolute_ids(patch: pytest.MonkeyPatch) -> None:
 
 def pushed_aside(patch: pytest.MonkeyPatch) -> None:
     """Row i pairs g_i with x_i."""
-    patch.setattr("speculon.kv.lease.DraftLease.taps", shifted(patch))
+    patch.setattr("speculon.decoding.kv.lease.DraftLease.taps", shifted(patch))
 
 
 def shifted(patch: pytest.MonkeyPatch) -> Any:
-    from speculon.kv.lease import DraftLease
+    from speculon.decoding.kv.lease import DraftLease
 
     taps = DraftLease.taps
     return lambda self, pieces: taps(

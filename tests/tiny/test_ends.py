@@ -11,8 +11,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from speculon import LLM, SamplingParams
-from speculon.decoder import SpeculativeDecoder
-from speculon.text import ends_of_turn
+from speculon.decoding.text.tokenizer import ends_of_turn
+from speculon.engine.decoder import SpeculativeDecoder
 from tests.tiny.checkpoint import SPECIALS, write_checkpoint
 
 DOCUMENT, START, TURN = range(3)  # ids of SPECIALS

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from speculon.config import SamplingParams
-from speculon.core import Reason
+from speculon.core.config import SamplingParams
+from speculon.core.telemetry import RequestStats
+from speculon.core.types import Reason
+from speculon.decoding.sequence import Sequence
 from speculon.engine.engine import Engine
-from speculon.sequence import Sequence
-from speculon.telemetry import RequestStats
 from tests.recording import Recording, SequenceRound, read
 from tests.tiny.conftest import tiny_target
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script

@@ -8,12 +8,19 @@ from typing import Any
 
 import pytest
 
-from speculon.batch import Batch
-from speculon.config import SamplingParams
+from speculon.core.config import SamplingParams
+from speculon.core.errors import (
+    EmptyPrompt,
+    InvalidParameter,
+    InvalidRequest,
+    NeverFits,
+    TooLong,
+    UnknownMethod,
+)
+from speculon.decoding.batch import Batch
 from speculon.engine import engine as engine_module
 from speculon.engine.engine import Engine
-from speculon.errors import EmptyPrompt, InvalidParameter, InvalidRequest, NeverFits, TooLong, UnknownMethod
-from speculon.models.load import wrap_model
+from speculon.loading.load import wrap_model
 from tests.tiny.conftest import CONTEXT, build, tiny_target
 from tests.tiny.scripted import (
     Key,

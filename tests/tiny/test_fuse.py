@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from speculon.models import block as blocks
-from speculon.models import fuse as fusing
-from speculon.models import linear
-from speculon.models.block import Attention, Block, CannotReplace, Norm, norm_of, same_norm
-from speculon.models.linear import (
+from speculon.loading.load import wrap_model
+from speculon.loading.load_check import paged_logits
+from speculon.target import block as blocks
+from speculon.target import fuse as fusing
+from speculon.target import linear
+from speculon.target.block import Attention, Block, CannotReplace, Norm, norm_of, same_norm
+from speculon.target.linear import (
     Layout,
     Linear,
     Packed,
@@ -28,9 +30,7 @@ from speculon.models.linear import (
     packed,
     plain,
 )
-from speculon.models.load import wrap_model
-from speculon.models.load_check import paged_logits
-from speculon.models.target import Target
+from speculon.target.target import Target
 from tests.tiny.conftest import TINY, build, tiny_model
 
 # one loop, none of their own code

@@ -13,23 +13,23 @@ import torch
 from transformers import AutoModelForCausalLM, GgufConfig, LlamaForCausalLM
 
 from speculon import LLM, SamplingParams, SpeculationConfig
-from speculon.bench.baseline import TransformersBaseline
-from speculon.checkpoints.choose import fits
-from speculon.checkpoints.discover import find_models
-from speculon.checkpoints.families import DRAFT_MODEL, family_of
-from speculon.checkpoints.headers import read_checkpoint
-from speculon.checkpoints.locate import locate, refuse_missing
-from speculon.config import EngineConfig
-from speculon.errors import (
+from speculon.core.config import EngineConfig
+from speculon.core.errors import (
     CorruptWeights,
     MissingWeights,
     ModelError,
     ModelNotFound,
     UnsupportedModel,
 )
-from speculon.memory.needs import weight_bytes
-from speculon.models.load import load_config, load_model, load_target
-from speculon.models.reading import Reader, load_tokenizer
+from speculon.drafters.choose import fits
+from speculon.drafters.families import DRAFT_MODEL, family_of
+from speculon.loading.headers import read_checkpoint
+from speculon.loading.load import load_config, load_model, load_target
+from speculon.loading.locate import locate, refuse_missing
+from speculon.loading.memory.needs import weight_bytes
+from speculon.loading.reading import Reader, load_tokenizer
+from speculon.measure.bench.baseline import TransformersBaseline
+from speculon.operations.pool.discover import find_models
 from tests.tiny.gguf_files import ALL, tiny_llama, write_gguf
 
 pytest.importorskip("gguf")
@@ -266,7 +266,7 @@ def test_a_missing_file_is_no_hub_id() -> None:
 
 def test_reading_the_header_imports_no_torch(file: Path) -> None:
     code = (
-        "import sys, json; from speculon.checkpoints.headers import read_checkpoint; "
+        "import sys, json; from speculon.loading.headers import read_checkpoint; "
         f"found = read_checkpoint({str(file)!r}); "
         "print(json.dumps([found.num_layers, 'torch' in sys.modules]))"
     )

@@ -15,17 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speculon import LLM, SamplingParams, SpeculativeDecoder
-from speculon.core import LayerSpec, Padding
-from speculon.errors import UnsupportedModel
-from speculon.models import attention, batch_check, fuse, invariant
-from speculon.models.batch_check import Attending, RandomLayer, differing, uneven_keys
-from speculon.models.block import CannotReplace
-from speculon.models.grouping import KEY_BLOCK, padded_keys
-from speculon.models.invariant import decide, make_invariant, padding_of
-from speculon.models.linear import Linear, packable
-from speculon.models.load import wrap_model
-from speculon.models.pieces import CannotBeInvariant, InPieces, Pieces, measured
-from speculon.models.target import Target
+from speculon.core.errors import UnsupportedModel
+from speculon.core.types import LayerSpec, Padding
+from speculon.loading import batch_check, invariant
+from speculon.loading.batch_check import Attending, RandomLayer, differing, uneven_keys
+from speculon.loading.invariant import decide, make_invariant, padding_of
+from speculon.loading.load import wrap_model
+from speculon.target import attention, fuse
+from speculon.target.block import CannotReplace
+from speculon.target.grouping import KEY_BLOCK, padded_keys
+from speculon.target.linear import Linear, packable
+from speculon.target.pieces import CannotBeInvariant, InPieces, Pieces, measured
+from speculon.target.target import Target
 from tests.tiny.checkpoint import write_checkpoint
 from tests.tiny.conftest import TINY, tiny_model
 

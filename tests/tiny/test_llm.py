@@ -10,8 +10,15 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from speculon import LLM, SamplingParams, SpeculationConfig
-from speculon.core import SpanOutcome
-from speculon.errors import ConfigError, EmptyPrompt, InvalidParameter, InvalidRequest, TooLong, UnknownMethod
+from speculon.core.errors import (
+    ConfigError,
+    EmptyPrompt,
+    InvalidParameter,
+    InvalidRequest,
+    TooLong,
+    UnknownMethod,
+)
+from speculon.core.types import SpanOutcome
 from tests.tiny.checkpoint import write_checkpoint
 from tests.tiny.scripted import assert_idle
 

@@ -14,10 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from speculon.checkpoints.choose import fits
-from speculon.checkpoints.headers import read_checkpoint
-from speculon.config import EngineConfig
-from speculon.errors import (
+from speculon.core.config import EngineConfig
+from speculon.core.errors import (
     ConfigError,
     CorruptWeights,
     MissingWeights,
@@ -26,9 +24,11 @@ from speculon.errors import (
     UnsafeCheckpoint,
     UnsupportedModel,
 )
-from speculon.models import load
-from speculon.models.load import load_target
-from speculon.models.reading import load_tokenizer
+from speculon.drafters.choose import fits
+from speculon.loading import load
+from speculon.loading.headers import read_checkpoint
+from speculon.loading.load import load_target
+from speculon.loading.reading import load_tokenizer
 from tests.tiny.conftest import CONTEXT, VOCAB, build, tiny_model
 
 WEIGHTS = "model.safetensors"
@@ -96,7 +96,7 @@ def test_a_checkpoint_is_read_from_its_headers(folder: Path) -> None:
 
 def test_reading_headers_does_not_import_torch() -> None:
     code = (
-        "import sys, speculon.checkpoints.headers; "
+        "import sys, speculon.loading.headers; "
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

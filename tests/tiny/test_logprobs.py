@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from speculon import sampling, verify
-from speculon.config import SamplingParams
-from speculon.core import TokenLogprobs
+from speculon.core.config import SamplingParams
+from speculon.core.types import TokenLogprobs
+from speculon.decoding import sampling, verify
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script, spell
 from tests.tiny.test_parity import drafting, plain, requests_of

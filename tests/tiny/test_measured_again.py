@@ -13,9 +13,9 @@ from recipes.serving import latency
 from rich.console import Console
 
 from speculon import LLM, SamplingParams
-from speculon.bench.workloads import Case
 from speculon.cli.demo import Prompt, perform
-from speculon.proposers.suffix import Suffix
+from speculon.measure.bench.workloads import Case
+from speculon.speculation.proposers.suffix import Suffix
 from tests.tiny.folders import make_folder
 
 ENGINES = Path(__file__).parents[2] / "recipes" / "peers" / "engines"

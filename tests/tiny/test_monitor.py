@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from speculon.check.arms import watched
-from speculon.core import Finish
+from speculon.core.types import Finish
 from speculon.engine import monitor as monitoring
-from speculon.models.target import Output, Target
+from speculon.measure.check.arms import watched
+from speculon.target.target import Output, Target
 from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, use_draft

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from speculon import LLM, SpeculativeDecoder
-from speculon.config import EngineConfig, SamplingParams
+from speculon.core.config import EngineConfig, SamplingParams
+from speculon.core.errors import ConfigError
+from speculon.core.telemetry import MonitorCounts
 from speculon.engine import monitor as monitoring
 from speculon.engine.engine import Engine
-from speculon.errors import ConfigError
-from speculon.telemetry import MonitorCounts
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.folders import make_folder
 from tests.tiny.monitored import GREEDY, SEEDED, ask, engine_of, replayed, results_of, write

@@ -14,12 +14,12 @@ import torch
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from speculon.config import SamplingParams
-from speculon.kv.lease import DraftLease
-from speculon.models import mtp_load
-from speculon.models.mtp import Module as MtpModule
-from speculon.models.mtp import MtpHead
-from speculon.proposers.mtp import Mtp
+from speculon.core.config import SamplingParams
+from speculon.decoding.kv.lease import DraftLease
+from speculon.drafters.mtp import load as mtp_load
+from speculon.drafters.mtp.network import Module as MtpModule
+from speculon.drafters.mtp.network import MtpHead
+from speculon.drafters.mtp.proposer import Mtp
 from tests.builders import spread
 from tests.tiny.mtp_forms import FORMS, Texts, target_of, true_states, watch_mtp, written, wrong_rows
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine
@@ -252,7 +252,7 @@ def before_the_norm(patch: pytest.MonkeyPatch) -> None:
 def swapped(patch: pytest.MonkeyPatch) -> None:
     load = mtp_load.load_mtp
     patch.setattr(
-        "speculon.proposers.mtp.load_mtp",
+        "speculon.drafters.mtp.proposer.load_mtp",
         lambda config, *rest: load(replace(config, hidden_first=not config.hidden_first), *rest),
     )
 
@@ -264,7 +264,7 @@ def off_by_one(patch: pytest.MonkeyPatch) -> None:
         made = needs(*args)
         return replace(made, taps=(made.taps[0] - 1,))
 
-    patch.setattr("speculon.proposers.mtp.mtp_needs", moved)
+    patch.setattr("speculon.drafters.mtp.proposer.mtp_needs", moved)
 
 
 def one_slot_late(patch: pytest.MonkeyPatch) -> None:

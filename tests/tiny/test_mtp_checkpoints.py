@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from speculon import LLM, SpeculativeDecoder
-from speculon.checkpoints.choose import with_drafts
-from speculon.checkpoints.mtp import find_mtp
 from speculon.cli.app import app
-from speculon.config import EngineConfig, SamplingParams
-from speculon.core import Reason
-from speculon.errors import ConfigError, MemoryExceeded, ModelError, SpeculonError
-from speculon.models.load import load_target
+from speculon.core.config import EngineConfig, SamplingParams
+from speculon.core.errors import ConfigError, MemoryExceeded, ModelError, SpeculonError
+from speculon.core.types import Reason
+from speculon.drafters.choose import with_drafts
+from speculon.drafters.mtp.tensors import find_mtp
+from speculon.loading.load import load_target
 from tests.tiny.conftest import build, tiny_target
 from tests.tiny.mtp_forms import FORMS, Form, H, target_of, write_mtp, written
 from tests.tiny.scripted import Request, drain, make_engine

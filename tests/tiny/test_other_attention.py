@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from speculon.errors import UnsupportedModel
-from speculon.kv.store import PageStore, SpanView, View
-from speculon.models import attention
-from speculon.models.load import context_limit, wrap_model
-from speculon.models.load_check import run_pieces
+from speculon.core.errors import UnsupportedModel
+from speculon.decoding.kv.store import PageStore, SpanView, View
+from speculon.loading.load import context_limit, wrap_model
+from speculon.loading.load_check import run_pieces
+from speculon.target import attention
 from tests.tiny.conftest import CHUNK, CONTEXT, OTHERS, VOCAB, build, tiny_model, tiny_target
 from tests.tiny.scripted import make_engine, run
 from tests.tiny.test_architectures import (

@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from speculon import LLM, SamplingParams
-from speculon.checkpoints.choose import with_drafts
-from speculon.checkpoints.headers import read_checkpoint
-from speculon.checkpoints.pairing import search
 from speculon.cli import app
-from speculon.config import EngineConfig
-from speculon.decoder import SpeculativeDecoder
-from speculon.errors import ConfigError, UnsupportedModel, WrongPair
+from speculon.core.config import EngineConfig
+from speculon.core.errors import ConfigError, UnsupportedModel, WrongPair
+from speculon.drafters.choose import with_drafts
+from speculon.drafters.pairing import search
+from speculon.engine.decoder import SpeculativeDecoder
+from speculon.loading.headers import read_checkpoint
 from tests.tiny.checkpoint import write_checkpoint, write_stranger
 from tests.tiny.checkpoint_formats import usual_taps, without, write_eagle3
 from tests.tiny.conftest import build, tiny_model

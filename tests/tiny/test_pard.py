@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from speculon.checkpoints.families import family_of
-from speculon.config import SamplingParams
-from speculon.core import Reason
-from speculon.errors import ConfigError, ModelError, UnsupportedModel
-from speculon.proposers import pard
-from speculon.proposers.chain import Piece, mark
-from speculon.proposers.pard import Pard
+from speculon.core.config import SamplingParams
+from speculon.core.errors import ConfigError, ModelError, UnsupportedModel
+from speculon.core.types import Reason
+from speculon.drafters.draft_model import pard
+from speculon.drafters.draft_model.pard import Pard
+from speculon.drafters.families import family_of
+from speculon.speculation.proposers.chain import Piece, mark
 from tests.tiny.conftest import VOCAB, build, tiny_target
 from tests.tiny.language_drafts import (
     MASK,

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from speculon.batch import Batch
-from speculon.config import SamplingParams
+from speculon.core.config import SamplingParams
+from speculon.decoding.batch import Batch
+from speculon.decoding.kv.store import View
+from speculon.decoding.sampling import Row, row_key, sample, uniform
+from speculon.decoding.sequence import Rules
 from speculon.engine.engine import Engine
-from speculon.kv.store import View
-from speculon.models.target import Output
-from speculon.sampling import Row, row_key, sample, uniform
-from speculon.sequence import Rules
+from speculon.target.target import Output
 from tests.builders import make_sequence, spread
 from tests.tiny.conftest import TINY, tiny_model, tiny_target
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script, store_of

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculon.config import SamplingParams
-from speculon.sampling import Row, adjust
-from speculon.sequence import Rules, Sequence
+from speculon.core.config import SamplingParams
+from speculon.decoding.sampling import Row, adjust
+from speculon.decoding.sequence import Rules, Sequence
 from tests.builders import make_sequence
 
 V = 2048

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from speculon import SpeculativeDecoder
-from speculon.config import USUAL_DRAFTS, EngineConfig, SamplingParams
-from speculon.control.policies import POLICIES
-from speculon.core import Reason
+from speculon.core.config import USUAL_DRAFTS, EngineConfig, SamplingParams
+from speculon.core.errors import InvalidParameter
+from speculon.core.types import Reason
+from speculon.decoding.sequence import Sequence, Span
+from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.engine import Engine
 from speculon.engine.warm_up import warm_up
-from speculon.errors import InvalidParameter
-from speculon.sequence import Sequence, Span
-from speculon.text import Tokenizer
+from speculon.speculation.control.policies import POLICIES
 from tests.builders import spread
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft

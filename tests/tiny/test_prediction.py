@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 
 from speculon import LLM, SamplingParams
-from speculon.batch import Batch
-from speculon.bench import workloads
-from speculon.bench.measure import loops
-from speculon.config import MAX_DRAFTS, EngineConfig, SpeculationConfig
-from speculon.core import Ask, Decision, Reason
+from speculon.core.config import MAX_DRAFTS, EngineConfig, SpeculationConfig
+from speculon.core.errors import InvalidParameter
+from speculon.core.types import Ask, Decision, Reason
+from speculon.decoding.batch import Batch
+from speculon.decoding.kv.lease import Leases
+from speculon.decoding.kv.store import View
+from speculon.decoding.sequence import share_rows
 from speculon.engine.engine import Engine
-from speculon.errors import InvalidParameter
-from speculon.kv.lease import Leases
-from speculon.kv.store import View
-from speculon.models.target import Output
-from speculon.proposers.prediction import Cursor
-from speculon.sequence import share_rows
+from speculon.measure.bench import workloads
+from speculon.measure.bench.measure import loops
+from speculon.speculation.proposers.prediction import Cursor
+from speculon.target.target import Output
 from tests.builders import make_sequence, span_of
 from tests.tiny.conftest import tiny_target
 from tests.tiny.demo_texts import MISSING, TIE, Demo, first_difference

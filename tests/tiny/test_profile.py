@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from speculon import telemetry
-from speculon.batch import Batch
-from speculon.config import SamplingParams
+from speculon.core import telemetry
+from speculon.core.config import SamplingParams
+from speculon.core.telemetry import PARTS, Stopwatch
+from speculon.decoding.batch import Batch
+from speculon.decoding.kv.lease import Lease
 from speculon.engine import engine as engine_module
-from speculon.engine.drafting import Drafting
 from speculon.engine.engine import Engine
-from speculon.kv.lease import Lease
-from speculon.models.load import wrap_model
-from speculon.telemetry import PARTS, Stopwatch
+from speculon.loading.load import wrap_model
+from speculon.speculation.drafting import Drafting
 from tests.tiny.conftest import tiny_model
 from tests.tiny.scripted import drain, make_engine
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from speculon import LLM, SamplingParams
-from speculon.batch import joined
-from speculon.models import target as target_module
-from speculon.models.batch_check import PROMPT, differing
-from speculon.models.linear import Linear, Packed, packable
-from speculon.models.pieces import InPieces, Pieces, PromptsApart, with_prompts
+from speculon.decoding.batch import joined
+from speculon.loading.batch_check import PROMPT, differing
+from speculon.target import target as target_module
+from speculon.target.linear import Linear, Packed, packable
+from speculon.target.pieces import InPieces, Pieces, PromptsApart, with_prompts
 from tests.tiny.checkpoint import write_checkpoint
 
 FEW = 32  # rows up to which the kernel of these tests adds in another order

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from speculon.config import SamplingParams
-from speculon.core import Needs, Reason
+from speculon.core.config import SamplingParams
+from speculon.core.telemetry import RequestStats
+from speculon.core.types import Needs, Reason
+from speculon.decoding.sequence import Sequence
 from speculon.engine.engine import Engine
-from speculon.proposers.registry import register
-from speculon.sequence import Sequence
-from speculon.telemetry import RequestStats
+from speculon.speculation.proposers.registry import register
 from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, use_draft

@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 
 from speculon import SpeculativeDecoder
 from speculon.cli import app
-from speculon.config import EngineConfig, SamplingParams
+from speculon.core.config import EngineConfig, SamplingParams
+from speculon.core.errors import ConfigError, UnsupportedModel
+from speculon.decoding.kv.states import StateSpan, StateStep
 from speculon.engine.engine import Engine
-from speculon.errors import ConfigError, UnsupportedModel
-from speculon.kv.states import StateSpan, StateStep
-from speculon.memory.budget import Budget
-from speculon.models import convolution, recurrent
-from speculon.models.fuse import Fused
-from speculon.models.load import context_limit, wrap_model
+from speculon.loading.load import context_limit, wrap_model
+from speculon.loading.memory.budget import Budget
+from speculon.target import convolution, recurrent
+from speculon.target.fuse import Fused
 from tests.recording import read
 from tests.tiny.checkpoint import byte_tokenizer
 from tests.tiny.checkpoint_formats import write_eagle3

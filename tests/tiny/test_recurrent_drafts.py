@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 from speculon import LLM, SpeculativeDecoder
-from speculon.config import SamplingParams
-from speculon.core import Reason
+from speculon.core.config import SamplingParams
+from speculon.core.errors import MemoryExceeded
+from speculon.core.types import Reason
+from speculon.decoding.kv.draft_slots import PER_SEQUENCE, DraftSlots
+from speculon.decoding.kv.lease import DraftStates
+from speculon.decoding.kv.states import StateStep
+from speculon.decoding.sequence import Sequence
+from speculon.drafters.draft_model import model_drafter
+from speculon.drafters.draft_model.proposer import NAME
 from speculon.engine import engine as engine_module
-from speculon.errors import MemoryExceeded
-from speculon.kv.draft_slots import PER_SEQUENCE, DraftSlots
-from speculon.kv.lease import DraftStates
-from speculon.kv.states import StateStep
-from speculon.memory import budget
-from speculon.models.recurrent import Mixer
-from speculon.proposers import model_drafter
-from speculon.proposers.draft_model import NAME
-from speculon.sequence import Sequence
+from speculon.loading.memory import budget
+from speculon.target.recurrent import Mixer
 from tests.tiny.checkpoint import byte_tokenizer
 from tests.tiny.conftest import build, tiny_model, tiny_target
 from tests.tiny.recurrent import DIFFERENT, RECURRENT, TWO, recurrent_model, recurrent_target, requests

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from speculon.core.errors import UnsupportedModel
+from speculon.decoding.kv.states import StateStep
 from speculon.engine import engine as engine_module
 from speculon.engine.engine import Engine
-from speculon.errors import UnsupportedModel
-from speculon.kv.states import StateStep
-from speculon.models import recurrent
-from speculon.models.load import wrap_model
-from speculon.models.recurrent import Mixer
+from speculon.loading.load import wrap_model
+from speculon.target import recurrent
+from speculon.target.recurrent import Mixer
 from tests.tiny.recurrent import TWO, generated, recurrent_model, recurrent_target, requests, wrong
 from tests.tiny.scripted import Key, Result, drain, make_engine, script
 from tests.tiny.test_parity import drafting

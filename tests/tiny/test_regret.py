@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculon.config import SamplingParams
-from speculon.core import TokenLogprobs
-from speculon.regret import first_difference, movement, regret_of, tie_limit
-from speculon.sampling import Row, noise_of, sample
-from speculon.sequence import Rules
+from speculon.core.config import SamplingParams
+from speculon.core.types import TokenLogprobs
+from speculon.decoding.sampling import Row, noise_of, sample
+from speculon.decoding.sequence import Rules
+from speculon.engine.regret import first_difference, movement, regret_of, tie_limit
 from tests.builders import make_sequence
 
 VOCAB, LIMIT = 50, 1e-4

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from speculon.errors import UnsupportedModel
-from speculon.models import fuse, load, pieces, remembered
-from speculon.models.load import load_target
-from speculon.models.load_check import paged_logits
+from speculon.core.errors import UnsupportedModel
+from speculon.loading import load
+from speculon.loading.load import load_target
+from speculon.loading.load_check import paged_logits
+from speculon.target import fuse, pieces, remembered
 from tests.tiny.checkpoint import write_checkpoint
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from speculon.config import SamplingParams, SpeculationConfig
-from speculon.core import Ask, Decision, Draft, Finish, Load, Reason, SpanOutcome
-from speculon.errors import UnknownMethod
-from speculon.proposers.registry import register
-from speculon.sequence import Span
-from speculon.text import Tokenizer, final_text
+from speculon.core.config import SamplingParams, SpeculationConfig
+from speculon.core.errors import UnknownMethod
+from speculon.core.types import Ask, Decision, Draft, Finish, Load, Reason, SpanOutcome
+from speculon.decoding.sequence import Span
+from speculon.decoding.text.tokenizer import Tokenizer, final_text
+from speculon.speculation.proposers.registry import register
 from tests.tiny.conftest import tiny_target
 from tests.tiny.scripted import (
     Key,

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from speculon.config import RequestSpeculation, SamplingParams
+from speculon.core.config import RequestSpeculation, SamplingParams
+from speculon.decoding.sequence import Event
 from speculon.engine.messages import Add
 from speculon.engine.waiting import Progress
-from speculon.sequence import Event
 from tests.tiny.forms import FORMS, engine_of
 from tests.tiny.scripted import Key, Result, drain
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from speculon.config import SamplingParams
+from speculon.core.config import SamplingParams
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.scripted import Request, Result, run, spell
 

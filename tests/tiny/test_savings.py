@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from speculon import telemetry
-from speculon.config import SamplingParams
+from speculon.core import telemetry
+from speculon.core.config import SamplingParams
 from speculon.engine.engine import Engine
-from speculon.models.target import Target
-from speculon.proposers import compose
+from speculon.speculation.proposers import compose
+from speculon.target.target import Target
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import use_draft
 from tests.tiny.scripted import make_engine

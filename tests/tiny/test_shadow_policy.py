@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from speculon.config import SamplingParams
-from speculon.control import shadow as shadow_module
+from speculon.core.config import SamplingParams
+from speculon.speculation.control import shadow as shadow_module
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft, use_draft
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from speculon import SpeculativeDecoder
-from speculon.config import EngineConfig, SamplingParams
+from speculon.core.config import EngineConfig, SamplingParams
+from speculon.core.errors import ConfigError
+from speculon.decoding.kv import slots
+from speculon.decoding.kv.blocks import BlockPool
+from speculon.decoding.kv.slots import StateSlots
+from speculon.decoding.sequence import Sequence
 from speculon.engine.engine import Engine
-from speculon.errors import ConfigError
-from speculon.kv import slots
-from speculon.kv.blocks import BlockPool
-from speculon.kv.slots import StateSlots
-from speculon.models.recurrent import Mixer
-from speculon.sequence import Sequence
+from speculon.target.recurrent import Mixer
 from tests.tiny.conftest import tiny_model
 from tests.tiny.recurrent import (
     DIFFERENT,

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculon.core import LayerSpec
-from speculon.kv.store import PageStore, SpanView, View
-from speculon.models import grouping
-from speculon.models.attention import attend_rows
-from speculon.models.grouping import plan_of
-from speculon.models.sparse import QUERIES
+from speculon.core.types import LayerSpec
+from speculon.decoding.kv.store import PageStore, SpanView, View
+from speculon.target import grouping
+from speculon.target.attention import attend_rows
+from speculon.target.grouping import plan_of
+from speculon.target.sparse import QUERIES
 
 HEADS, WIDTH, SLOTS = 6, 8, 256
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from speculon import LLM, SamplingParams, SpeculativeDecoder
-from speculon.core import Reason
+from speculon.core.errors import ConfigError, StateInUse
+from speculon.core.types import Reason
 from speculon.engine import build as build_module
 from speculon.engine import state as state_module
-from speculon.errors import ConfigError, StateInUse
 from tests.tiny.conftest import build
 from tests.tiny.folders import make_folder
 

@@ -15,12 +15,12 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from speculon import LLM
-from speculon import grammar as grammar_module
-from speculon import verify as verify_module
-from speculon.config import SamplingParams
+from speculon.core.config import SamplingParams
+from speculon.decoding import verify as verify_module
+from speculon.decoding.text import grammar as grammar_module
+from speculon.decoding.text.grammar import Matcher
 from speculon.engine import engine as engine_module
-from speculon.grammar import Matcher
-from speculon.proposers import compose
+from speculon.speculation.proposers import compose
 from tests.tiny import demo_forms
 from tests.tiny.conftest import tiny_model
 from tests.tiny.demo_texts import MISSING

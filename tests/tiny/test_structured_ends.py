@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from speculon import grammar as grammar_module
 from speculon.cli.options import pick
-from speculon.config import EngineConfig, SamplingParams, Structured, Thinking
-from speculon.decoder import SpeculativeDecoder
+from speculon.core.config import EngineConfig, SamplingParams, Structured, Thinking
+from speculon.core.errors import InvalidParameter
+from speculon.decoding.text import grammar as grammar_module
+from speculon.decoding.text.tokenizer import Tokenizer
+from speculon.engine.decoder import SpeculativeDecoder
 from speculon.engine.engine import Engine
-from speculon.errors import InvalidParameter
-from speculon.models.target import Target
-from speculon.text import Tokenizer
+from speculon.target.target import Target
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.forms import FORMS, SCHEMAS, check, engine_of, words
 from tests.tiny.scripted import Letters, Result, drain

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from speculon.proposers.suffix import Suffix
+from speculon.speculation.proposers.suffix import Suffix
 from tests.tiny.conftest import tiny_target
 from tests.tiny.scripted import Key, Result, drain, make_engine
 from tests.tiny.test_parity import MODES, SETTINGS, assert_same, plain, requests_of

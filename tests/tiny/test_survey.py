@@ -16,11 +16,11 @@ from recipes.survey.compare import TIE, Text, difference
 from recipes.survey.models import small_model
 from transformers import PreTrainedModel
 
-from speculon.batch import Batch
-from speculon.kv.store import View
-from speculon.models.load import wrap_model
-from speculon.models.load_check import FURTHER
-from speculon.models.target import Output, Target
+from speculon.decoding.batch import Batch
+from speculon.decoding.kv.store import View
+from speculon.loading.load import wrap_model
+from speculon.loading.load_check import FURTHER
+from speculon.target.target import Output, Target
 
 SUPPORTED, REFUSED, PLANTED = "gemma3n_text", "xlnet", "gpt2"  # the first has a list of layer widths
 Wrong = Callable[[Batch], bool]

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculon.errors import ConfigError
-from speculon.models.fuse import fuse
-from speculon.models.load import wrap_model
-from speculon.models.target import Target
-from speculon.models.trial import LENGTHS, Trial
+from speculon.core.errors import ConfigError
+from speculon.loading.load import wrap_model
+from speculon.target.fuse import fuse
+from speculon.target.target import Target
+from speculon.target.trial import LENGTHS, Trial
 from tests.tiny.conftest import TINY, tiny_model
 
 

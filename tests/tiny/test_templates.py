@@ -10,9 +10,9 @@ import numpy
 import pytest
 from typer.testing import CliRunner
 
-from speculon.checkpoints.headers import lacks_chat_template
-from speculon.checkpoints.locate import locate
 from speculon.cli import app
+from speculon.loading.headers import lacks_chat_template
+from speculon.loading.locate import locate
 
 TEMPLATE = "{{ messages }}"
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from speculon import LLM, SamplingParams
-from speculon.config import EngineConfig
+from speculon.core.config import EngineConfig
+from speculon.core.errors import InvalidParameter
+from speculon.decoding.text.tokenizer import final_text
 from speculon.engine.engine import Engine
-from speculon.errors import InvalidParameter
-from speculon.models.load import wrap_model
-from speculon.text import final_text
+from speculon.loading.load import wrap_model
 from tests.tiny.conftest import build
 from tests.tiny.demo_texts import DEMO, MISSING
 from tests.tiny.scripted import drain

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from speculon import LLM, SamplingParams
+from speculon.core.errors import EngineError, InvalidParameter
 from speculon.engine.waiting import Stepper
-from speculon.errors import EngineError, InvalidParameter
 from tests.recording import read
 from tests.tiny.checkpoint import write_checkpoint
 

@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from speculon.errors import InvalidParameter
-from speculon.models.dflash_heads import RecurrentMarkovHead
+from speculon.core.errors import InvalidParameter
+from speculon.drafters.dflash.heads import RecurrentMarkovHead
 from speculon.train import block_drafter, trainer
 from speculon.train.block_drafter import Blocks, DFlashDrafter, draw_blocks
 from speculon.train.data import Rows

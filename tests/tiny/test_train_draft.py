@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from speculon import LLM, SamplingParams
-from speculon.core import Reason
+from speculon.core.types import Reason
 from speculon.train.draft_model import DraftModelTraining
 from speculon.train.run import train
 from speculon.train.settings import DraftSettings

@@ -16,16 +16,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from speculon.checkpoints.choose import with_drafts
-from speculon.checkpoints.families import family_of
-from speculon.checkpoints.headers import read_checkpoint
-from speculon.checkpoints.mtp import find_mtp
-from speculon.checkpoints.pairing import check_fit
 from speculon.cli import app
-from speculon.config import EngineConfig, SamplingParams
-from speculon.errors import InvalidParameter, ModelError, UnsupportedModel, WrongPair
-from speculon.models.reading import load_tokenizer
-from speculon.text import Tokenizer
+from speculon.core.config import EngineConfig, SamplingParams
+from speculon.core.errors import InvalidParameter, ModelError, UnsupportedModel, WrongPair
+from speculon.decoding.text.tokenizer import Tokenizer
+from speculon.drafters.choose import with_drafts
+from speculon.drafters.families import family_of
+from speculon.drafters.mtp.tensors import find_mtp
+from speculon.drafters.pairing import check_fit
+from speculon.loading.headers import read_checkpoint
+from speculon.loading.reading import load_tokenizer
 from speculon.train import mtp as training
 from speculon.train.data import Rows
 from speculon.train.evaluate import evaluate

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculon.errors import InvalidParameter, ModelError
+from speculon.core.errors import InvalidParameter, ModelError
 from speculon.train.eagle3 import Eagle3Training
 from speculon.train.optimizers import in_fp32
 from speculon.train.settings import HeadSettings

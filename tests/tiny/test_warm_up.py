@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from speculon import LLM
-from speculon.config import SamplingParams
-from speculon.control.goodput import COLD, Goodput
-from speculon.core import Reason
+from speculon.core.config import SamplingParams
+from speculon.core.types import Reason
 from speculon.engine import warm_up as warming
 from speculon.engine.engine import Engine
 from speculon.engine.warm_up import warm_up
+from speculon.speculation.control.goodput import COLD, Goodput
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, use_draft
 from tests.tiny.scripted import assert_nothing_held, drain, make_engine

@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 
-from speculon.bench.widen import PARTS, SCALE, gated_mlps, longer, widen, widen_target, width_of
-from speculon.errors import ConfigError, InvalidParameter, UnsupportedModel
-from speculon.models.load import wrap_model
-from speculon.models.load_check import paged_logits
-from speculon.models.target import Target
+from speculon.core.errors import ConfigError, InvalidParameter, UnsupportedModel
+from speculon.loading.load import wrap_model
+from speculon.loading.load_check import paged_logits
+from speculon.measure.bench.widen import PARTS, SCALE, gated_mlps, longer, widen, widen_target, width_of
+from speculon.target.target import Target
 from tests.tiny.conftest import build as build_model
 from tests.tiny.conftest import tiny_model
 
@@ -44,7 +44,7 @@ def test_a_widened_model_is_larger_and_computes_the_same(name: str) -> None:
 def test_new_columns_that_reach_the_output_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted error: output weights that are not zero."""
     monkeypatch.setattr(
-        "speculon.bench.widen.longer", lambda weight, more, dim: longer(weight, more + 0.01, dim)
+        "speculon.measure.bench.widen.longer", lambda weight, more, dim: longer(weight, more + 0.01, dim)
     )
     target = wrap_model(copy.deepcopy(tiny_model("llama")), name="llama", fused=False)
     with pytest.raises(UnsupportedModel, match="llama: widening changed the logits by"):

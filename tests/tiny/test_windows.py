@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from speculon import SamplingParams
-from speculon.config import MAX_DRAFTS
-from speculon.core import LayerSpec, Needs, Padding, joint_reach
-from speculon.decoder import SpeculativeDecoder
+from speculon.core.config import MAX_DRAFTS
+from speculon.core.errors import NeverFits
+from speculon.core.types import LayerSpec, Needs, Padding, joint_reach
+from speculon.decoding.kv.store import SpanView, tail_of
+from speculon.engine.decoder import SpeculativeDecoder
 from speculon.engine.engine import Engine
-from speculon.errors import NeverFits
-from speculon.kv.store import SpanView, tail_of
-from speculon.models.load import wrap_model
-from speculon.models.target import Target
+from speculon.loading.load import wrap_model
+from speculon.target.target import Target
 from tests.builders import spread
 from tests.tiny import heads
 from tests.tiny.checkpoint_formats import write_eagle3

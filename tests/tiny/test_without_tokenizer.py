@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from speculon import LLM, SamplingParams
 from speculon.cli import app
 from speculon.cli.screen import EXIT_REFUSED
-from speculon.errors import ConfigError, InvalidParameter, ModelError
-from speculon.models.reading import load_tokenizer
+from speculon.core.errors import ConfigError, InvalidParameter, ModelError
+from speculon.loading.reading import load_tokenizer
 from tests.tiny.checkpoint import write_checkpoint
 from tests.tiny.conftest import build, tiny_model
 

@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from speculon.vllm import Proposer
+from speculon.speculation.vllm import Proposer
 from tests.documents import ROOT
 
 spec = find_spec("vllm")

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-OURS = {"method": "custom_class", "model": "speculon.vllm.Proposer", "num_speculative_tokens": 8}
+OURS = {"method": "custom_class", "model": "speculon.speculation.vllm.Proposer", "num_speculative_tokens": 8}
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 ALWAYS = '[speculation]\npolicy = "fixed"\nnum_speculative_tokens = 8\n'
 SOURCE = "class Shape:\n    def __init__(self, name, sides):\n        self.name = name\n"

@@ -7,7 +7,7 @@ from typing import Any
 from worker import Answer, Ask, Settings, serve
 
 from speculon import LLM, SamplingParams
-from speculon.telemetry import RequestStats
+from speculon.core.telemetry import RequestStats
 
 
 class Speculon:

@@ -33,7 +33,7 @@ class Nothing:
         return [[] for _ in new]
 
 
-CUSTOM = {"speculon": "speculon.vllm.Proposer", "nothing": "vllm_cpu.Nothing"}
+CUSTOM = {"speculon": "speculon.speculation.vllm.Proposer", "nothing": "vllm_cpu.Nothing"}
 
 
 class Vllm:

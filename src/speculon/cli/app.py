@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from speculon import __version__
 from speculon.cli.screen import answered, show_log
-from speculon.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig
+from speculon.core.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig
 from speculon.train.settings import (
     DraftSettings,
     FlashSettings,

@@ -14,13 +14,13 @@ from rich.console import Console
 from speculon.cli.app import Json, command
 from speculon.cli.options import NO_REQUESTS, Given, engine_settings, settings_from
 from speculon.cli.screen import counting, errors, lacks_template, load_llm, print_json, say
-from speculon.config import EngineConfig, SpeculationConfig
-from speculon.errors import BenchError, InvalidParameter
+from speculon.core.config import EngineConfig, SpeculationConfig
+from speculon.core.errors import BenchError, InvalidParameter
 
 if TYPE_CHECKING:
-    from speculon.bench.advice import Advice
-    from speculon.bench.data import PromptFile
-    from speculon.bench.plan import BenchPlan
+    from speculon.measure.bench.advice import Advice
+    from speculon.measure.bench.data import PromptFile
+    from speculon.measure.bench.plan import BenchPlan
 
 FOLDER = Path("speculon-bench")
 QUICK: dict[str, Any] = {"prompts": 8, "max_tokens": 64, "repeats": 1, "concurrency": (1, 4)}
@@ -140,10 +140,10 @@ def run(
     given: Given,
     as_json: bool,
 ) -> None:
-    from speculon.bench import report
-    from speculon.bench import settings as settings_file
-    from speculon.bench.advice import advise
-    from speculon.bench.run import run as compare
+    from speculon.measure.bench import report
+    from speculon.measure.bench import settings as settings_file
+    from speculon.measure.bench.advice import advise
+    from speculon.measure.bench.run import run as compare
 
     # with a prefix cache a later mode would find the prompt's pages
     settings = {"prefix_cache": False, **engine_settings(given), "state": None}
@@ -181,8 +181,8 @@ def run(
 
 
 def make_plan(options: dict[str, Any], quick: bool, config: EngineConfig) -> BenchPlan:
-    from speculon.bench.data import DATA, read_prompts
-    from speculon.bench.plan import BenchPlan
+    from speculon.measure.bench.data import DATA, read_prompts
+    from speculon.measure.bench.plan import BenchPlan
 
     named = {name: value for name, value in options.items() if value is not None}
     fields = {**(QUICK if quick else {}), **named, "fuse": config.fuse}
@@ -195,8 +195,8 @@ def make_plan(options: dict[str, Any], quick: bool, config: EngineConfig) -> Ben
 
 def check_advisable(plan: BenchPlan, config: EngineConfig) -> None:
     """Raises before anything is measured where there would be nothing to advise, or no way to write it."""
-    from speculon.bench import settings as settings_file
-    from speculon.bench.plan import parse_mode
+    from speculon.measure.bench import settings as settings_file
+    from speculon.measure.bench.plan import parse_mode
 
     if plan.widen:
         raise InvalidParameter("widen", plan.widen, "is no model to advise on: leave out --advise")
@@ -218,7 +218,7 @@ def place_in(out: Path | None) -> Path | None:
 
 def refuse_chats(config: EngineConfig, prompts: Iterable[Any]) -> None:
     """Raises `InvalidParameter` for the first chat of a file, where the checkpoint has no template."""
-    from speculon.bench.data import DATA, NO_TEMPLATE, Prompt
+    from speculon.measure.bench.data import DATA, NO_TEMPLATE, Prompt
 
     chat = next((p for p in prompts if isinstance(p, Prompt) and not isinstance(p.content, str)), None)
     if chat is not None and lacks_template(config):
@@ -230,8 +230,8 @@ def fields_of(data: PromptFile, named: dict[str, Any], fields: dict[str, Any]) -
 
     A concurrency that somebody named is left as it is.
     """
-    from speculon.bench.data import DATA
-    from speculon.bench.plan import BenchPlan
+    from speculon.measure.bench.data import DATA
+    from speculon.measure.bench.plan import BenchPlan
 
     found: dict[str, Any] = {DATA: data, "workloads": with_data(data, named.get("workloads", ()))}
     if "concurrency" not in named:
@@ -246,7 +246,7 @@ def with_data(data: PromptFile, workloads: tuple[str, ...]) -> tuple[str, ...]:
 
     `data` and `data@T` are all of the file.
     """
-    from speculon.bench.data import DATA
+    from speculon.measure.bench.data import DATA
 
     found: list[str] = []
     for text in workloads:
@@ -260,7 +260,7 @@ def with_data(data: PromptFile, workloads: tuple[str, ...]) -> tuple[str, ...]:
 
 def needed_settings(settings: dict[str, Any], config: EngineConfig, plan: BenchPlan) -> dict[str, Any]:
     """The engine's settings that follow from the plan, where nobody set them."""
-    from speculon.bench.plan import FIXED, parse_mode
+    from speculon.measure.bench.plan import FIXED, parse_mode
 
     found: dict[str, Any] = {}
     if "suffix_pools" not in config.speculation.model_fields_set:
@@ -276,7 +276,7 @@ def needed_settings(settings: dict[str, Any], config: EngineConfig, plan: BenchP
 
 def show_advice(advice: Advice, path: Path) -> None:
     """The answer, and how its settings are used."""
-    from speculon.bench import settings as settings_file
+    from speculon.measure.bench import settings as settings_file
 
     console = Console(highlight=False)
     first, *others = advice.answer

@@ -19,14 +19,14 @@ from speculon.cli.drafts import DraftStream, Run, WordWrap, colour_of, drawn, le
 from speculon.cli.generate import load_for_one_user
 from speculon.cli.options import MONITOR, Given, settings_from
 from speculon.cli.screen import EXIT_REFUSED, account, errors, print_json, say, show_error, streaming
-from speculon.config import EngineConfig, SamplingParams, SpeculationConfig
-from speculon.errors import InvalidParameter, InvalidRequest, NeverFits, SpeculonError, TooLong
-from speculon.proposers.registry import AUTO, LOOKUPS, OFF
-from speculon.telemetry import RequestStats
+from speculon.core.config import EngineConfig, SamplingParams, SpeculationConfig
+from speculon.core.errors import InvalidParameter, InvalidRequest, NeverFits, SpeculonError, TooLong
+from speculon.core.telemetry import RequestStats
+from speculon.speculation.proposers.registry import AUTO, LOOKUPS, OFF
 
 if TYPE_CHECKING:
-    from speculon.llm import LLM, Session
-    from speculon.outputs import RequestOutput
+    from speculon.engine.llm import LLM, Session
+    from speculon.engine.outputs import RequestOutput
 
 QUOTES = '"""'
 QUIT = ("/quit", "/exit", "/bye")

@@ -13,11 +13,11 @@ from speculon.cli.bench import refuse_chats, show_files
 from speculon.cli.generate import read_text
 from speculon.cli.options import NO_REQUESTS, Given, engine_settings, read_object, settings_from
 from speculon.cli.screen import counting, load_llm, print_json
-from speculon.config import EngineConfig, SamplingParams, SpeculationConfig
-from speculon.proposers.registry import check_method
+from speculon.core.config import EngineConfig, SamplingParams, SpeculationConfig
+from speculon.speculation.proposers.registry import check_method
 
 if TYPE_CHECKING:
-    from speculon.check.plan import CheckPlan
+    from speculon.measure.check.plan import CheckPlan
 
 EXIT_FAILED = 1
 
@@ -91,8 +91,8 @@ def check(
 
     Exit code 0 when it passes, 1 when it fails, 2 for bad input.
     """
-    from speculon.bench.data import read_prompts
-    from speculon.check.plan import QUICK, CheckPlan
+    from speculon.measure.bench.data import read_prompts
+    from speculon.measure.check.plan import QUICK, CheckPlan
 
     sizes = {
         "max_tokens": max_tokens,
@@ -119,8 +119,8 @@ def run(plan: CheckPlan, settings: dict[str, Any], out: Path | None, as_json: bo
     check_method(config.speculation.method)
     refuse_chats(config, plan.prompts)
     llm = load_llm(settings, as_json)
-    from speculon.check import report
-    from speculon.check.run import check, check_drafter, count_tokens
+    from speculon.measure.check import report
+    from speculon.measure.check.run import check, check_drafter, count_tokens
 
     check_drafter(llm)
     with counting(as_json, "writing", count_tokens(plan), "tokens") as advance:

@@ -19,14 +19,14 @@ from speculon.cli.app import Json, command
 from speculon.cli.options import NO_REQUESTS, Given, engine_settings, settings_from
 from speculon.cli.screen import counting, load_llm, output, print_json
 from speculon.cli.side_by_side import ACCEPTED, Piece, Run, replay
-from speculon.config import MAX_DRAFTS, EngineConfig, SamplingParams
-from speculon.proposers.registry import AUTO, OFF
+from speculon.core.config import MAX_DRAFTS, EngineConfig, SamplingParams
+from speculon.speculation.proposers.registry import AUTO, OFF
 
 if TYPE_CHECKING:
-    from speculon.bench.measure import Measurement
-    from speculon.bench.workloads import Case
-    from speculon.llm import LLM
-    from speculon.sequence import Event
+    from speculon.decoding.sequence import Event
+    from speculon.engine.llm import LLM
+    from speculon.measure.bench.measure import Measurement
+    from speculon.measure.bench.workloads import Case
 
 TIE = 1e-4  # nat between two tokens that are equally likely but for rounding
 
@@ -140,8 +140,8 @@ def introduction(llm: LLM) -> Text:
 
 def perform(llm: LLM, prompt: Prompt, mode: str, rounds: int, console: Console) -> Outcome:
     """Answers a prompt greedily, plainly and in a mode of the benchmark, and shows both."""
-    from speculon.bench.plan import parse_mode
-    from speculon.bench.workloads import Case, ask
+    from speculon.measure.bench.plan import parse_mode
+    from speculon.measure.bench.workloads import Case, ask
 
     length = min(prompt.max_tokens, llm.engine.max_context // 2)
     params = SamplingParams(temperature=0, max_tokens=length)
@@ -173,9 +173,9 @@ def perform(llm: LLM, prompt: Prompt, mode: str, rounds: int, console: Console) 
 
 def record(llm: LLM, case: Case, speculation: dict[str, Any]) -> Recorded:
     """One run, with the time at which each of its tokens arrived."""
-    from speculon.bench.measure import Measurement, recording
-    from speculon.outputs import Completion, RequestOutput, absorb
-    from speculon.text import final_text
+    from speculon.decoding.text.tokenizer import final_text
+    from speculon.engine.outputs import Completion, RequestOutput, absorb
+    from speculon.measure.bench.measure import Measurement, recording
 
     result = RequestOutput([], [Completion()])
     arrivals: list[tuple[float, Event]] = []
@@ -194,7 +194,7 @@ def record(llm: LLM, case: Case, speculation: dict[str, Any]) -> Recorded:
 
 def as_pieces(llm: LLM, case: Case, arrivals: list[tuple[float, Event]]) -> Iterator[Piece]:
     """The text of each event, accepted drafts marked."""
-    from speculon.text import Stream
+    from speculon.decoding.text.tokenizer import Stream
 
     text = Stream.of(llm.tokenizer, case.params, case.prompt)
     for seconds, event in arrivals:
@@ -230,8 +230,8 @@ def typical(plain: list[Recorded], fast: list[Recorded]) -> tuple[Run, Run]:
 def compare(llm: LLM, case: Case, mode: str, plain: list[Measurement], fast: list[Measurement]) -> Outcome:
     from torch import float32
 
-    from speculon.bench.cell import tie_gap
-    from speculon.bench.measure import loops
+    from speculon.measure.bench.cell import tie_gap
+    from speculon.measure.bench.measure import loops
 
     ratios = [
         quick.tokens_per_second / slow.tokens_per_second for quick, slow in zip(fast, plain, strict=True)
@@ -282,7 +282,7 @@ def faster(ratios: list[float]) -> str:
 
 
 def reason(slow: Side, quick: Side, plain: list[Measurement], fast: list[Measurement]) -> str:
-    from speculon.bench.cell import ms_by_rows
+    from speculon.measure.bench.cell import ms_by_rows
 
     calls = (
         f"{quick.target_calls} target calls instead of {slow.target_calls}, "

@@ -14,11 +14,11 @@ from rich.color import ColorSystem
 from rich.style import Style
 from rich.text import Text
 
-from speculon.text import Stream, Tokenizer
+from speculon.decoding.text.tokenizer import Stream, Tokenizer
 
 if TYPE_CHECKING:
-    from speculon.config import SamplingParams
-    from speculon.outputs import Completion
+    from speculon.core.config import SamplingParams
+    from speculon.engine.outputs import Completion
 
 OWN = "the target itself"
 COLOURS: Mapping[str, str] = {

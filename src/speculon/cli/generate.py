@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from speculon.checkpoints.locate import refuse_missing
 from speculon.cli.app import Json, SpeculativeConfig, command
 from speculon.cli.options import MONITOR, Given, engine_settings, pick, settings_from
 from speculon.cli.screen import account, counting, load_llm, print_json, say, streaming
-from speculon.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
-from speculon.errors import InvalidParameter
-from speculon.proposers.registry import check_method
+from speculon.core.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
+from speculon.core.errors import InvalidParameter
+from speculon.loading.locate import refuse_missing
+from speculon.speculation.proposers.registry import check_method
 
 if TYPE_CHECKING:
-    from speculon.llm import LLM
-    from speculon.outputs import RequestOutput
+    from speculon.engine.llm import LLM
+    from speculon.engine.outputs import RequestOutput
 
 NO_TEMPLATE = "without --chat the prompt is continued as plain text"
 
@@ -103,8 +103,8 @@ def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
 
 def stream(llm: LLM, prompt: list[int], params: SamplingParams, speculation: RequestSpeculation) -> None:
     """Streams the text to stdout. The account goes to stderr, so that a pipe has the text alone."""
-    from speculon.outputs import Completion, RequestOutput, absorb
-    from speculon.text import Stream
+    from speculon.decoding.text.tokenizer import Stream
+    from speculon.engine.outputs import Completion, RequestOutput, absorb
 
     text = Stream.of(llm.tokenizer, params, prompt)
     output = RequestOutput([], [Completion()])

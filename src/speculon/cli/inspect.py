@@ -11,21 +11,21 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from speculon.capabilities import as_json as as_json_table
-from speculon.checkpoints.families import family_of
-from speculon.checkpoints.headers import Checkpoint, read_checkpoint
-from speculon.checkpoints.mtp import MTP, find_mtp
 from speculon.cli import inspect_drafter
 from speculon.cli.app import Json, command
 from speculon.cli.options import Given, pick, settings_from
 from speculon.cli.screen import EXIT_REFUSED, as_json_error, loading, output, print_json
-from speculon.config import SpeculationConfig
-from speculon.errors import MemoryExceeded, ModelError, SpeculonError
-from speculon.kv.slots import PER_SEQUENCE
+from speculon.core.capabilities import as_json as as_json_table
+from speculon.core.config import SpeculationConfig
+from speculon.core.errors import MemoryExceeded, ModelError, SpeculonError
+from speculon.decoding.kv.slots import PER_SEQUENCE
+from speculon.drafters.families import family_of
+from speculon.drafters.mtp.tensors import MTP, find_mtp
+from speculon.loading.headers import Checkpoint, read_checkpoint
 
 if TYPE_CHECKING:
-    from speculon.core import LayerSpec
-    from speculon.models.target import Target
+    from speculon.core.types import LayerSpec
+    from speculon.target.target import Target
 
 Facts = dict[str, Any]
 
@@ -111,7 +111,7 @@ def examine(
     model: str, speculation: Facts, fuse: bool, tell: Callable[[str], None]
 ) -> tuple[Facts, SpeculonError | None]:
     """What loading shows, and the error where something is refused: the target, or its engine alone."""
-    from speculon.models.load import load_target
+    from speculon.loading.load import load_target
 
     text = tokenizer_of(model)
     try:
@@ -130,7 +130,7 @@ def examine(
 
 def tokenizer_of(model: str) -> Facts:
     """What reads and writes texts; where nothing can, the engine takes token ids alone."""
-    from speculon.models.reading import load_tokenizer
+    from speculon.loading.reading import load_tokenizer
 
     try:
         found = load_tokenizer(model)
@@ -143,7 +143,7 @@ def folder_of(model: str) -> Path:
     """The folder itself, or that of a hub id, for which the loader is imported, and with it torch."""
     if Path(model).expanduser().exists():
         return Path(model).expanduser()
-    from speculon.checkpoints.locate import locate
+    from speculon.loading.locate import locate
 
     return locate(model)
 
@@ -187,7 +187,7 @@ def with_engine(
     model: str, speculation: Facts, fuse: bool, tell: Callable[[str], None], texts: bool
 ) -> Facts:
     """The model as an engine holds it, with what it can do; with a drafter, also the memory estimate."""
-    from speculon.llm import LLM
+    from speculon.engine.llm import LLM
 
     chosen: Facts = {"speculation": speculation} if speculation else {}
     tokenizer: Literal["auto"] | None = "auto" if texts else None

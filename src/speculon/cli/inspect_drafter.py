@@ -8,14 +8,14 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from speculon.checkpoints.dflash_config import DFlashConfig
-from speculon.checkpoints.drafter_config import AUTHORS
-from speculon.checkpoints.eagle3_config import Eagle3Config
-from speculon.checkpoints.families import Family
-from speculon.checkpoints.headers import Checkpoint
-from speculon.checkpoints.pairing import check_fit
 from speculon.cli.screen import EXIT_REFUSED, as_json_error, output, print_json
-from speculon.errors import ModelError, UnsupportedModel
+from speculon.core.errors import ModelError, UnsupportedModel
+from speculon.drafters.config import AUTHORS
+from speculon.drafters.dflash.config import DFlashConfig
+from speculon.drafters.eagle3.config import Eagle3Config
+from speculon.drafters.families import Family
+from speculon.drafters.pairing import check_fit
+from speculon.loading.headers import Checkpoint
 
 Facts = dict[str, Any]
 

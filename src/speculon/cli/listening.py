@@ -13,8 +13,8 @@ from rich.panel import Panel
 
 from speculon import __version__
 from speculon.cli.screen import errors
-from speculon.config.serve import ServeConfig
-from speculon.errors import ConfigError
+from speculon.core.config.serve import ServeConfig
+from speculon.core.errors import ConfigError
 
 OPEN_SERVER = (
     "Everybody who reaches this address can use the model, without a key.",

@@ -17,7 +17,7 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from speculon.cli.app import COMMON, section_of, show_all
-from speculon.config import (
+from speculon.core.config import (
     VARIABLE,
     EngineConfig,
     ServeConfig,
@@ -26,7 +26,7 @@ from speculon.config import (
     Thinking,
     settings_file,
 )
-from speculon.errors import ConfigError, InvalidParameter
+from speculon.core.errors import ConfigError, InvalidParameter
 
 NO_FLAG = {"speculation", "serve"}  # tables: their fields have flags
 MONITOR = ("monitor_share", "monitor_max_tokens")  # of no effect in a command that ends with its texts

@@ -22,14 +22,14 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from speculon.checkpoints.headers import lacks_chat_template
-from speculon.checkpoints.locate import locate
-from speculon.config import EngineConfig
-from speculon.errors import InvalidRequest, ModelError, SpeculonError
+from speculon.core.config import EngineConfig
+from speculon.core.errors import InvalidRequest, ModelError, SpeculonError
+from speculon.loading.headers import lacks_chat_template
+from speculon.loading.locate import locate
 
 if TYPE_CHECKING:
-    from speculon.llm import LLM
-    from speculon.telemetry import SpeculationStats
+    from speculon.core.telemetry import SpeculationStats
+    from speculon.engine.llm import LLM
 
 EXIT_REFUSED = 2
 
@@ -186,7 +186,7 @@ def load_llm(settings: Mapping[str, Any], as_json: bool, no_template: str | None
         if no_template is not None:
             refuse_chat(EngineConfig(**settings), no_template)
         stage("importing torch")
-        from speculon.llm import LLM
+        from speculon.engine.llm import LLM
 
         return LLM(progress=stage, **settings)
 

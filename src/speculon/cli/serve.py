@@ -17,22 +17,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from speculon import __version__
-from speculon.checkpoints.locate import name_of
 from speculon.cli.app import SpeculativeConfig, command
 from speculon.cli.listening import announce_address, listen, say, wrapped
 from speculon.cli.options import Given, engine_settings, settings_from
-from speculon.config import EngineConfig, SpeculationConfig
-from speculon.config.models import ModelSettingsFile, models_file
-from speculon.config.serve import ServeConfig
-from speculon.errors import ConfigError, SpeculonError
-from speculon.logs import LogFormatter
-from speculon.proposers.registry import check_method, methods
+from speculon.core.config import EngineConfig, SpeculationConfig
+from speculon.core.config.models import ModelSettingsFile, models_file
+from speculon.core.config.serve import ServeConfig
+from speculon.core.errors import ConfigError, SpeculonError
+from speculon.core.logs import LogFormatter
+from speculon.loading.locate import name_of
+from speculon.speculation.proposers.registry import check_method, methods
 
 if TYPE_CHECKING:
     import uvicorn
 
+    from speculon.operations.pool.catalogue import Catalogue
     from speculon.server.app_state import AppState
-    from speculon.server.catalogue import Catalogue
 
 # given to clients to read the end of requests that were aborted at the drain timeout
 CLOSE_SECONDS = 2
@@ -83,9 +83,9 @@ def run(settings: dict[str, Any], models: list[str]) -> None:
     check_dashboard(config.serve)
     listener = listen(config.serve.host, config.serve.port)
     log_to_stderr(wrap=config.serve.log_format == "text")
+    from speculon.operations.pool.pool import ModelPool
     from speculon.server.app_state import AppState
     from speculon.server.connections import raise_descriptor_limit
-    from speculon.server.pool import ModelPool
 
     raise_descriptor_limit()
     catalogue = catalogue_of(settings, config, models)
@@ -110,15 +110,15 @@ def run(settings: dict[str, Any], models: list[str]) -> None:
 def check_dashboard(config: ServeConfig) -> None:
     """Raises `ConfigError` before the port is open where its packages are missing."""
     if config.admin:
-        from speculon.server.admin.ui import check_installed
+        from speculon.operations.admin.ui import check_installed
 
         check_installed()
 
 
 def catalogue_of(settings: dict[str, Any], config: EngineConfig, models: list[str]) -> Catalogue:
     """The models of `--model`, else of the settings' file of models, and those of `--models-dir`."""
-    from speculon.checkpoints.discover import find_models
-    from speculon.server.catalogue import Catalogue
+    from speculon.operations.pool.catalogue import Catalogue
+    from speculon.operations.pool.discover import find_models
 
     folder, name, file = config.serve.models_dir, config.serve.served_model_name, file_of_models(config)
     writable = ModelSettingsFile(models_file(config.serve), methods()) if config.serve.admin else None
@@ -173,7 +173,7 @@ def http_server(state: AppState) -> uvicorn.Server:
     seconds = math.ceil(state.config.drain_timeout) + CLOSE_SECONDS
     app = create_app(state, __version__)
     if state.config.admin:
-        from speculon.server.admin.ui import mount
+        from speculon.operations.admin.ui import mount
 
         mount(app, state)
     return DrainingServer(app, state.config, seconds)

@@ -12,8 +12,8 @@ from time import perf_counter
 from typing import Any
 
 from speculon.cli.listening import announce_address, listen, say
-from speculon.config import EngineConfig, ServeConfig
-from speculon.errors import ConfigError
+from speculon.core.config import EngineConfig, ServeConfig
+from speculon.core.errors import ConfigError
 
 NAME = "speculon"  # of the application
 OBJECTS = 100 * 2**20  # bytes of Ray's shared memory: events of steps are small
@@ -52,7 +52,7 @@ def run_replicas(settings: dict[str, Any], models: list[str], replicas: int) -> 
     import ray
     from ray import serve
 
-    from speculon.cluster import app
+    from speculon.operations.cluster import app
 
     stopped = Event()
     ray.init(

@@ -10,10 +10,10 @@ from typing import Any
 import typer
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
-from speculon.checked import Checked
 from speculon.cli.app import GROUP, Json, app, command
 from speculon.cli.options import Given, pick, settings_from
 from speculon.cli.screen import bar, counting, errors, output, print_json, say
+from speculon.core.checked import Checked
 from speculon.train.settings import (
     STEPS,
     DraftSettings,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from speculon.sequence import Round, Span
-from speculon.telemetry import EngineCounters
+from speculon.core.telemetry import EngineCounters
+from speculon.decoding.sequence import Round, Span
 
 if TYPE_CHECKING:
-    from speculon.control.cost import Costs
+    from speculon.speculation.control.cost import Costs
 
 
 def account(counters: EngineCounters, costs: Costs, done: Round) -> None:

@@ -10,10 +10,14 @@ from functools import partial
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
-from speculon.config import GIVEN_DRAFTS, MAX_DRAFTS, RequestSpeculation, SamplingParams, SpeculationConfig
-from speculon.control.gates import shape_of
-from speculon.core import Draft, PromptShape, Reason, acceptance_rule, ceil_div
-from speculon.errors import (
+from speculon.core.config import (
+    GIVEN_DRAFTS,
+    MAX_DRAFTS,
+    RequestSpeculation,
+    SamplingParams,
+    SpeculationConfig,
+)
+from speculon.core.errors import (
     EmptyPrompt,
     EngineError,
     InvalidParameter,
@@ -22,18 +26,20 @@ from speculon.errors import (
     TooLong,
     UnknownMethod,
 )
-from speculon.proposers.registry import OFF
-from speculon.sequence import Ending, Request, Rules, Sequence
-from speculon.stop_strings import StopStrings
-from speculon.telemetry import RequestStats
-from speculon.text import NO_TOKENIZER, Tokenizer, context_of
-from speculon.thinking import AnswerStart
+from speculon.core.telemetry import RequestStats
+from speculon.core.types import Draft, PromptShape, Reason, acceptance_rule, ceil_div
+from speculon.decoding.sequence import Ending, Request, Rules, Sequence
+from speculon.decoding.text.stop_strings import StopStrings
+from speculon.decoding.text.thinking import AnswerStart
+from speculon.decoding.text.tokenizer import NO_TOKENIZER, Tokenizer, context_of
+from speculon.speculation.control.gates import shape_of
+from speculon.speculation.proposers.registry import OFF
 
 if TYPE_CHECKING:
-    from speculon.grammar import Grammars
-    from speculon.kv.blocks import BlockPool
-    from speculon.models.target import Target
-    from speculon.proposers.compose import Proposers
+    from speculon.decoding.kv.blocks import BlockPool
+    from speculon.decoding.text.grammar import Grammars
+    from speculon.speculation.proposers.compose import Proposers
+    from speculon.target.target import Target
 
 CONTEXT = "limits.max_context"  # in the capability table
 OF_VOCABULARY = ("logprobs", "prompt_logprobs")  # numbers of tokens

@@ -16,7 +16,8 @@ from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any
 
-from speculon.core import Load
+from speculon.core.errors import EngineError, InvalidRequest, NotReady, SpeculonError
+from speculon.core.types import Load
 from speculon.engine.client import EngineClient
 from speculon.engine.messages import (
     Abort,
@@ -34,7 +35,6 @@ from speculon.engine.messages import (
 from speculon.engine.process import EngineProcess
 from speculon.engine.waiting import OutputQueue
 from speculon.engine.worker import main as run_worker
-from speculon.errors import EngineError, InvalidRequest, NotReady, SpeculonError
 
 MOST_LOST_LOADS = 5  # guess: processes in a row that may be lost while they load
 # guesses: how long a process has to serve for the next one to start at once, and the longest pause before it

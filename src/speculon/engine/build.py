@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 import torch
 
-from speculon.checkpoints.choose import with_drafts
-from speculon.checkpoints.draft_check import check_drafts
-from speculon.config import EngineConfig
+from speculon.core.config import EngineConfig
+from speculon.decoding.text.tokenizer import Tokenizer
+from speculon.drafters.choose import with_drafts
+from speculon.drafters.draft_check import check_drafts
 from speculon.engine.engine import Engine
 from speculon.engine.state import hold
 from speculon.engine.warm_up import warm_up
-from speculon.models.ends import add_ends
-from speculon.models.load import load_target
-from speculon.models.reading import load_tokenizer, reading_once
-from speculon.text import Tokenizer
+from speculon.loading.ends import add_ends
+from speculon.loading.load import load_target
+from speculon.loading.reading import load_tokenizer, reading_once
 
 log = logging.getLogger("speculon")
 

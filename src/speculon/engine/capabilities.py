@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
-from speculon.capabilities import Capability
-from speculon.config import (
+from speculon.core.capabilities import Capability
+from speculon.core.config import (
     GIVEN_DRAFTS,
     MAX_DRAFTS,
     MAX_PREDICTION,
@@ -19,22 +19,29 @@ from speculon.config import (
     EngineConfig,
     SamplingParams,
 )
-from speculon.config.speculation import Acceptance
-from speculon.core import Reason, ceil_div
+from speculon.core.config.speculation import Acceptance
+from speculon.core.errors import InvalidParameter, SpeculonError
+from speculon.core.types import Reason, ceil_div
+from speculon.decoding.kv.states import KEPT_BYTES
+from speculon.decoding.sequence import Sequence
 from speculon.engine.admission import OF_VOCABULARY
-from speculon.errors import InvalidParameter, SpeculonError
-from speculon.kv.states import KEPT_BYTES
-from speculon.proposers.base import Extending, Remembering, RunsModel
-from speculon.proposers.registry import AUTO, OF_TARGET, OFF, TABLE, WITH_CHECKPOINT, known_methods
-from speculon.sequence import Sequence
+from speculon.speculation.proposers.base import Extending, Remembering, RunsModel
+from speculon.speculation.proposers.registry import (
+    AUTO,
+    OF_TARGET,
+    OFF,
+    TABLE,
+    WITH_CHECKPOINT,
+    known_methods,
+)
 
 if TYPE_CHECKING:
+    from speculon.decoding.kv.blocks import BlockPool
+    from speculon.decoding.text.tokenizer import Tokenizer
     from speculon.engine.admission import Admission
-    from speculon.kv.blocks import BlockPool
-    from speculon.memory.budget import MemoryEstimate
-    from speculon.models.target import Runner, Target
-    from speculon.proposers.compose import Proposers
-    from speculon.text import Tokenizer
+    from speculon.loading.memory.budget import MemoryEstimate
+    from speculon.speculation.proposers.compose import Proposers
+    from speculon.target.target import Runner, Target
 
 
 class Engine(Protocol):

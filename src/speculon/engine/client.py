@@ -8,12 +8,12 @@ from collections.abc import Callable, Coroutine
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from speculon.config import EngineConfig
-from speculon.core import Load
+from speculon.core.config import EngineConfig
+from speculon.core.errors import InvalidParameter, SpeculonError
+from speculon.core.telemetry import EngineCounters
+from speculon.core.types import Load
 from speculon.engine.messages import Add, Ready
 from speculon.engine.waiting import OutputQueue, Progress, RequestTable
-from speculon.errors import InvalidParameter, SpeculonError
-from speculon.telemetry import EngineCounters
 
 
 class EngineClient(ABC):

@@ -15,40 +15,40 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from speculon.batch import Batch
-from speculon.capabilities import Capability
-from speculon.config import MAX_DRAFTS, EngineConfig, RequestSpeculation, SamplingParams
-from speculon.control.policies import Policies
-from speculon.core import Load, Needs, joint_reach
+from speculon.core.capabilities import Capability
+from speculon.core.config import MAX_DRAFTS, EngineConfig, RequestSpeculation, SamplingParams
+from speculon.core.errors import InvalidParameter
+from speculon.core.telemetry import EngineCounters, RequestStats, Stopwatch, log_line
+from speculon.core.types import Load, Needs, joint_reach
+from speculon.decoding.batch import Batch
+from speculon.decoding.kv.blocks import BlockPool
+from speculon.decoding.kv.draft_slots import DraftSlots
+from speculon.decoding.kv.lease import Lease, Leases
+from speculon.decoding.kv.slots import StateSlots
+from speculon.decoding.kv.states import StateStore
+from speculon.decoding.kv.store import PageStore
+from speculon.decoding.sequence import Event, Round, Span
+from speculon.decoding.text.grammar import Grammars
+from speculon.decoding.text.tokenizer import Tokenizer
+from speculon.decoding.verify import cut, verify
 from speculon.engine.accounts import account
 from speculon.engine.admission import Admission
 from speculon.engine.capabilities import capabilities_of
-from speculon.engine.drafting import Drafting
-from speculon.engine.events import Events
 from speculon.engine.messages import Ready
 from speculon.engine.monitor import Monitor
 from speculon.engine.scheduler import Ended, Scheduler
 from speculon.engine.state import State
-from speculon.errors import InvalidParameter
-from speculon.grammar import Grammars
-from speculon.kv.blocks import BlockPool
-from speculon.kv.draft_slots import DraftSlots
-from speculon.kv.lease import Lease, Leases
-from speculon.kv.slots import StateSlots
-from speculon.kv.states import StateStore
-from speculon.kv.store import PageStore
-from speculon.memory.budget import Budget
-from speculon.proposers.base import TargetFacts
-from speculon.proposers.compose import Proposers
-from speculon.sequence import Event, Round, Span
-from speculon.telemetry import EngineCounters, RequestStats, Stopwatch, log_line
-from speculon.text import Tokenizer
-from speculon.verify import cut, verify
+from speculon.loading.memory.budget import Budget
+from speculon.speculation.control.policies import Policies
+from speculon.speculation.drafting import Drafting
+from speculon.speculation.events import Events
+from speculon.speculation.proposers.base import TargetFacts
+from speculon.speculation.proposers.compose import Proposers
 
 if TYPE_CHECKING:
     from filelock import FileLock
 
-    from speculon.models.target import Output, Target
+    from speculon.target.target import Output, Target
 
 log = logging.getLogger("speculon")
 

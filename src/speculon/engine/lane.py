@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from speculon.batch import Batch
-from speculon.config import EngineConfig
-from speculon.core import Verdict, joint_reach
-from speculon.kv.blocks import BlockPool
-from speculon.kv.lease import Lease, Leases
-from speculon.kv.slots import StateSlots
-from speculon.kv.store import PageStore
-from speculon.memory.budget import REPLAY_ROWS, replay_pages
-from speculon.sequence import Sequence, Span
-from speculon.verify import cut, verify
+from speculon.core.config import EngineConfig
+from speculon.core.types import Verdict, joint_reach
+from speculon.decoding.batch import Batch
+from speculon.decoding.kv.blocks import BlockPool
+from speculon.decoding.kv.lease import Lease, Leases
+from speculon.decoding.kv.slots import StateSlots
+from speculon.decoding.kv.store import PageStore
+from speculon.decoding.sequence import Sequence, Span
+from speculon.decoding.verify import cut, verify
+from speculon.loading.memory.budget import REPLAY_ROWS, replay_pages
 
 if TYPE_CHECKING:
-    from speculon.models.target import Target
+    from speculon.target.target import Target
 
 
 class Step(NamedTuple):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from speculon.capabilities import Capabilities
-from speculon.config import RequestSpeculation, SamplingParams
-from speculon.core import Load
-from speculon.errors import SpeculonError
-from speculon.sequence import Event
-from speculon.telemetry import EngineCounters
+from speculon.core.capabilities import Capabilities
+from speculon.core.config import RequestSpeculation, SamplingParams
+from speculon.core.errors import SpeculonError
+from speculon.core.telemetry import EngineCounters
+from speculon.core.types import Load
+from speculon.decoding.sequence import Event
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from speculon.config import EngineConfig, SamplingParams
-from speculon.core import Finish, Reason, TokenLogprobs
+from speculon.core.config import EngineConfig, SamplingParams
+from speculon.core.telemetry import MonitorCounts, RequestStats
+from speculon.core.types import Finish, Reason, TokenLogprobs
+from speculon.decoding.sampling import Row
+from speculon.decoding.sequence import Ending, Request, Rules, Sequence
+from speculon.decoding.verify import rows_of
 from speculon.engine.lane import Lane, Step
-from speculon.regret import TOP, at_or_none, movement, regret_of, tie_limit
-from speculon.sampling import Row
-from speculon.sequence import Ending, Request, Rules, Sequence
-from speculon.telemetry import MonitorCounts, RequestStats
-from speculon.verify import rows_of
+from speculon.engine.regret import TOP, at_or_none, movement, regret_of, tie_limit
 
 if TYPE_CHECKING:
-    from speculon.grammar import Matcher
-    from speculon.models.target import Target
+    from speculon.decoding.text.grammar import Matcher
+    from speculon.target.target import Target
 
 MOST_WAITING = 32  # guess: answers; the oldest is dropped for the next one
 MEASURED = 2048  # guess: positions at which a coarse dtype's limit is measured

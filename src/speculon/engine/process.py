@@ -11,8 +11,8 @@ from multiprocessing.reduction import ForkingPickler
 from threading import Thread
 from typing import Any
 
+from speculon.core.errors import EngineError, SpeculonError
 from speculon.engine.messages import FromServer, FromWorker, Statistics, Stop
-from speculon.errors import EngineError, SpeculonError
 
 STOP_SECONDS = 10.0  # given to a process to end by itself
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
 
-from speculon.core import NO_DRAFT, Draft, Finish, Load, Verdict, ceil_div
-from speculon.kv.blocks import BlockPool
-from speculon.sequence import Event, Sequence, Span
+from speculon.core.types import NO_DRAFT, Draft, Finish, Load, Verdict, ceil_div
+from speculon.decoding.kv.blocks import BlockPool
+from speculon.decoding.sequence import Event, Sequence, Span
 
 Ended = list[tuple[Sequence, Finish]]
 AGE = attrgetter("id")  # ids are given in the order of arrival

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from filelock import FileLock, Timeout
 
-from speculon.config import EngineConfig
-from speculon.engine.events import settings_of, versions
-from speculon.errors import ConfigError, SpeculonError, StateInUse
+from speculon.core.config import EngineConfig
+from speculon.core.errors import ConfigError, SpeculonError, StateInUse
+from speculon.speculation.events import settings_of, versions
 
 if TYPE_CHECKING:
-    from speculon.proposers.base import TargetFacts
+    from speculon.speculation.proposers.base import TargetFacts
 
 FORMAT = "speculon state 2"
 # facts of the target that costs depend on

@@ -19,11 +19,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from speculon.config import Acceptance, RequestSpeculation, SamplingParams
-from speculon.core import acceptance_rule
+from speculon.core.config import Acceptance, RequestSpeculation, SamplingParams
+from speculon.core.errors import EngineError
+from speculon.core.types import acceptance_rule
+from speculon.decoding.sequence import Event
 from speculon.engine.messages import Add
-from speculon.errors import EngineError
-from speculon.sequence import Event
 
 if TYPE_CHECKING:
     from speculon.engine.engine import Engine

@@ -10,10 +10,10 @@ from itertools import product
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from speculon.config import RequestSpeculation, SamplingParams
-from speculon.errors import InvalidRequest
-from speculon.proposers.registry import OFF
-from speculon.sequence import Sequence
+from speculon.core.config import RequestSpeculation, SamplingParams
+from speculon.core.errors import InvalidRequest
+from speculon.decoding.sequence import Sequence
+from speculon.speculation.proposers.registry import OFF
 
 if TYPE_CHECKING:
     from speculon.engine.engine import Engine

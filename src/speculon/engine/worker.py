@@ -13,7 +13,10 @@ from multiprocessing.connection import Connection
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from speculon.config import EngineConfig
+from speculon.core.config import EngineConfig
+from speculon.core.errors import EngineError, SpeculonError
+from speculon.core.logs import LogFormatter
+from speculon.decoding.sequence import Event
 from speculon.engine.messages import (
     Abort,
     Add,
@@ -27,9 +30,6 @@ from speculon.engine.messages import (
     Statistics,
     Stop,
 )
-from speculon.errors import EngineError, SpeculonError
-from speculon.logs import LogFormatter
-from speculon.sequence import Event
 
 if TYPE_CHECKING:
     from speculon.engine.engine import Engine

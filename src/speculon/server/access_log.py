@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from time import perf_counter, time
 from typing import Any
 
-from speculon.sequence import Event
+from speculon.core.telemetry import log_line
+from speculon.decoding.sequence import Event
 from speculon.server.answer import Answer
-from speculon.telemetry import log_line
 
 
 @dataclass(slots=True)

@@ -10,16 +10,16 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from speculon.core.errors import InvalidParameter
+from speculon.core.telemetry import RequestStats
+from speculon.decoding.sequence import Event
+from speculon.decoding.text.deltas import Delta, merge_deltas
 from speculon.engine.client import EngineClient
 from speculon.engine.messages import Add
 from speculon.engine.waiting import OutputQueue
-from speculon.errors import InvalidParameter
-from speculon.sequence import Event
 from speculon.server.choice import Choice, ChoiceDelta
-from speculon.server.deltas import Delta, merge_deltas
 from speculon.server.model import ServedModel
 from speculon.server.request import GenerationRequest
-from speculon.telemetry import RequestStats
 
 # guess: seconds that a request beyond its time limit waits for the engine's last events
 ABORT_SECONDS = 1.0

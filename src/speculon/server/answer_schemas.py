@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from speculon.capabilities import Status
-from speculon.sequence import Fate
+from speculon.core.capabilities import Status
+from speculon.decoding.sequence import Fate
 from speculon.server.schemas import Body, Extensible
 
 

@@ -13,7 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from speculon.errors import InvalidParameter, SpeculonError
+from speculon.core.errors import InvalidParameter, SpeculonError
 from speculon.server import answer_schemas, schemas
 from speculon.server.access_log import AccessRecord
 from speculon.server.answer import Answer

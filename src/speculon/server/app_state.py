@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from time import time
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from speculon.errors import InvalidRequest
+from speculon.core.errors import InvalidRequest
 from speculon.server.access_log import AccessRecord
 from speculon.server.answer import Answer
 from speculon.server.capture import Capture
@@ -18,7 +18,7 @@ from speculon.server.metrics import Metrics
 from speculon.server.middleware import OPEN_PATHS
 
 if TYPE_CHECKING:
-    from speculon.server.pool import ModelPool
+    from speculon.operations.pool.pool import ModelPool
 
 T = TypeVar("T")
 

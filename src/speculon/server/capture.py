@@ -17,8 +17,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from speculon.config.serve import ServeConfig
-from speculon.errors import ConfigError
+from speculon.core.config.serve import ServeConfig
+from speculon.core.errors import ConfigError
 from speculon.server.answer import Answer
 from speculon.server.capture_format import is_complete, lines_of
 from speculon.server.middleware import tenant_of

@@ -10,9 +10,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from speculon.decoding.text.deltas import merge_deltas
 from speculon.server.answer import Answer
 from speculon.server.choice import Choice
-from speculon.server.deltas import merge_deltas
 from speculon.server.model import ServedModel
 from speculon.server.request import text_of
 from speculon.server.schemas import ChatRequest, CompletionRequest, Message, Sampling, Tool

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from itertools import repeat, zip_longest
 from typing import Any, NamedTuple
 
-from speculon.core import Finish, TokenLogprobs
-from speculon.sequence import Event
-from speculon.server.deltas import Delta
+from speculon.core.telemetry import RequestStats
+from speculon.core.types import Finish, TokenLogprobs
+from speculon.decoding.sequence import Event
+from speculon.decoding.text.deltas import Delta
+from speculon.decoding.text.tags import TaggedStream, special_tags, without_tags
+from speculon.decoding.text.thinking import AnswerStart
+from speculon.decoding.text.tokenizer import Stream, Tokenizer, shared_length
 from speculon.server.request import GenerationRequest
-from speculon.server.tags import TaggedStream, special_tags, without_tags
-from speculon.telemetry import RequestStats
-from speculon.text import Stream, Tokenizer, shared_length
-from speculon.thinking import AnswerStart
 
 MIN_LOGPROB = -9999.0  # the API's form of minus infinity
 

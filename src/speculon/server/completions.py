@@ -8,18 +8,13 @@ from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any
 
-from speculon.config import Structured
-from speculon.errors import InvalidParameter
-from speculon.server.capture_format import chat_prompt, completion_prompts
-from speculon.server.constraints import Form, form_of
-from speculon.server.deltas import ReplyParser, TextParser
-from speculon.server.infill import Infill
-from speculon.server.model import ServedModel
-from speculon.server.reasoning import THINKING_TAGS, ThinkingParser, thinking_of
-from speculon.server.request import GenerationRequest, common_fields, sampling_of, text_of, under_either
-from speculon.server.schemas import ChatRequest, CompletionRequest, Message, NamedTool, Sampling, Tool
-from speculon.server.tags import special_tags
-from speculon.server.tool_calls import (
+from speculon.core.config import Structured
+from speculon.core.errors import InvalidParameter
+from speculon.decoding.text.deltas import ReplyParser, TextParser
+from speculon.decoding.text.reasoning import THINKING_TAGS, ThinkingParser, thinking_of
+from speculon.decoding.text.tags import special_tags
+from speculon.decoding.text.tokenizer import sure_text
+from speculon.decoding.text.tool_calls import (
     CLOSE,
     OPEN,
     ForcedCallsParser,
@@ -29,8 +24,13 @@ from speculon.server.tool_calls import (
     parser_for,
     tagged_call,
 )
-from speculon.server.tool_schemas import TOOLS, calls_grammar, calls_schema, check_size, fitted
-from speculon.text import sure_text
+from speculon.decoding.text.tool_schemas import TOOLS, calls_grammar, calls_schema, check_size, fitted
+from speculon.server.capture_format import chat_prompt, completion_prompts
+from speculon.server.constraints import Form, form_of
+from speculon.server.infill import Infill
+from speculon.server.model import ServedModel
+from speculon.server.request import GenerationRequest, common_fields, sampling_of, text_of, under_either
+from speculon.server.schemas import ChatRequest, CompletionRequest, Message, NamedTool, Sampling, Tool
 
 DEFAULT_TOKENS = 16  # max_tokens of a completion, as OpenAI
 # For checkpoints whose template has no known form of tool calls: for a reply that may call, and one that

@@ -19,7 +19,7 @@ import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.protocols.utils import get_remote_addr
 
-from speculon.config.serve import ServeConfig
+from speculon.core.config.serve import ServeConfig
 
 try:
     import resource

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from speculon.config import Structured
-from speculon.errors import InvalidParameter
+from speculon.core.config import Structured
+from speculon.core.errors import InvalidParameter
 from speculon.server.schemas import Sampling
 
 # vLLM's field -> our field, in `structured_outputs` and in the fields that begin with `guided_`

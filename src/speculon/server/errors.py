@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from fastapi.responses import JSONResponse
 
-from speculon.checked import BEYOND
-from speculon.config import RequestSpeculation, SamplingParams
-from speculon.errors import (
+from speculon.core.checked import BEYOND
+from speculon.core.config import RequestSpeculation, SamplingParams
+from speculon.core.errors import (
     EmptyPrompt,
     EngineError,
     InvalidParameter,
@@ -26,7 +26,7 @@ from speculon.errors import (
     UnknownRequest,
     shorten,
 )
-from speculon.logs import name_for_log, without_text
+from speculon.core.logs import name_for_log, without_text
 from speculon.server.answer_schemas import ErrorResponse
 
 # error, status, code; the first row that fits counts

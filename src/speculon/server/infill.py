@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from speculon.errors import InvalidParameter
+from speculon.core.errors import InvalidParameter
+from speculon.decoding.text.tokenizer import Tokenizer, check_text
 from speculon.server.model import ServedModel
-from speculon.text import Tokenizer, check_text
 
 PROBE = "\u263a"  # a text that no tokenizer joins with what follows it, as the reference code of CodeLlama
 

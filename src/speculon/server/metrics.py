@@ -17,11 +17,11 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from speculon.core import Load, Reason
+from speculon.core.telemetry import EngineCounters, MonitorCounts, RequestStats
+from speculon.core.types import Load, Reason
 from speculon.engine.messages import Ready
 from speculon.server.access_log import AccessRecord
 from speculon.server.capture import Capture
-from speculon.telemetry import EngineCounters, MonitorCounts, RequestStats
 
 # upper bounds of buckets
 MATCH_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)

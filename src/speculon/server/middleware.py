@@ -18,8 +18,8 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import Match
 
-from speculon.config.serve import ServeConfig
-from speculon.logs import path_for_log
+from speculon.core.config.serve import ServeConfig
+from speculon.core.logs import path_for_log
 from speculon.server.access_log import AccessRecord
 from speculon.server.errors import failure
 

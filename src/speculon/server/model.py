@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from speculon.config import RequestSpeculation, SpeculationConfig
-from speculon.config.serve import ServeConfig
+from speculon.core.config import RequestSpeculation, SpeculationConfig
+from speculon.core.config.serve import ServeConfig
+from speculon.core.errors import InvalidParameter, TooLong
+from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.admission import CONTEXT, max_length
-from speculon.errors import InvalidParameter, TooLong
-from speculon.text import Tokenizer
 
 OF_REQUESTS = RequestSpeculation.model_fields.keys() & SpeculationConfig.model_fields.keys()
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
-from speculon.capabilities import as_json
-from speculon.errors import SpeculonError
+from speculon.core.capabilities import as_json
+from speculon.core.errors import SpeculonError
 from speculon.server.answer import Answer
 from speculon.server.answer_schemas import CapabilityRow, CapabilityTable, ModelCard, ModelList
 from speculon.server.app_state import AppState
@@ -18,8 +18,8 @@ from speculon.server.model import OF_REQUESTS
 from speculon.server.streaming import line
 
 if TYPE_CHECKING:
-    from speculon.server.pool import ModelPool
-    from speculon.server.pooled import PooledModel
+    from speculon.operations.pool.pool import ModelPool
+    from speculon.operations.pool.pooled import PooledModel
 
 PROGRESS: dict[int | str, dict[str, Any]] = {
     200: {

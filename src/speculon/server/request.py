@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from speculon.config import RequestSpeculation, SamplingParams
+from speculon.core.config import RequestSpeculation, SamplingParams
+from speculon.core.errors import InvalidParameter
+from speculon.decoding.text.deltas import ReplyParser, TextParser
 from speculon.engine.admission import read_prediction
-from speculon.errors import InvalidParameter
 from speculon.server.constraints import Form
-from speculon.server.deltas import ReplyParser, TextParser
 from speculon.server.model import ServedModel
 from speculon.server.schemas import Content, Sampling
 

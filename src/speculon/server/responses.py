@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from speculon.errors import InvalidParameter
+from speculon.core.errors import InvalidParameter
 from speculon.server.completions import read_chat
 from speculon.server.model import ServedModel
 from speculon.server.request import GenerationRequest

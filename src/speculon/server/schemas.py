@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
-from speculon.config import MAX_BIASES, MAX_DRAFTS, MAX_LOGPROBS, MAX_SAMPLES, Acceptance
+from speculon.core.config import MAX_BIASES, MAX_DRAFTS, MAX_LOGPROBS, MAX_SAMPLES, Acceptance
 
 MAX_PROMPTS = 64  # of one completions request
 MAX_MESSAGES = 4096

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
-from speculon.errors import EngineError, SpeculonError
+from speculon.core.errors import EngineError, SpeculonError
 from speculon.server.access_log import AccessRecord
 from speculon.server.answer import Answer
 from speculon.server.errors import answer_to, body_of

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from speculon.checkpoints.dflash_config import DFlashConfig
-from speculon.models.dflash import DFlashNetwork
+from speculon.drafters.dflash.config import DFlashConfig
+from speculon.drafters.dflash.network import DFlashNetwork
 from speculon.train.losses import TINY, cross_entropy, kl
 from speculon.train.teacher import Batch
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from speculon.errors import DataError, InvalidRequest
+from speculon.core.errors import DataError, InvalidRequest
 
 ALONE = " (prompts without answers take --regenerate N: the target then answers them)"
 HELD_OUT = 50  # one document in so many is never trained on

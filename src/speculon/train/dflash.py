@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from speculon.checkpoints.dflash_config import DFlashConfig
-from speculon.errors import InvalidParameter, UnsupportedModel
+from speculon.core.errors import InvalidParameter, UnsupportedModel
+from speculon.drafters.dflash.config import DFlashConfig
 from speculon.train.block_drafter import DFlashDrafter, DSparkDrafter
 from speculon.train.data import Rows
 from speculon.train.networks import network_sizes, write_network

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from speculon.checkpoints.eagle3_config import Eagle3Config
-from speculon.checkpoints.headers import parameters_by_dtype, read_config
-from speculon.checkpoints.locate import locate
-from speculon.errors import InvalidParameter, UnsupportedModel
-from speculon.models.eagle3 import Eagle3Network
+from speculon.core.errors import InvalidParameter, UnsupportedModel
+from speculon.drafters.eagle3.config import Eagle3Config
+from speculon.drafters.eagle3.network import Eagle3Network
+from speculon.loading.headers import parameters_by_dtype, read_config
+from speculon.loading.locate import locate
 from speculon.train.data import Rows
 from speculon.train.losses import attention
 from speculon.train.networks import WEIGHTS, network_sizes, write_network

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from speculon.config import SamplingParams
-from speculon.errors import EngineError
-from speculon.llm import LLM
-from speculon.telemetry import RequestStats
+from speculon.core.config import SamplingParams
+from speculon.core.errors import EngineError
+from speculon.core.telemetry import RequestStats
+from speculon.engine.llm import LLM
 from speculon.train.data import Document
 from speculon.train.progress import Progress
 from speculon.train.regenerate import cut_prompt, without_loop

@@ -8,13 +8,13 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from speculon.checkpoints.locate import locate
-from speculon.checkpoints.mtp import MTP, MtpConfig, find_mtp
-from speculon.errors import InvalidParameter, UnsupportedModel
-from speculon.models.mtp import Module
-from speculon.models.mtp_load import load_modules, mtp_needs, read_tensors, rotary_of, stored_tensors
-from speculon.models.probe import discover, use_attention
-from speculon.models.target import Target
+from speculon.core.errors import InvalidParameter, UnsupportedModel
+from speculon.drafters.mtp.load import load_modules, mtp_needs, read_tensors, rotary_of, stored_tensors
+from speculon.drafters.mtp.network import Module
+from speculon.drafters.mtp.tensors import MTP, MtpConfig, find_mtp
+from speculon.loading.locate import locate
+from speculon.loading.probe import discover, use_attention
+from speculon.target.target import Target
 from speculon.train.data import Rows
 from speculon.train.mtp_network import MtpDrafter
 from speculon.train.settings import MtpSettings

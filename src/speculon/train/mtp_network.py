@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from speculon.models.mtp import Module
-from speculon.models.mtp_check import set_attention
+from speculon.drafters.mtp.check import set_attention
+from speculon.drafters.mtp.network import Module
 from speculon.train.settings import MtpSettings
 from speculon.train.step_drafter import StepDrafter
 from speculon.train.teacher import Batch

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from speculon.errors import InvalidParameter
+from speculon.core.errors import InvalidParameter
 from speculon.train.record import write_json
 from speculon.train.settings import BlockShape, HeadSettings
 from speculon.train.teacher import Teacher

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from speculon.errors import ConfigError
-from speculon.models.load import pick_dtype
+from speculon.core.errors import ConfigError
+from speculon.loading.load import pick_dtype
 from speculon.train.settings import TrainSettings
 
 # AdamW at 1e-4 is usual for heads of width 4096

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from speculon.bench.provenance import commit, versions
+from speculon.measure.bench.provenance import commit, versions
 
 
 def provenance() -> dict[str, Any]:

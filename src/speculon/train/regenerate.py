@@ -6,8 +6,8 @@ import json
 import random
 from collections.abc import Sequence as Seq
 
-from speculon.config import SamplingParams
-from speculon.llm import LLM
+from speculon.core.config import SamplingParams
+from speculon.engine.llm import LLM
 from speculon.train.data import Document
 from speculon.train.progress import Progress
 from speculon.train.record import whole_lines

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from speculon.checkpoints.locate import locate
-from speculon.errors import InvalidParameter
-from speculon.models.reading import load_tokenizer
-from speculon.text import Tokenizer
+from speculon.core.errors import InvalidParameter
+from speculon.decoding.text.tokenizer import Tokenizer
+from speculon.loading.locate import locate
+from speculon.loading.reading import load_tokenizer
 from speculon.train.data import Document, Rows, read_documents, split
 from speculon.train.dataset import Dataset
 from speculon.train.dflash import DFlashTraining, DSparkTraining

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from speculon.checked import Checked
+from speculon.core.checked import Checked
 
 STEPS = 2000  # guess: where neither steps nor minutes are given
 SHORTEST = 8  # tokens of a prompt that is cut from a plain text

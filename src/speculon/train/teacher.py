@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speculon.checkpoints.headers import read_checkpoint, refuse_unsafe
-from speculon.checkpoints.locate import locate
-from speculon.errors import InvalidParameter, UnsupportedModel
-from speculon.models.load import load_config, load_model, pick_device, pick_dtype
-from speculon.models.reading import quiet
+from speculon.core.errors import InvalidParameter, UnsupportedModel
+from speculon.loading.headers import read_checkpoint, refuse_unsafe
+from speculon.loading.load import load_config, load_model, pick_device, pick_dtype
+from speculon.loading.locate import locate
+from speculon.loading.reading import quiet
 from speculon.train.data import digest
 
 Taps = tuple[int, ...] | int | None  # layers; so many of them, evenly spread; a low, a middle, a high one

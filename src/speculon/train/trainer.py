@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from speculon.errors import ConfigError
+from speculon.core.errors import ConfigError
 from speculon.train.dataset import Dataset
 from speculon.train.optimizers import OPTIMIZERS
 from speculon.train.progress import Advance

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from speculon import LLM
-from speculon.bench import corpus
+from speculon.measure.bench import corpus
 from tests.tiny.folders import make_folder, make_library
 
 

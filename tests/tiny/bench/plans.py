@@ -7,8 +7,8 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from speculon.bench.plan import BenchPlan
 from speculon.cli import app
+from speculon.measure.bench.plan import BenchPlan
 
 
 def bench(folder: Path, *arguments: str) -> tuple[int, str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from speculon.config import EngineConfig
+from speculon.core.config import EngineConfig
 from tests.pure.screens import ELLIPSIS
 from tests.tiny.bench.plans import bench, sizes
 

@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from speculon import LLM
-from speculon.bench.plan import AGAIN, TRANSFORMERS, BenchPlan
-from speculon.bench.run import run
 from speculon.cli import app
-from speculon.errors import BenchError
+from speculon.core.errors import BenchError
+from speculon.measure.bench.plan import AGAIN, TRANSFORMERS, BenchPlan
+from speculon.measure.bench.run import run
 from tests.pure.screens import ELLIPSIS
 from tests.tiny.bench.plans import bench, sizes, small
 
@@ -121,7 +121,7 @@ def test_without_options_the_modes_are_those_that_something_drafts_for(
         plans.append(plan)
         raise BenchError("seen")
 
-    monkeypatch.setattr("speculon.bench.run.run", stop)
+    monkeypatch.setattr("speculon.measure.bench.run.run", stop)
     assert bench(folder)[0] == 2 and bench(folder, "--draft", str(folder))[0] == 2
     assert [sum("draft_model" in mode for mode in plan.modes) for plan in plans] == [0, 2]
     assert plans[1].modes == tuple(mode for mode in BenchPlan().modes if "eagle3" not in mode)
@@ -180,7 +180,7 @@ def test_the_modes_say_the_method_and_other_options_of_speculation_are_there(fol
 def test_a_mode_without_its_drafter_fails_before_anything_is_measured(
     folder: Path, modes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("speculon.bench.run.measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("speculon.measure.bench.run.measure", lambda *_: pytest.fail("measured"))
     code, out, _ = bench(folder, "--modes", modes, "--json")
     error = json.loads(out)["error"]
     assert (code, error["type"]) == (2, "InvalidParameter")
@@ -192,7 +192,9 @@ def test_a_mode_without_its_drafter_fails_before_anything_is_measured(
 
 def test_a_plain_measurement_does_hit_the_planted_failure(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin of the test above: with a drafter at hand the same trap springs."""
-    monkeypatch.setattr("speculon.bench.run.measure", lambda *_: (_ for _ in ()).throw(ZeroDivisionError))
+    monkeypatch.setattr(
+        "speculon.measure.bench.run.measure", lambda *_: (_ for _ in ()).throw(ZeroDivisionError)
+    )
     with pytest.raises(ZeroDivisionError):
         run(llm, small(modes=("ngram:4",)))
 
@@ -228,7 +230,7 @@ def test_the_chart_says_that_the_target_is_widened(
 ) -> None:
     titles = []
     monkeypatch.setattr(
-        "speculon.bench.charts.chart_of", lambda cells, title: titles.append(title) or Figure()
+        "speculon.measure.bench.charts.chart_of", lambda cells, title: titles.append(title) or Figure()
     )
     few = sizes(prompts=1, max_tokens=8)
     modes = ["--modes", "draft_model:2", "--draft", str(folder)]

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from speculon import LLM
-from speculon.bench.cell import Cell
-from speculon.bench.data import answered, read_prompts
-from speculon.bench.measure import Measurement, measure
-from speculon.bench.plan import BenchPlan
-from speculon.bench.run import run
-from speculon.bench.workloads import Case, build
 from speculon.cli.bench import make_plan
-from speculon.config import EngineConfig, SamplingParams
-from speculon.errors import BenchError, DataError, InvalidParameter
+from speculon.core.config import EngineConfig, SamplingParams
+from speculon.core.errors import BenchError, DataError, InvalidParameter
+from speculon.measure.bench.cell import Cell
+from speculon.measure.bench.data import answered, read_prompts
+from speculon.measure.bench.measure import Measurement, measure
+from speculon.measure.bench.plan import BenchPlan
+from speculon.measure.bench.run import run
+from speculon.measure.bench.workloads import Case, build
 from tests.tiny.bench.plans import bench, small
 from tests.tiny.folders import CONTEXT
 
@@ -252,6 +252,6 @@ def test_planted_pools_that_all_modes_share_are_seen(
 
     file = write(tmp_path / "x.jsonl", *HUMAN_EVAL)
     alone = drafted(folder, file, workload, MODES)
-    monkeypatch.setattr("speculon.bench.run.measure", shared)
+    monkeypatch.setattr("speculon.measure.bench.run.measure", shared)
     found = drafted(folder, file, workload, MODES)
     assert found != alone and found["tokens per call"] > alone["tokens per call"]

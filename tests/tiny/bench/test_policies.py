@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from speculon import LLM
-from speculon.bench.measure import Measurement, in_place, measure
-from speculon.bench.plan import AGAIN, BenchPlan
-from speculon.bench.run import run, widen
-from speculon.bench.workloads import Case
-from speculon.control.policies import COSTS, Policies
-from speculon.core import Timing
+from speculon.core.errors import BenchError
+from speculon.core.types import Timing
+from speculon.decoding.sequence import Span
 from speculon.engine.engine import Engine
-from speculon.errors import BenchError
-from speculon.sequence import Span
+from speculon.measure.bench.measure import Measurement, in_place, measure
+from speculon.measure.bench.plan import AGAIN, BenchPlan
+from speculon.measure.bench.run import run, widen
+from speculon.measure.bench.workloads import Case
+from speculon.speculation.control.policies import COSTS, Policies
 from tests.tiny.bench.plans import bench, small
 
 Observed = dict[
@@ -40,7 +40,7 @@ def policies_in_a_run(
         observed.setdefault(id(self), set()).update(span.seq.methods for span in spans)
         observe(self, spans, timing)
 
-    monkeypatch.setattr("speculon.bench.run.measure", watched)
+    monkeypatch.setattr("speculon.measure.bench.run.measure", watched)
     monkeypatch.setattr(Policies, "observe", observing)
     run(llm, plan)
     return in_place, observed
@@ -104,7 +104,7 @@ def test_planted_policies_that_are_made_anew_each_time_are_seen(
         def __getitem__(self, label: str) -> Policies:
             return llm.engine.policy.with_costs_alone()
 
-    monkeypatch.setattr("speculon.bench.run.policies_of", lambda llm, plan: Anew())
+    monkeypatch.setattr("speculon.measure.bench.run.policies_of", lambda llm, plan: Anew())
     assert set(not_its_own(*policies_in_a_run(llm, small(**ISOLATED), monkeypatch))) == set(METHODS)
 
 
@@ -126,7 +126,7 @@ def test_costs_are_known_at_start_where_a_policy_needs_them(
         known.append(llm.engine.policy.costs.known)
         raise BenchError("seen")
 
-    monkeypatch.setattr("speculon.bench.run.run", stop)
+    monkeypatch.setattr("speculon.measure.bench.run.run", stop)
     assert bench(folder, *arguments)[0] == 2
     assert known == [warmed]
 

@@ -11,22 +11,22 @@ import pytest
 import torch
 
 from speculon import LLM, SamplingParams
-from speculon.bench.baseline import BatchVariant, TransformersBaseline
-from speculon.bench.cell import tie_gap
-from speculon.bench.measure import Measurement, measure, recording
-from speculon.bench.plan import VARIANT, BenchPlan, parse_mode
-from speculon.bench.run import run
-from speculon.bench.widen import gated_mlps, widen_target
-from speculon.bench.workloads import Case
-from speculon.config import SpeculationConfig
-from speculon.control.goodput import Goodput
-from speculon.core import NO_DRAFT, Decision, Draft, Load, Needs, Reason
-from speculon.errors import BenchError, InvalidParameter
-from speculon.proposers import registry
-from speculon.proposers.base import TargetFacts
-from speculon.proposers.pools import key_of
-from speculon.proposers.suffix import Suffix
-from speculon.sequence import Sequence, Span
+from speculon.core.config import SpeculationConfig
+from speculon.core.errors import BenchError, InvalidParameter
+from speculon.core.types import NO_DRAFT, Decision, Draft, Load, Needs, Reason
+from speculon.decoding.sequence import Sequence, Span
+from speculon.measure.bench.baseline import BatchVariant, TransformersBaseline
+from speculon.measure.bench.cell import tie_gap
+from speculon.measure.bench.measure import Measurement, measure, recording
+from speculon.measure.bench.plan import VARIANT, BenchPlan, parse_mode
+from speculon.measure.bench.run import run
+from speculon.measure.bench.widen import gated_mlps, widen_target
+from speculon.measure.bench.workloads import Case
+from speculon.speculation.control.goodput import Goodput
+from speculon.speculation.proposers import registry
+from speculon.speculation.proposers.base import TargetFacts
+from speculon.speculation.proposers.pools import key_of
+from speculon.speculation.proposers.suffix import Suffix
 from tests.tiny.bench.plans import small
 
 Pooled = list[tuple[str, int, int, int]]
@@ -51,7 +51,7 @@ def watch_pools(
         seen.append((time, before, held(cases, pool(time)), len(found.pools.sizes)))
         return done
 
-    monkeypatch.setattr("speculon.bench.run.measure", watched)
+    monkeypatch.setattr("speculon.measure.bench.run.measure", watched)
     run(llm, plan)
     return seen
 

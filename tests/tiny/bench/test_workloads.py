@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 
 from speculon import LLM
-from speculon.bench import workloads
-from speculon.bench.workloads import Size, build, fingerprint
-from speculon.errors import BenchError, InvalidParameter
+from speculon.core.errors import BenchError, InvalidParameter
+from speculon.measure.bench import workloads
+from speculon.measure.bench.workloads import Size, build, fingerprint
 from tests.tiny.folders import CONTEXT
 
 TOKENS = 96

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from speculon import LLM
-from speculon.check.plan import CheckPlan
-from speculon.check.run import Findings, check
-from speculon.config import SpeculationConfig
+from speculon.core.config import SpeculationConfig
+from speculon.measure.check.plan import CheckPlan
+from speculon.measure.check.run import Findings, check
 from tests.tiny.check.plans import SMALL
 from tests.tiny.folders import make_folder
 

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from speculon import SamplingParams
-from speculon import verify as verifying
-from speculon.sampling import Draw, sample
-from speculon.sequence import Span
+from speculon.decoding import verify as verifying
+from speculon.decoding.sampling import Draw, sample
+from speculon.decoding.sequence import Span
 
 PROMPTS = (
     "def add(left, right):\n    return left",

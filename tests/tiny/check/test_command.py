@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from speculon import verify as verifying
 from speculon.cli import app
 from speculon.cli import check as command
+from speculon.decoding import verify as verifying
 from tests.pure.screens import ELLIPSIS
 from tests.tiny.check.plans import PROMPTS, credulous
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from speculon import LLM, SamplingParams
-from speculon import verify as verifying
-from speculon.batch import Batch
-from speculon.check import run as gate
-from speculon.check.exact import Margin
-from speculon.check.plan import QUICK, CheckPlan
-from speculon.check.run import Findings, check
+from speculon.decoding import verify as verifying
+from speculon.decoding.batch import Batch
+from speculon.decoding.sampling import Draw, Row, sample
+from speculon.decoding.sequence import Span
 from speculon.engine import engine as engine_module
-from speculon.sampling import Draw, Row, sample
-from speculon.sequence import Span
+from speculon.measure.check import run as gate
+from speculon.measure.check.exact import Margin
+from speculon.measure.check.plan import QUICK, CheckPlan
+from speculon.measure.check.run import Findings, check
 from tests.tiny.check.plans import SMALL, TINY, credulous
 
 pytestmark = pytest.mark.soak

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from speculon import LLM, SamplingParams
-from speculon.check import sampled as check_sampled
-from speculon.check.arms import ArmStats, watched, whole
-from speculon.check.exact import Divergence, ExactResult, Margin, judge, row_after
-from speculon.check.plan import QUICK, SAMPLERS, CheckPlan, named
-from speculon.check.report import chart_of, tables_of
-from speculon.check.run import Findings, check, count_tokens
-from speculon.errors import InvalidParameter, TooLong
-from speculon.llm import Completion
-from speculon.regret import regret_of
+from speculon.core.errors import InvalidParameter, TooLong
+from speculon.engine.llm import Completion
+from speculon.engine.regret import regret_of
+from speculon.measure.check import sampled as check_sampled
+from speculon.measure.check.arms import ArmStats, watched, whole
+from speculon.measure.check.exact import Divergence, ExactResult, Margin, judge, row_after
+from speculon.measure.check.plan import QUICK, SAMPLERS, CheckPlan, named
+from speculon.measure.check.report import chart_of, tables_of
+from speculon.measure.check.run import Findings, check, count_tokens
 from tests.pure.screens import cut_off, on_screen
 from tests.tiny.check.plans import PROMPTS, SMALL, TINY
 

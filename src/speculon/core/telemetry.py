@@ -1,0 +1,404 @@
+"""What speculation did, per request and for the engine as a whole.
+
+Counters only grow; readers take differences.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import Any
+
+from speculon.core.types import Draft, Estimate, Reason, Verdict
+
+PLAIN = "plain"  # how a round goes without a draft
+# why a method drafts in the place of another: it is asked before it, and had a draft again
+EARLIER = "earlier"
+PARTS = ("prepare", "decide", "propose", "forward", "verify", "commit", "settle")  # of a step's wall time
+
+
+class Stopwatch:
+    """Books all time since the last lap on one part of the step, so that the parts add up to the whole."""
+
+    __slots__ = ("_began", "_last", "_ms")
+
+    def __init__(self, ms: dict[str, float] | None = None):
+        self._ms = dict.fromkeys(PARTS, 0.0) if ms is None else ms
+        self._began = self._last = perf_counter()
+
+    @property
+    def ms(self) -> float:
+        """From the start to the last lap."""
+        return (self._last - self._began) * 1e3
+
+    def lap(self, part: str) -> float:
+        before, self._last = self._last, perf_counter()
+        ms = (self._last - before) * 1e3
+        self._ms[part] += ms
+        return ms
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """The account of one request (or of an engine).
+
+    None stands in its place when no round ran and none was watched.
+    """
+
+    rounds: int  # target calls that verified a draft; where there is none, acceptance is 0.0
+    drafted: int
+    accepted: int
+    rejected: int
+    target_calls: int  # target calls that sampled, speculative or not
+    draft_calls: int  # proposals made
+    verified_positions: int  # rows scored: the drafts, and one more per call
+    emitted: int  # tokens the caller sees
+    stop_tokens: int  # generated too: they end texts, and are no part of them
+    acceptance_rate: float  # accepted / drafted
+    tokens_per_target_call: float  # generated (emitted and stop tokens) / target_calls; plain decoding has 1
+    mean_accepted_per_round: float
+    per_position: list[float]  # share of the drafts at position i that were accepted
+    by_source: dict[str, dict[str, int]]
+    stops: dict[str, dict[str, int]]  # method -> why its proposals ended -> proposals
+    span_outcomes: dict[str, int]
+    draft_ms: float
+    verify_ms: float  # this request's share of the target's time, by rows
+    expected: float  # accepted drafts as the policy estimated them; 0.0 under policies that estimate nothing
+    price: float  # tokens that the time of the drafts' rows was worth to it
+    # plain ms of its tokens at the batch sizes of its rounds, less the time spent; None: not known
+    saved_ms: float | None
+    # method -> rounds, drafted, accepted, per_position: what it would have had to itself, by drafts that were
+    # only watched
+    shadow: dict[str, dict[str, Any]]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """Running counts of one sequence; also summed up over sequences."""
+
+    rounds: int = 0
+    accepted: int = 0
+    target_calls: int = 0
+    draft_calls: int = 0
+    emitted: int = 0
+    stop_tokens: int = 0
+    verified_positions: int = 0
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    preemptions: int = 0
+    drafted_at: Counter[int] = field(default_factory=Counter)  # position -> drafts
+    accepted_at: Counter[int] = field(default_factory=Counter)
+    drafted_from: Counter[str] = field(default_factory=Counter)  # source -> drafts
+    accepted_from: Counter[str] = field(default_factory=Counter)
+    rounds_from: Counter[str] = field(default_factory=Counter)  # source of the first draft -> rounds
+    generated_from: Counter[str] = field(default_factory=Counter)  # the same -> tokens of these rounds
+    # method -> drafts that were watched instead of verified
+    watched: Counter[str] = field(default_factory=Counter)
+    # method, position -> drafted tokens of them
+    watched_at: Counter[tuple[str, int]] = field(default_factory=Counter)
+    stood_at: Counter[tuple[str, int]] = field(default_factory=Counter)  # of these, as the text went on
+    # method, stop, tokens matched -> proposals
+    proposed: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    # (from, to, reason): changes of mind
+    changes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    saved_ms: float | None = None
+    expected: float = 0.0  # accepted drafts, as the policy estimated before they were verified
+    price: float = 0.0  # tokens that the time of the drafts' rows was worth to it
+    # class, marker, cold matches -> sequences that ended
+    prompts: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    # how the last round went, and why so: of one text
+    last: tuple[str, str] | None = field(default=None, compare=False)
+
+    @property
+    def generated(self) -> int:
+        return self.emitted + self.stop_tokens
+
+    @property
+    def tokens_per_target_call(self) -> float:
+        return self.generated / max(1, self.target_calls)
+
+    @property
+    def accepted_prediction_tokens(self) -> int:
+        """Drafts from the client's prediction that are in the text."""
+        return self.accepted_from["prediction"]
+
+    @property
+    def rejected_prediction_tokens(self) -> int:
+        """Drafts from the client's prediction that are not, those beyond the text's end among them; each time
+        drafted counts.
+        """
+        return self.drafted_from["prediction"] - self.accepted_from["prediction"]
+
+    @property
+    def stops(self) -> dict[str, dict[str, int]]:
+        """Method -> why its proposals ended -> proposals; those of drafters that do not say are left out."""
+        found: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        for (method, stop, _), count in self.proposed.items():
+            if stop:
+                found[method][str(stop)] = found[method].get(stop, 0) + count
+        return dict(found)
+
+    @property
+    def matches(self) -> dict[str, Counter[int]]:
+        """Method -> tokens of context that its lookups matched -> proposals; those without a match are left
+        out.
+        """
+        found: defaultdict[str, Counter[int]] = defaultdict(Counter)
+        for (method, _, match), count in self.proposed.items():
+            if match:
+                found[method][match] += count
+        return dict(found)
+
+    def propose(self, method: str, draft: Draft) -> None:
+        """One proposal, empty or not, kept or not."""
+        self.proposed[method, draft.stop or "", draft.match] += 1
+
+    def record(
+        self,
+        draft: Draft,
+        verdict: Verdict,
+        asked: tuple[str, ...] | None = None,
+        reason: Reason | None = None,
+    ) -> None:
+        """One target call that sampled this sequence.
+
+        `asked` are the methods that were to draft, in order; None where a prompt chunk gave the first token.
+        `reason` says why the draft is empty.
+        """
+        k = len(draft.tokens)
+        self.target_calls += 1
+        self.emitted += len(verdict.tokens)
+        self.stop_tokens += verdict.generated - len(verdict.tokens)
+        self.verified_positions += k + 1
+        if asked is None:
+            return
+        self.draft_calls += bool(asked)
+        self._change(draft, asked, reason)
+        if reason is not None:
+            self.reasons[reason.value] += 1
+            return
+        self.rounds += 1
+        self.rounds_from[draft.sources[0]] += 1
+        self.generated_from[draft.sources[0]] += verdict.generated
+        self.accepted += verdict.accepted
+        for position, source in enumerate(draft.sources):
+            self.drafted_at[position] += 1
+            self.drafted_from[source] += 1
+            if position < verdict.accepted:
+                self.accepted_at[position] += 1
+                self.accepted_from[source] += 1
+        if verdict.outcome is not None:
+            self.outcomes[verdict.outcome.value] += 1
+
+    def watch(self, method: str, drafted: int, accepted: int) -> None:
+        """A draft that nobody verified, when it is known how many of its tokens would have stood."""
+        self.watched[method] += 1
+        self.watched_at.update((method, i) for i in range(drafted))
+        self.stood_at.update((method, i) for i in range(accepted))
+
+    def _change(self, draft: Draft, asked: tuple[str, ...], reason: Reason | None) -> None:
+        """Counts it when a sequence goes from speculating to plain or back, or from one method to another.
+
+        To plain for that round's reason, back when the reason of the round before has passed; from a method
+        to one that is asked later with `no_match`, back to one that is asked earlier with `earlier`, and with
+        `cost` when the policy no longer asked the former.
+        """
+        if reason is not None:
+            now, why = PLAIN, reason.value
+        else:
+            source = draft.sources[0]
+            now, why = source if source in asked else asked[-1], ""  # a plug-in may name other sources
+        before, self.last = self.last, (now, why)
+        if before is None or before[0] == now:
+            return
+        if not why:
+            why = before[1] or why_another(asked, before[0], now)
+        self.changes[before[0], now, why] += 1
+
+    def change_list(self) -> list[dict[str, Any]]:
+        """Changes of mind as plain data, the most frequent first."""
+        return [
+            {"from": a, "to": b, "reason": why, "count": n} for (a, b, why), n in self.changes.most_common()
+        ]
+
+    def expect(self, estimate: Estimate | None) -> None:
+        if estimate is not None:
+            self.expected += estimate.tokens
+            self.price += estimate.price
+
+    def prompt(self) -> dict[str, Any] | None:
+        """Class and marker of the prompt, and the continuations that had to match before lookups were
+        verified; None at first.
+        """
+        return next(
+            ({"class": name, "marker": marker, "cold_matches": n} for name, marker, n in self.prompts), None
+        )
+
+    def spend(self, draft_ms: float, verify_ms: float, plain_ms: float | None) -> None:
+        """Its shares of a round in which anybody was drafted for, and what its tokens of that round would
+        have taken plainly.
+        """
+        self.draft_ms += draft_ms
+        self.verify_ms += verify_ms
+        if plain_ms is not None:
+            self.saved_ms = (self.saved_ms or 0.0) + plain_ms - draft_ms - verify_ms
+
+    def add(self, other: RequestStats) -> None:
+        for name in self.__slots__:
+            if name == "last":  # a sum of texts has none
+                continue
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if isinstance(mine, Counter):
+                mine.update(theirs)
+            elif theirs is not None:
+                setattr(self, name, (mine or 0) + theirs)
+
+    def speculation(self) -> SpeculationStats | None:
+        if not self.rounds and not self.watched:
+            return None
+        drafted = self.drafted_at.total()
+        return SpeculationStats(
+            rounds=self.rounds,
+            drafted=drafted,
+            accepted=self.accepted,
+            rejected=drafted - self.accepted,
+            target_calls=self.target_calls,
+            draft_calls=self.draft_calls,
+            verified_positions=self.verified_positions,
+            emitted=self.emitted,
+            stop_tokens=self.stop_tokens,
+            acceptance_rate=self.accepted / max(1, drafted),
+            tokens_per_target_call=self.tokens_per_target_call,
+            mean_accepted_per_round=self.accepted / max(1, self.rounds),
+            per_position=[self.accepted_at[i] / n for i, n in sorted(self.drafted_at.items())],
+            by_source={
+                s: {"drafted": n, "accepted": self.accepted_from[s]} for s, n in self.drafted_from.items()
+            },
+            stops=self.stops,
+            span_outcomes=dict(self.outcomes),
+            draft_ms=self.draft_ms,
+            verify_ms=self.verify_ms,
+            expected=self.expected,
+            price=self.price,
+            saved_ms=self.saved_ms,
+            shadow={method: self._in_shadow(method, rounds) for method, rounds in self.watched.items()},
+        )
+
+    def _in_shadow(self, method: str, rounds: int) -> dict[str, Any]:
+        drafted = [n for (name, _), n in sorted(self.watched_at.items()) if name == method]
+        accepted = [self.stood_at[method, i] for i in range(len(drafted))]
+        shares = [n / of for n, of in zip(accepted, drafted, strict=True)]
+        return {"rounds": rounds, "drafted": sum(drafted), "accepted": sum(accepted), "per_position": shares}
+
+
+@dataclass(slots=True)
+class MonitorCounts:
+    """What the monitor has found: answers that were written again without speculation."""
+
+    replayed: int = 0
+    equal: int = 0
+    ties: int = 0  # differ where two tokens are nearly equal
+    faults: int = 0  # differ, and no tie explains it
+    dropped: int = 0  # not replayed although taken: the engine was not idle for long enough, or it failed
+    waiting: int = 0
+    ms: float = 0.0
+    limit: float = 0.0  # nat; below this regret a difference is a tie
+
+    def add(self, other: MonitorCounts) -> None:
+        limit = max(self.limit, other.limit)
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.limit = limit
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Cumulative, over the engine's life. Times in ms."""
+
+    requests: int = 0
+    finished: Counter[str] = field(default_factory=Counter)  # finish reason -> sequences
+    steps: int = 0
+    # part of a step -> ms
+    profile: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    rows: int = 0
+    repair_ms: float = 0.0  # to restore recurrent states after rejected drafts
+    prompt_tokens: int = 0
+    checks: int = 0  # times at rest that every page was found accounted for
+    proposals: Counter[str] = field(default_factory=Counter)  # method -> texts it was asked about
+    # what these took
+    proposal_ms: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    pools: int = 0  # of earlier answers, as of the last text that ended
+    pool_tokens: int = 0  # in them
+    # what came from an earlier process: pools, policies
+    restored: Counter[str] = field(default_factory=Counter)
+    monitor: MonitorCounts = field(default_factory=MonitorCounts)
+    totals: RequestStats = field(default_factory=RequestStats)
+
+    @property
+    def step_ms(self) -> float:
+        return sum(self.profile.values())
+
+    def add(self, other: EngineCounters) -> None:
+        for name in self.__slots__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if isinstance(mine, RequestStats | MonitorCounts):
+                mine.add(theirs)
+            elif isinstance(mine, dict):
+                for key, value in theirs.items():
+                    mine[key] = mine.get(key, 0) + value
+            else:
+                setattr(self, name, mine + theirs)
+
+    def snapshot(self) -> Mapping[str, Any]:
+        stats = self.totals.speculation()
+        return {
+            "requests": self.requests,
+            "finished": dict(self.finished),
+            "steps": self.steps,
+            "step_ms": self.step_ms,
+            "profile": dict(self.profile),
+            "rows": self.rows,
+            "repair_ms": self.repair_ms,
+            "prompt_tokens": self.prompt_tokens,
+            "emitted": self.totals.emitted,
+            "cached_tokens": self.totals.cached_tokens,
+            "preemptions": self.totals.preemptions,
+            "reasons": dict(self.totals.reasons),
+            "changes": self.totals.change_list(),
+            "monitor": asdict(self.monitor),
+            "speculation": stats and stats.to_dict(),
+        }
+
+
+def why_another(methods: tuple[str, ...], before: str, now: str) -> str:
+    """Why a text goes from one method to another, by the order in which this round asked."""
+    if before not in methods:
+        return Reason.COST.value
+    return Reason.NO_MATCH.value if methods.index(before) < methods.index(now) else EARLIER
+
+
+def log_line(request_id: str, stats: RequestStats, seconds: float, finish: str) -> str:
+    """`r-81 512 tok 6.1 s 83.9 tok/s stop | 71 % of 640 drafts 3.27/call saved 3.1 s | no_match 12`"""
+    rate = stats.emitted / seconds if seconds else 0.0
+    line = f"{request_id} {stats.emitted} tok {seconds:.2f} s {rate:.1f} tok/s {finish}"
+    if done := stats.speculation():
+        saved = "" if done.saved_ms is None else f" saved {done.saved_ms / 1e3:.2f} s"
+        if done.rounds:
+            sources = "+".join(done.by_source)
+            line += f" | {sources} {done.acceptance_rate:.0%} of {done.drafted} drafts"
+            line += f" {done.tokens_per_target_call:.2f}/call{saved}"
+        for method, seen in done.shadow.items():
+            line += (
+                f" | {method} in shadow {seen['accepted'] / seen['drafted']:.0%} of {seen['drafted']} drafts"
+            )
+    if stats.reasons:
+        line += " | " + " ".join(f"{reason} {n}" for reason, n in stats.reasons.most_common())
+    return line

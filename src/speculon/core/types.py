@@ -1,0 +1,388 @@
+"""The nouns below requests: drafts, verdicts, decisions, costs. Plain data; no torch here.
+
+Shape letters used everywhere: B sequences, T tokens of a flat batch, R scored rows, K drafts,
+V vocabulary, D hidden (or head) width, L layers, H heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from speculon.core.config import MAX_DRAFTS, Acceptance, SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+Rule = Literal["matching", "rejection", "block"]
+
+
+def acceptance_rule(rule: Acceptance, params: SamplingParams) -> Rule:
+    """The rule for drafts that carry q. Under `auto`, text with a seed must not depend on the drafts."""
+    if rule == "auto":  # decisions/007: block verification accepts the most drafts
+        rule = "block" if params.seed is None else "matching"
+    return "matching" if params.greedy else rule
+
+
+class Reason(StrEnum):
+    """Why a round was not speculative. Metric label, log word, API value and tooltip alike."""
+
+    OFF_CONFIG = "off_config"
+    OFF_REQUEST = "off_request"
+    NO_DRAFTER = "no_drafter"
+    NOT_READY = "not_ready"
+    NO_MATCH = "no_match"
+    COLD = "cold"
+    COOLDOWN = "cooldown"
+    LOW_ACCEPTANCE = "low_acceptance"
+    COST = "cost"
+    LOAD = "load"
+    SOLO = "solo"
+    SHADOW = "shadow"
+    NO_PAGES = "no_pages"
+    MEMORY = "memory"
+    CONTEXT_LIMIT = "context_limit"
+    MAX_TOKENS = "max_tokens"
+    ERROR = "error"
+
+
+class Stop(StrEnum):
+    """Why a proposal ended where it did. A proposal of as many drafts as asked for always says `limit`.
+
+    limit: as many as asked for · no_match: nothing that continues the sequence was found · source_end: what
+    was copied from ends there · window: fewer for some rounds after a deviation from the prediction ·
+    min_hits: the continuation was found too few times · min_probability: its share of the matches is too
+    small · factor: as many drafts as a match of this length permits · choice: the grammar forces no further
+    token · confidence: the drafter's last token is below the minimum · grammar: the grammar allows no more ·
+    not_ready: the drafter has nothing to read yet.
+    """
+
+    LIMIT = "limit"
+    NO_MATCH = "no_match"
+    SOURCE_END = "source_end"
+    WINDOW = "window"
+    MIN_HITS = "min_hits"
+    MIN_PROBABILITY = "min_probability"
+    FACTOR = "factor"
+    CHOICE = "choice"
+    CONFIDENCE = "confidence"
+    GRAMMAR = "grammar"
+    NOT_READY = "not_ready"
+
+
+class SpanOutcome(StrEnum):
+    """How a drafted span ended.
+
+    full: every draft accepted · tail: only the last draft rejected · early: a mismatch before the last draft
+    · stop: the text ended inside accepted drafts · early_stop: the text ended at a correction.
+    """
+
+    FULL = "full"
+    TAIL = "tail"
+    EARLY = "early"
+    STOP = "stop"
+    EARLY_STOP = "early_stop"
+
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Draft tokens of one sequence for one round, one after the other.
+
+    `match` and `stop` describe the proposal: cutting and chaining keep them, unless the cut gives a new stop.
+    """
+
+    tokens: tuple[int, ...] = ()
+    sources: tuple[str, ...] = ()  # the method of each token: drafts may be chained
+    probs: Tensor | None = None  # q [K, V]; None where q is one-hot
+    confidence: tuple[float, ...] | None = None  # in (0, 1); 0 where the drafter gives none
+    # tokens of context that a lookup matched; 0 for all other drafters
+    match: int = field(default=0, compare=False)
+    # why the proposal ends here; None where its drafter does not say
+    stop: Stop | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        assert len(self.sources) == len(self.tokens), (self.tokens, self.sources)
+
+    def cut(self, k: int, stop: Stop | None = None) -> Draft:
+        """The first `k` drafts; `stop` where that changes why the proposal ends."""
+        if k >= len(self.tokens):
+            return self
+        stop = stop or self.stop
+        if not k:
+            return no_draft(stop, self.match)
+        probs = None if self.probs is None else self.probs[:k]
+        return Draft(
+            self.tokens[:k],
+            self.sources[:k],
+            probs,
+            self.confidence and self.confidence[:k],
+            self.match,
+            stop,
+        )
+
+    def unchained(self, methods: tuple[str, ...]) -> int:
+        """How many of its first tokens come from one proposal, where drafts of `methods` may be chained."""
+        first, sources = self.sources[:1], self.sources
+        return next((i for i, s in enumerate(sources) if (s,) != first and s in methods), len(sources))
+
+    def chain(self, tail: Draft) -> Draft:
+        """This draft, then another one without q, which gets a one-hot q where this draft has q.
+
+        Match and stop are those of this draft: the tail is another proposal.
+        """
+        assert tail.probs is None, "a drawn tail would need the noise of this draft"
+        q, k, more = self.probs, len(self.tokens), len(tail.tokens)
+        if q is not None and more:
+            longer = q.new_zeros((k + more, q.shape[1]))
+            longer[:k] = q
+            longer[range(k, k + more), tail.tokens] = 1
+            q = longer
+        confidence = None
+        if self.confidence or tail.confidence:  # 0: the drafter gives none
+            confidence = (self.confidence or (0.0,) * k) + (tail.confidence or (0.0,) * more)
+        tokens, sources = self.tokens + tail.tokens, self.sources + tail.sources
+        return Draft(tokens, sources, q, confidence, self.match, self.stop)
+
+
+@lru_cache(256)
+def no_draft(stop: Stop | None = None, match: int = 0) -> Draft:
+    """An empty draft that says why; the same object each time."""
+    return Draft(match=match, stop=stop)
+
+
+NO_DRAFT = no_draft()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Raw log-probabilities of the target at one position."""
+
+    token: int
+    logprob: float
+    rank: int  # 1 = the most likely token
+    top: tuple[tuple[int, float], ...]  # (token, logprob), most likely first
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why a text ended; `matched` is the stop string or stop token id."""
+
+    reason: FinishReason
+    matched: str | int | None = None
+
+    @property
+    def by_token(self) -> bool:
+        """Whether a stop token ended it, which is no part of the text."""
+        return isinstance(self.matched, int)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one round yields for one sequence: 1..K+1 tokens of the target, or none for a prompt chunk."""
+
+    tokens: tuple[int, ...]
+    accepted: int = 0
+    outcome: SpanOutcome | None = None  # None without a draft
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token
+    finish: Finish | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the prompt tokens after this span's rows
+
+    @property
+    def generated(self) -> int:
+        """Its tokens, and the stop token, which is not among them."""
+        return len(self.tokens) + (self.finish is not None and self.finish.by_token)
+
+
+class Proposal(NamedTuple):
+    """One call of a method, for all sequences that it drafts for."""
+
+    sequences: int
+    k: int  # the most drafts of one sequence
+    ms: float
+    unread: int = 0  # tokens that it computes before it drafts, beyond the last one of each sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What a round took, in ms."""
+
+    target_ms: float | None = None  # of the step without its proposals; None where it also computed prompts
+    proposals: Mapping[str, Proposal] = field(default_factory=dict)  # by method
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A method, and K: the most tokens it is to draft."""
+
+    method: str
+    k: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The methods to ask for one sequence, in turn until one has a draft; none: `reason` says why."""
+
+    asks: tuple[Ask, ...] = ()
+    reason: Reason | None = None  # why none drafts
+    unused: Reason = Reason.COST  # why there is no draft where `trim` keeps nothing of any
+    chained: int = 0  # drafts in all where lookups continue a draft at its end; 0: they do not
+
+    @classmethod
+    def plain(cls, reason: Reason) -> Decision:
+        return cls(reason=reason)
+
+    @classmethod
+    def of(cls, asks: Iterable[Ask], unused: Reason = Reason.COST, chained: int = 0) -> Decision:
+        return cls(tuple(asks), None, unused, chained)
+
+    def __post_init__(self) -> None:
+        assert bool(self.asks) == (self.reason is None), self
+
+    @property
+    def k(self) -> int:
+        """The most drafts of this round; 0 is plain decoding."""
+        return max((self.chained, *(ask.k for ask in self.asks)), default=0)
+
+
+UNDECIDED = Decision.plain(Reason.OFF_CONFIG)
+
+
+class Padding(NamedTuple):
+    """Of a layer's calls of the attention kernel, so that it adds in one order (models/invariant)."""
+
+    keys: int  # the first key's position and the number of keys are multiples of this
+    rows: int  # of queries, folded: at least so many, and in the last of the kernel's blocks
+    piece: int = 32  # rows of a span in one call, at most
+    uneven: tuple[int, ...] = ()  # numbers of keys in the kernel's last block with an order of their own
+
+
+NO_PADDING = Padding(1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """One tensor that a recurrent mixer keeps of each sequence."""
+
+    shape: tuple[int, ...]
+    dtype: dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer's claim on the page pool: keys and values, or the taps of each position as one key.
+
+    A layer of kind `other` keeps nothing in pages: it is recurrent, or reads its own rows alone.
+    """
+
+    kind: Literal["attention", "taps", "other"]
+    heads: int  # key-value heads
+    k_dim: int
+    v_dim: int
+    dtype: dtype
+    window: int | None = None
+    padding: Padding = NO_PADDING
+    chunk: int | None = None  # positions in blocks of so many, each of which sees its own block alone
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.heads * (self.k_dim + self.v_dim) * self.dtype.itemsize
+
+    @property
+    def reach(self) -> int | None:
+        """Positions before a row that it may read, or one more; None: all."""
+        match self:
+            case LayerSpec("other"):
+                return 0
+            case LayerSpec("taps"):
+                return 1  # a drafter pairs the states of a position with the token after it
+        if self.chunk is not None:
+            return self.chunk
+        return None if self.window is None else self.window + self.padding.keys - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a drafter asks of the engine: hidden-state taps, layers of its own in the pages, its limits."""
+
+    # target layers (-1: the embeddings) whose states lie in the first of its own layers
+    taps: tuple[int, ...] = ()
+    layers: tuple[LayerSpec, ...] = ()
+    max_context: int | None = None
+    max_drafts: int | None = None  # of one round and sequence
+    bytes_fixed: int = 0  # weights
+    bytes_states: int = 0  # recurrent states of all sequences
+    states: tuple[tuple[StateSpec, ...], ...] = ()  # of each recurrent mixer
+    spare_states: int = (
+        0  # of a draft model: slots beyond `decoding.kv.draft_slots.PER_SEQUENCE` for each sequence
+    )
+    bytes_snapshot: int = 0  # of one snapshot of these states
+    bytes_scratch: int = 0  # intermediate results of its largest forward
+
+
+@dataclass(frozen=True, slots=True)
+class PromptShape:
+    """What a prompt tells of its answer before anything is drafted: its class, and the marker that makes it
+    favourable.
+    """
+
+    name: str = ""  # sequences of one class are believed to fare alike until they show otherwise
+    marker: str = "no_signal"
+    favourable: bool = False  # whether the answer is likely to repeat the prompt
+
+
+class Estimate(NamedTuple):
+    """What a policy expects of a draft that it lets through, in tokens."""
+
+    tokens: float  # of the drafts, those accepted
+    price: float  # what the time of their rows brings otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the policy may know of the engine's state."""
+
+    running: int
+    waiting: int
+    free_pages: int
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def joint_reach(target: Iterable[LayerSpec], drafters: Iterable[Needs] = ()) -> int | None:
+    """Positions before the committed ones that a row of target or drafters may read; None: all, or no layer
+    is in pages, which then only count tokens.
+
+    A drafter reads the accepted drafts of a round in the next one; a recurrent one may begin again.
+    """
+    behind = [(layer.reach, 0) for layer in target]
+    for needs in drafters:
+        if needs.states:
+            return None
+        behind += [(layer.reach, MAX_DRAFTS) for layer in needs.layers]
+    most = 0
+    for reach, lag in behind:
+        if reach is None:
+            return None
+        most = max(most, reach + lag)
+    return most or None
+
+
+def most_pages(length: int, rows: int, reach: int | None, block_size: int) -> int:
+    """The most pages that a sequence holds at once while it grows to `length` tokens, `rows` at most in a
+    step, of which each reads `reach` positions before it (None: all).
+    """
+    pages = ceil_div(length, block_size)
+    return pages if reach is None else min(pages, ceil_div(reach + rows - 1, block_size) + 1)

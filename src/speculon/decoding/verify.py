@@ -1,0 +1,375 @@
+"""Which drafts are accepted, and where a sequence ends.
+
+Matching: every row is sampled from the target with its own keyed noise, and a draft is accepted while it
+equals that sample. Each emitted token is therefore the target's own, whatever was drafted.
+Rejection, for drafts that carry q: d stands with probability min(1, p(d) / q(d)), else a token of the
+residual max(0, p - q) takes its place (Leviathan et al. 2023; Chen et al. 2023). The distribution is the
+target's; the text also depends on what was drafted.
+Block, for the same drafts: they are judged together, and the longest accepted beginning is kept (Sun et al.
+2024). The distribution is the target's too, and on average at least as many drafts are accepted.
+law: tests/stat/test_verify.py::test_output_distribution_is_the_targets
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from speculon.core.errors import InvalidParameter
+from speculon.core.types import Finish, SpanOutcome, Verdict
+from speculon.decoding.batch import Batch
+from speculon.decoding.sampling import (
+    COIN,
+    RESIDUAL,
+    SMALLEST,
+    Draw,
+    Row,
+    best,
+    pick,
+    sample,
+    stream_of,
+    token_logprobs,
+    toss,
+    weigh,
+)
+from speculon.decoding.sequence import Ending, Sequence, Span
+from speculon.decoding.text.grammar import forbid
+
+Coin = Callable[[Tensor, Tensor, list[Row]], Tensor]  # p [N] and q [N] of drafted tokens -> which stand [N]
+Outcomes = list[tuple[tuple[int, ...], int]]  # of each span its tokens, and how many of them are drafts
+
+
+def verify(batch: Batch, logits: Tensor, draw: Draw | None = None, coin: Coin | None = None) -> None:
+    """Sets the verdict of each span by the target's logits [R, V]; a prompt chunk yields no token yet.
+
+    `draw` and `coin` replace the keyed noise in tests.
+    """
+    sampled = [span for span in batch.spans if span.samples]
+    by_rule: dict[str, list[Span]] = {"matching": []}
+    for span in sampled:
+        by_rule.setdefault(judged_by(span), []).append(span)
+    for rule, spans in by_rule.items():
+        with_q = WITH_Q.get(rule)
+        outcomes = with_q(spans, logits, draw, coin) if with_q else match(spans, logits, draw)
+        for span, (tokens, accepted) in zip(spans, outcomes, strict=True):
+            span.verdict = judge(span, tokens, accepted, logits)
+    if logits.shape[0] > count(sampled):
+        for span in batch.spans:
+            span.verdict = with_prompt_logprobs(span, logits)
+
+
+def judged_by(span: Span) -> str:
+    """The rule for the drafts of a span: that of its request where they carry q, else matching."""
+    return "matching" if span.draft.probs is None else span.seq.request.acceptance
+
+
+def count(spans: list[Span]) -> int:
+    """Rows that decide a token: one for each draft, and one more for each span."""
+    return sum([len(span.draft.tokens) for span in spans]) + len(spans)
+
+
+def match(spans: list[Span], logits: Tensor, draw: Draw | None = None) -> Outcomes:
+    """Keeps the drafts that equal the target's samples, then the correction or the bonus."""
+    if all(span.seq.request.rules.plain for span in spans):
+        tokens = iter(best(logits_of(spans, logits)).tolist() if spans else ())
+    else:
+        tokens = iter(sample(*rows_of(spans, logits), draw))
+    outcomes: Outcomes = []
+    for span in spans:
+        draft = span.draft.tokens
+        target = tuple(islice(tokens, len(draft) + 1))
+        accepted = 0
+        while accepted < len(draft) and draft[accepted] == target[accepted]:
+            accepted += 1
+        outcomes.append((target[: accepted + 1], accepted))
+    return outcomes
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """Spans whose drafts carry q, with the rows that judge them: B spans, R rows, R - B drafts."""
+
+    spans: list[Span]
+    rows: list[Row]
+    p: Tensor  # [R, V]
+    q: Tensor  # [R - B, V]
+    first: list[int]  # row of each span's first draft, [B]
+    judging: list[int]  # row of each draft, [R - B]
+    chosen: tuple[Tensor, Tensor]  # p and q of the drafted tokens, each [R - B]
+
+    @classmethod
+    def of(cls, spans: list[Span], logits: Tensor) -> Drafted:
+        picked, rows = rows_of(spans, logits)
+        p = weigh(picked, rows).softmax(-1)
+        q = torch.cat([span.draft.probs for span in spans if span.draft.probs is not None])
+        lengths = [len(span.draft.tokens) for span in spans]
+        first = [end - k - 1 for end, k in zip(accumulate(k + 1 for k in lengths), lengths, strict=True)]
+        judging = [begin + i for begin, k in zip(first, lengths, strict=True) for i in range(k)]
+        tokens = torch.tensor([token for span in spans for token in span.draft.tokens], device=p.device)
+        chosen = p[judging].gather(-1, tokens[:, None])[:, 0], q.gather(-1, tokens[:, None])[:, 0]
+        return cls(spans, rows, p, q, first, judging, chosen)
+
+    @property
+    def lengths(self) -> list[int]:
+        """K of each span, [B]."""
+        return [len(span.draft.tokens) for span in self.spans]
+
+    def toss(self, p: Tensor, q: Tensor, coin: Coin | None) -> list[list[bool]]:
+        """One keyed coin for each draft, with probability min(1, p / q); per span."""
+        rows = [
+            replace(row, stream=stream_of(row.seq, COIN)) for row in map(self.rows.__getitem__, self.judging)
+        ]
+        passed = iter((coin or flip)(p, q, rows).tolist())
+        return [list(islice(passed, k)) for k in self.lengths]
+
+    def end(self, accepted: list[int], weights: Tensor, draw: Draw | None) -> Outcomes:
+        """The accepted drafts of each span, and one token drawn by its row of `weights` [B, V]."""
+        last = [self.rows[begin + a] for begin, a in zip(self.first, accepted, strict=True)]
+        ends = [
+            replace(row, stream=RESIDUAL if len(row.prefix) < k or stream_of(row.seq) else 0)
+            for row, k in zip(last, self.lengths, strict=True)
+        ]
+        drawn = pick(weights.log(), ends, draw)
+        return [
+            ((*span.draft.tokens[:a], token), a)
+            for span, a, token in zip(self.spans, accepted, drawn, strict=True)
+        ]
+
+
+def reject(spans: list[Span], logits: Tensor, draw: Draw | None = None, coin: Coin | None = None) -> Outcomes:
+    """Keeps a draft with probability min(1, p / q), then a token of the residual, or the bonus."""
+    drafted = Drafted.of(spans, logits)
+    accepted = [up_to_first_failure(passed) for passed in drafted.toss(*drafted.chosen, coin)]
+    corrected = [n for n, k in enumerate(drafted.lengths) if accepted[n] < k]
+    last = [begin + a for begin, a in zip(drafted.first, accepted, strict=True)]
+    weights = drafted.p[last]  # [B, V]
+    if corrected:
+        # n bonus rows lie before it
+        weights[corrected] = residual(weights[corrected], drafted.q[[last[n] - n for n in corrected]])
+    return drafted.end(accepted, weights, draw)
+
+
+def block(spans: list[Span], logits: Tensor, draw: Draw | None = None, coin: Coin | None = None) -> Outcomes:
+    """Block verification: judges all drafts of a span together (Sun et al. 2024, algorithm 2).
+
+    With w_0 = 1, w_i = min(1, w_{i-1} p(d_i) / q(d_i)), and r_i the sum of max(0, w_i p - q) over the row
+    after d_i, the beginning d_1..d_i is accepted with probability h_i = r_i / (r_i + 1 - w_i), by a coin of
+    its own. The longest accepted one is kept, then a token of max(0, w_i p - q). After the last draft q is 0:
+    there h_K = w_K, and the token is the bonus. P(at least i accepted | d_1..d_i) = w_i, for any K.
+    """
+    drafted = Drafted.of(spans, logits)
+    w = joint_ratios(*drafted.chosen, drafted.lengths)  # [R]
+    # in place: these are the largest tensors of a step
+    weighted = drafted.p.mul_(w[:, None])  # [R, V]
+    q = torch.zeros_like(drafted.p)
+    q[drafted.judging] = drafted.q
+    h = beginning_chances(weighted, q, w)[[row + 1 for row in drafted.judging]]  # [R - B]
+    accepted = [up_to_last_success(passed) for passed in drafted.toss(h, torch.ones_like(h), coin)]
+    last = [begin + a for begin, a in zip(drafted.first, accepted, strict=True)]
+    return drafted.end(accepted, residual(weighted[last], q[last]), draw)
+
+
+def joint_ratios(p: Tensor, q: Tensor, lengths: list[int]) -> Tensor:
+    """w of each span's rows [R] from p and q of its drafted tokens [R - B]: w_0 = 1, w_i = min(1, w_{i-1} p
+    / q).
+    """
+    # a token that was drawn has q > 0, but the noise may find one whose q was rounded to 0
+    split = torch.split(p / q.clamp(min=SMALLEST), lengths)
+    ratios = pad_sequence(list(split), batch_first=True)  # [B, K]
+    w = [torch.ones_like(ratios[:, 0])]
+    for ratio in ratios.unbind(1):
+        w.append((w[-1] * ratio).clamp(max=1))
+    return torch.cat([row[: k + 1] for row, k in zip(torch.stack(w, 1), lengths, strict=True)])
+
+
+def beginning_chances(weighted: Tensor, q: Tensor, w: Tensor) -> Tensor:
+    """h = r / (r + 1 - w) of each row [R] from w p [R, V], q [R, V] and w [R]; 1 where w = 1 and p = q."""
+    r = (weighted - q).clamp_(min=0).sum(-1)
+    total = r + (1 - w)
+    return torch.where(total > 0, r / total, 1.0)
+
+
+def up_to_first_failure(passed: list[bool]) -> int:
+    return next((i for i, one in enumerate(passed) if not one), len(passed))
+
+
+def up_to_last_success(passed: list[bool]) -> int:
+    return next((i for i in range(len(passed), 0, -1) if passed[i - 1]), 0)
+
+
+def flip(p: Tensor, q: Tensor, rows: list[Row]) -> Tensor:
+    """u q <= p with keyed u: true with probability min(1, p / q)."""
+    return toss(rows, p.device) * q <= p
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """max(0, p - q) renormalised, [N, V]; p itself where rounding leaves nothing."""
+    rest = (p - q).clamp_(min=0)
+    total = rest.sum(-1, keepdim=True)
+    return torch.where(total > 0, rest / total, p)
+
+
+# rules for drafts that carry q
+WITH_Q: dict[str, Callable[[list[Span], Tensor, Draw | None, Coin | None], Outcomes]] = {
+    "rejection": reject,
+    "block": block,
+}
+
+
+def rows_of(spans: list[Span], logits: Tensor) -> tuple[Tensor, list[Row]]:
+    """The scored rows of [last token, d_1..d_K] of each span, end to end: their logits, and what stands
+    before them.
+    """
+    rows = [
+        Row(s.seq, s.seq.request.rules, s.draft.tokens[:i])
+        for s in spans
+        for i in range(len(s.draft.tokens) + 1)
+    ]
+    bound = [(s.seq.grammar, s.draft.tokens) for s in spans if s.seq.grammar is not None]
+    if bound:
+        bans = iter(forbid(bound, logits.device))  # [V] for each of their rows
+        rows = [row if row.seq.grammar is None else replace(row, forbidden=next(bans)) for row in rows]
+    return logits_of(spans, logits), rows
+
+
+def logits_of(spans: list[Span], logits: Tensor) -> Tensor:
+    if count(spans) == logits.shape[0]:
+        return logits
+    return logits[[i for span in spans for i in span.score[-(len(span.draft.tokens) + 1) :]]]
+
+
+def judge(span: Span, tokens: tuple[int, ...], accepted: int, logits: Tensor) -> Verdict:
+    """The outcome of a span as its verdict, with the raw log-probabilities where they were asked for."""
+    k, top = len(span.draft.tokens), span.seq.request.params.logprobs
+    if top is None:
+        return Verdict(tokens, accepted, outcome_of(accepted, k))
+    first = span.score[-(k + 1)]
+    logprobs = token_logprobs(logits[first : first + len(tokens)], list(tokens), top)
+    return Verdict(tokens, accepted, outcome_of(accepted, k), logprobs)
+
+
+def outcome_of(accepted: int, k: int) -> SpanOutcome | None:
+    if k == 0:
+        return None
+    return SpanOutcome.FULL if accepted == k else SpanOutcome.TAIL if accepted == k - 1 else SpanOutcome.EARLY
+
+
+def with_prompt_logprobs(span: Span, logits: Tensor) -> Verdict:
+    """Adds the log-probabilities of the prompt tokens that follow this span's rows."""
+    seq = span.seq
+    if not span.scores_prompt:
+        return span.verdict
+    first = max(span.start, seq.prompt_scored)  # a prompt that is computed again is not reported again
+    following = seq.tokens[first + 1 : min(span.start + span.length + 1, seq.request.prompt_len)]
+    row = span.score.start + first - span.start
+    rows = logits[row : row + len(following)]
+    logprobs = token_logprobs(rows, following, seq.request.params.prompt_logprobs or 0)
+    return replace(span.verdict, prompt_logprobs=logprobs)
+
+
+def verify_given(span: Span, logits: Tensor) -> Verdict:
+    """The verdict of one span by given logits [K + 1, V], as `read_logits` returns them, up to its end; no
+    call is made.
+
+    With [K, V] there is no bonus token: one is sampled from a row of zeros, and dropped.
+    """
+    k = len(span.draft.tokens)
+    has_bonus = len(logits) > k
+    rows = logits if has_bonus else torch.cat([logits, logits.new_zeros(1, logits.shape[1])])
+    verify(Batch.pack([span], logits.device), rows)
+    if not has_bonus:
+        verdict = span.verdict
+        logprobs = verdict.logprobs and verdict.logprobs[:k]
+        span.verdict = replace(verdict, tokens=verdict.tokens[:k], logprobs=logprobs)
+    cut([span])
+    return span.verdict
+
+
+def read_logits(logits: Any, k: int, vocab_size: int) -> Tensor:  # [K + 1, V] or [K, V]
+    """The caller's logits as float32. Raises by name what `k` drafts cannot be judged by."""
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        raise InvalidParameter(
+            "target_logits", logits.dtype if isinstance(logits, Tensor) else logits, "takes a float tensor"
+        )
+    if logits.shape not in ((k + 1, vocab_size), (k, vocab_size)):
+        limit = f"needs shape ({k + 1}, {vocab_size}), or ({k}, {vocab_size}) without a bonus token"
+        raise InvalidParameter("target_logits", tuple(logits.shape), limit)
+    rows = logits.detach().float()
+    for row, largest in enumerate(rows.amax(-1).tolist()):  # NaN where the row has one
+        if not isfinite(largest):
+            raise InvalidParameter(
+                "target_logits", largest, f"row {row} takes finite numbers and -inf, not -inf alone"
+            )
+    return rows
+
+
+def cut(spans: list[Span]) -> None:
+    """Ends the verdict of each sequence at its first stop token, stop string or at max_tokens. Nothing is
+    committed or counted yet.
+
+    A stop token is dropped; the token that completes a stop string or a grammar stays.
+    """
+    for span in spans:
+        if not span.samples:
+            continue
+        seq, verdict = span.seq, span.verdict
+        end, finish = find_end(seq, verdict.tokens)
+        if finish is None:
+            continue
+        dropped = isinstance(finish.matched, int) or finish.reason == "error" or seq.room == 0
+        tokens = verdict.tokens[:end] if dropped else verdict.tokens[: end + 1]
+        outcome = verdict.outcome
+        if outcome is not None and end < len(span.draft.tokens):
+            outcome = SpanOutcome.STOP if end < verdict.accepted else SpanOutcome.EARLY_STOP
+        span.verdict = replace(
+            verdict,
+            tokens=tokens,
+            accepted=min(verdict.accepted, len(tokens)),
+            outcome=outcome,
+            logprobs=verdict.logprobs and verdict.logprobs[: len(tokens)],
+            finish=finish,
+        )
+
+
+def find_end(seq: Sequence, tokens: tuple[int, ...]) -> tuple[int, Finish | None]:
+    """Index of the token that ends the text, and how; the earliest cause wins."""
+    ending: Ending = seq.request.ending
+    room = seq.room
+    if room == 0:
+        return 0, Finish("length")
+    stop_string = first_stop_string(seq, tokens)
+    complete = seq.grammar.end_of(tokens) if seq.grammar else None
+    for i, token in enumerate(tokens):
+        if token in ending.stop_ids and seq.num_output + i >= ending.min_tokens:
+            return i, Finish("stop", token)
+        if stop_string and stop_string[0] == i:
+            return i, Finish("stop", stop_string[1])
+        if complete and complete[0] == i:
+            return complete
+        if i + 1 == room:
+            return i, Finish("length")
+    return len(tokens), None
+
+
+def first_stop_string(seq: Sequence, tokens: tuple[int, ...]) -> tuple[int, str] | None:
+    """(index of the completing token, stop string), at or after min_tokens, in the answer alone."""
+    ending: Ending = seq.request.ending
+    if ending.find_stop is None:
+        return None
+    num_output, output = seq.num_output, [*seq.tokens[seq.request.prompt_len :], *tokens]
+    runs = [(0, num_output, len(output))]
+    if ending.answer_start is not None:
+        seq.answer = seq.answer or ending.answer_start()
+        runs = seq.answer.runs(output, num_output)
+    for begin, first, end in runs:
+        first = min(max(first, ending.min_tokens - 1), end)
+        if found := ending.find_stop(output[begin:first], tuple(output[first:end])):
+            return first + found[0] - num_output, found[1]
+    return None

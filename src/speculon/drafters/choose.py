@@ -1,0 +1,121 @@
+"""The drafters of an engine: those in its settings, and those found next to the model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from speculon.core.config import EngineConfig, ModelObject
+from speculon.core.errors import ModelError, ModelNotFound, UnsupportedModel
+from speculon.drafters.families import DRAFT_MODEL, family_of
+from speculon.drafters.mtp.tensors import MTP, find_mtp
+from speculon.drafters.pairing import AUTO, around, examine, is_search, search
+from speculon.loading.headers import Checkpoint, read_checkpoint
+from speculon.loading.locate import locate, refuse_missing, usual_drafters
+
+log = logging.getLogger("speculon")
+
+
+def with_drafts(config: EngineConfig) -> EngineConfig:
+    """The settings with each drafter under its method. Raises `ModelError` for an unsupported one.
+
+    Where none is set, the model's own ones are taken, as far as the method uses them.
+    """
+    draft, method = config.speculation.draft, config.speculation.method
+    if draft is None:
+        usual = {one: path for one, path in usual_drafters(config.model).items() if method in (AUTO, one)}
+        return set_drafts(config, {**usual}) if usual else config
+    if not isinstance(draft, str):
+        return config
+    if is_search(draft):
+        return set_drafts(config, find_drafts(config, draft))
+    return set_drafts(config, by_method(draft))
+
+
+def set_drafts(config: EngineConfig, draft: str | dict[str, str | ModelObject]) -> EngineConfig:
+    return config.model_copy(update={"speculation": config.speculation.model_copy(update={"draft": draft})})
+
+
+def by_method(draft: str) -> str | dict[str, str | ModelObject]:
+    """`{method: draft}`; a draft model's path stays as it is, and a missing one, which the loader reports."""
+    try:
+        folder = locate(draft)
+        family = family_of(folder)
+    except ModelNotFound:
+        return draft
+    if family.method is None:
+        raise UnsupportedModel(f"{folder}: {family.refusal}")
+    return draft if family.method == DRAFT_MODEL else {family.method: draft}
+
+
+def find_drafts(config: EngineConfig, draft: str) -> dict[str, str | ModelObject]:
+    """Searches the target's own folder for MTP layers and those around it, with a log line for every one."""
+    folder = locate(
+        config.model, trust_remote_code=config.trust_remote_code, allow_pickle=config.allow_pickle
+    )
+    found = search(draft, read_checkpoint(folder))
+    for line in found.lines:
+        log.info("draft %s: %s", AUTO, line)
+    own = {} if MTP in found.drafts else own_layers(folder)
+    drafts: dict[str, str | ModelObject] = {**usual_drafters(config.model), **own, **found.drafts}
+    if not drafts:
+        log.info("draft %s: no drafter for %s: lookups only", AUTO, folder)
+    return drafts
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A drafter and one target: warnings about the pair, or why it cannot draft for it."""
+
+    path: str
+    method: str  # empty: not known
+    warnings: tuple[str, ...] = ()
+    refusal: str | None = None
+
+
+def fits(config: EngineConfig, drafts: Iterable[str]) -> list[Fit]:
+    """Drafters around the target that fit it, then each of `drafts`. Nothing is fetched or logged.
+
+    Raises `ModelError` for a target that is not here or cannot be read.
+    """
+    target = read_checkpoint(locate(config.model, fetch=False))
+    usual = usual_drafters(config.model).values()
+    around_it = [fit(one, target) for one in (*usual, *(str(path) for path, _ in around(AUTO, target.path)))]
+    fitting = [one for one in around_it if one.refusal is None]
+    return [*own_fit(target), *fitting, *(fit(one, target) for one in drafts)]
+
+
+def own_fit(target: Checkpoint) -> list[Fit]:
+    """Prediction layers in the target's folder."""
+    try:
+        return [Fit(str(target.path), MTP)] if find_mtp(target.path) is not None else []
+    except ModelError as error:
+        return [Fit(str(target.path), MTP, refusal=str(error))]
+
+
+def fit(draft: str, target: Checkpoint) -> Fit:
+    try:
+        refuse_missing(draft)
+    except ModelNotFound as error:
+        return Fit(draft, "", refusal=str(error))
+    try:
+        found = examine(locate(draft, fetch=False), 0, target)
+    except ModelNotFound:
+        return Fit(draft, "", (f"{draft} is fetched from the hub, and examined, when it is loaded",))
+    method = (found.family.method if found.family is not None else None) or ""
+    return Fit(draft, method, found.warnings, found.refusal)
+
+
+def own_layers(folder: Path) -> dict[str, str]:
+    """`{"mtp": folder}` where the target's own checkpoint has prediction layers that can be used."""
+    try:
+        found = find_mtp(folder)
+    except ModelError as error:
+        log.info("draft %s: %s: MTP layers left out: %s", AUTO, folder, error)
+        return {}
+    if found is None:
+        return {}
+    log.info("draft %s: %s: %s: taken as %s", AUTO, folder, found.summary(), MTP)
+    return {MTP: str(folder)}

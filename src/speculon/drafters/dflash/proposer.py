@@ -1,0 +1,127 @@
+"""A drafter over the target's own hidden states drafts a block of tokens in one forward (DFlash, z-lab 2026;
+with a Markov head DSpark, 2026).
+
+Its layers make keys and values of the states of every position, and keep these in pages, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from speculon.core.config import SpeculationConfig
+from speculon.core.errors import ConfigError
+from speculon.core.types import Draft, Needs
+from speculon.decoding.sequence import Sequence
+from speculon.drafters.dflash.attention import block_view
+from speculon.drafters.dflash.config import DFlashConfig
+from speculon.drafters.dflash.network import DFlashNetwork, Drawing, dflash_needs, load_dflash
+from speculon.drafters.families import read_dflash_config
+from speculon.drafters.runner import run_of
+from speculon.drafters.state_drafter import TAPS, StateDrafter, checked_config
+from speculon.speculation.proposers.base import TargetFacts
+from speculon.speculation.proposers.chain import (
+    Piece,
+    catch_up,
+    draft_at_once,
+    draft_chain,
+    independent,
+    mark,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from speculon.decoding.kv.lease import DraftLease
+
+NAME = "dflash"
+FROM_ANCHOR = "sample_from_anchor"
+
+
+class DFlashDrafter(StateDrafter):
+    """One call of the drafter per round for all of its sequences."""
+
+    method = NAME
+
+    def __init__(self, config: DFlashConfig, target: TargetFacts, min_confidence: float = 0.0):
+        super().__init__(target, min_confidence)
+        self.config = config
+        self.needs: Needs = dflash_needs(config, self.target, target.rows, target.scored, target.compile)
+        self.network: DFlashNetwork
+
+    @classmethod
+    def build(cls, config: SpeculationConfig, target: TargetFacts) -> DFlashDrafter:
+        found = checked_config(NAME, config, target, read_dflash_config, overridden)
+        return cls(found, target, config.draft_min_confidence)
+
+    def load(self) -> None:
+        self.network = load_dflash(self.config, self.target)
+        layers = self.needs.layers[1:]
+        self.runner = run_of(self.network, layers, self.target, self.compile)
+
+    @torch.inference_mode()
+    def _propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
+        read = partial(self._read, lease=lease)
+        rest = catch_up(NAME, seqs, self.max_rows, read)
+        # the last token is the anchor: the target has no states of it yet
+        if pieces := [(seq, start, end - 1) for seq, start, end in rest if start < end - 1]:
+            read(pieces)
+        drawing = Drawing.of(self.network, self.vocab_size, self._blocks(seqs, budgets, lease.after(1)))
+        if self.network.markov_head is None and all(map(independent, seqs)):
+            logits, sure = drawing.all_logits()
+            return draft_at_once(NAME, seqs, budgets, logits, self.min_confidence, sure)
+
+        def forward(which: list[int], drafts: list[list[int]]) -> Tensor:
+            previous = [drafts[i][-1] if drafts[i] else seqs[i].tokens[-1] for i in which]
+            return drawing.logits(which, len(drafts[which[0]]), previous)
+
+        chances = None if self.network.confidence_head is None else lambda: drawing.sure
+        return draft_chain(NAME, seqs, budgets, forward, self.min_confidence, chances)
+
+    def _read(self, pieces: list[Piece], lease: DraftLease) -> None:
+        """Writes the drafter's keys and values of committed positions."""
+        positions = [position for _, start, end in pieces for position in range(start, end)]
+        at = torch.tensor(positions, device=self.target.device)
+        self.network.write_context(lease.taps(pieces), at, lease.after(1).view(pieces))
+        mark(NAME, pieces)
+
+    def _blocks(self, seqs: list[Sequence], ks: list[int], own: DraftLease) -> list[Tensor]:
+        """The states of the rows that draft, [K, H] of each sequence."""
+        skipped = 0 if self.config.sample_from_anchor else 1
+        blocks = [(seq, len(seq.tokens) - 1, k + skipped) for seq, k in zip(seqs, ks, strict=True)]
+        ids: list[int] = []
+        positions: list[int] = []
+        for seq, n, rows in blocks:
+            ids += [seq.tokens[n], *[self.config.mask_token_id] * (rows - 1)]
+            positions += range(n, n + rows)
+        flat = torch.tensor([ids, positions], device=self.target.device)
+        states = self.runner.run(flat[0], flat[1], block_view(own, blocks))
+        ends = accumulate((rows for _, _, rows in blocks), initial=0)
+        return [states[start + skipped : end] for start, end in pairwise(ends)]
+
+
+def overridden(config: DFlashConfig, options: Mapping[str, Any]) -> DFlashConfig:
+    """What a config says wrongly, or not at all, as the user knows it: `taps`, outputs of 0-based target
+    layers in the order of fc's columns, and `sample_from_anchor`.
+
+    Raises `ConfigError` for a value of another kind.
+    """
+    if FROM_ANCHOR in options:
+        given = options[FROM_ANCHOR]
+        if type(given) is not bool:
+            raise ConfigError(f"options.{FROM_ANCHOR} = {given!r}: for {config.path} it is true or false")
+        config = replace(config, sample_from_anchor=given)
+    if TAPS in options:
+        taps = options[TAPS]
+        good = isinstance(taps, list | tuple) and all(type(tap) is int for tap in taps)
+        if not good or len(taps) != config.taps:
+            raise ConfigError(
+                f"options.{TAPS} = {taps!r}: for {config.path} it is a list of {config.taps} layers"
+            )
+        config = replace(config, tap_ids=tuple(taps), after=True)
+    return config

@@ -1,0 +1,149 @@
+"""A small head over the target's own hidden states drafts token by token (EAGLE-3, Li et al. 2025).
+
+See `drafters.eagle3.network` for which row lies where.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from speculon.core.config import SpeculationConfig
+from speculon.core.errors import ConfigError
+from speculon.core.types import Draft, Needs
+from speculon.decoding.sequence import Sequence
+from speculon.drafters.eagle3.config import Eagle3Config
+from speculon.drafters.eagle3.network import Eagle3Network, agreement, head_needs, load_head
+from speculon.drafters.families import read_eagle3_config
+from speculon.drafters.runner import run_of
+from speculon.drafters.state_drafter import TAPS, StateDrafter, checked_config
+from speculon.speculation.proposers.base import TargetFacts
+from speculon.speculation.proposers.chain import Piece, catch_up, draft_chain, mark
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from speculon.decoding.kv.lease import DraftLease
+
+NAME = "eagle3"
+CONTEXT, FLAGS = "max_context", ("norm_before_residual", "norm_output")
+
+PROBE = (
+    "Speculative decoding lets a small model draft what a large one will write. The large model reads all "
+    "drafts at once and keeps those that it would have written itself, so the text is the same, and it comes "
+    "sooner. How much sooner depends on how often the drafts are right: "
+    "def mean(values): return sum(values) / len(values)"
+)
+
+log = logging.getLogger("speculon")
+
+
+class Eagle3Drafter(StateDrafter):
+    """One call of the head per draft position for all sequences of the round."""
+
+    method = NAME
+
+    def __init__(self, head_config: Eagle3Config, target: TargetFacts, min_confidence: float = 0.0):
+        super().__init__(target, min_confidence)
+        self.tap_layouts, self.tokenizer = head_config.tap_layouts(target.num_layers), target.tokenizer
+        self.head_config = head_config
+        self.needs: Needs = head_needs(
+            head_config, self.tap_layouts[0], self.target, target.rows, target.scored, target.compile
+        )
+        self.head: Eagle3Network
+
+    @classmethod
+    def build(cls, config: SpeculationConfig, target: TargetFacts) -> Eagle3Drafter:
+        found = checked_config(NAME, config, target, read_eagle3_config, overridden)
+        return cls(found, target, config.draft_min_confidence)
+
+    def load(self) -> None:
+        self.head = load_head(self.head_config, self.target)
+        layers = self.needs.layers[1:]
+        self.runner = run_of(self.head, layers, self.target, self.compile)
+        if len(self.tap_layouts) > 1 and self.tokenizer is not None:
+            self.needs = replace(
+                self.needs, taps=self._better_reading(self.tokenizer.encode(PROBE)[: self.target.max_context])
+            )
+
+    def _better_reading(self, ids: list[int]) -> tuple[int, ...]:
+        """Where a config's taps can be read in two ways: those with which the head drafts better."""
+        layers = self.needs.layers[1:]
+        shares = {taps: agreement(self.head, self.target, layers, taps, ids) for taps in self.tap_layouts}
+        best = max(shares, key=lambda taps: shares[taps])
+        shown = ", ".join(f"after layers {list(taps)} {share:.0%}" for taps, share in shares.items())
+        log.info(
+            "%s: two tap layouts are possible; acceptance on a short text: %s; used: %s",
+            NAME,
+            shown,
+            list(best),
+        )
+        return best
+
+    def _propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
+        own = lease.after(1)  # the first layer holds the taps
+        rest = catch_up(NAME, seqs, self.max_rows, partial(self._read, lease=lease), first=1)
+        states: dict[int, Tensor] = {}  # by index, of its last row [H]
+
+        def forward(which: list[int], drafts: list[list[int]]) -> Tensor:
+            if not drafts[which[0]]:
+                after = self._read([rest[i] for i in which], lease)
+            else:
+                ends = [len(seqs[i].tokens) + len(drafts[i]) for i in which]
+                pieces = [(seqs[i], end - 1, end) for i, end in zip(which, ends, strict=True)]
+                ids = [drafts[i][-1] for i in which]
+                after = self._forward(pieces, ids, torch.stack([states[i] for i in which]), own)
+            states.update(zip(which, after, strict=True))
+            return self.head.logits(after, self.vocab_size)
+
+        return draft_chain(NAME, seqs, budgets, forward, self.min_confidence)
+
+    def _read(self, pieces: list[Piece], lease: DraftLease) -> Tensor:  # [B, H]
+        """Rows of committed states; the state after each piece."""
+        ids = [token for seq, start, end in pieces for token in seq.tokens[start:end]]
+        taps = lease.taps([(seq, start - 1, end - 1) for seq, start, end in pieces])
+        states = self._forward(pieces, ids, self.head.fuse(taps), lease.after(1))
+        mark(NAME, pieces)
+        lengths = torch.tensor([end - start for _, start, end in pieces], device=states.device)
+        return states[lengths.cumsum(0) - 1]
+
+    @torch.inference_mode()
+    # [T, H] -> [T, H]
+    def _forward(self, pieces: list[Piece], ids: list[int], states: Tensor, own: DraftLease) -> Tensor:
+        positions = [slot - 1 for _, start, end in pieces for slot in range(start, end)]
+        flat = torch.tensor([ids, positions], device=states.device)
+        return self.runner.run(flat[0], states, flat[1], own.view(pieces, first=1))
+
+
+def overridden(head_config: Eagle3Config, options: Mapping[str, Any]) -> Eagle3Config:
+    """What a config says wrongly, or not at all, as the user knows it: `taps`, outputs of 0-based target
+    layers, `max_context` in positions, and the flags.
+
+    Raises `ConfigError` for a value of another kind.
+    """
+    given = {name: options[name] for name in (TAPS, CONTEXT, *FLAGS) if name in options}
+    for name, value in given.items():
+        if name == TAPS:
+            good = are_layers(value) and len(value) == head_config.taps
+            expected = f"a list of {head_config.taps} layers in rising order"
+        elif name == CONTEXT:
+            good, expected = type(value) is int and value > 0, "a number of positions"
+        else:
+            good, expected = type(value) is bool, "true or false"
+        if not good:
+            raise ConfigError(f"options.{name} = {value!r}: for {head_config.path} it is {expected}")
+    taps: dict[str, Any] = {"tap_ids": tuple(given.pop(TAPS)), "after": True} if TAPS in given else {}
+    return replace(head_config, **given, **taps)
+
+
+def are_layers(value: Any) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and all(type(tap) is int for tap in value)
+        and sorted(set(value)) == list(value)
+    )

@@ -1,0 +1,270 @@
+"""Loads the prediction modules of a target's checkpoint, and says before that what they need."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from speculon.core.errors import CorruptWeights, MissingWeights, ModelError, UnsupportedModel
+from speculon.core.types import NO_PADDING, LayerSpec, Needs
+from speculon.drafters.mtp.check import check_head, relative
+from speculon.drafters.mtp.network import Module, MtpHead, Operation
+from speculon.drafters.mtp.tensors import PARTS, MtpConfig
+from speculon.target import attention
+from speculon.target.footprint import scratch_bytes
+from speculon.target.target import Target
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+EXPERTS = "experts."
+# parameters of all experts -> their parts, where experts are stored one by one
+JOINED = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
+ROW_COPIES = 6  # of width H, beyond those of a layer: states, embeddings, both normed and joined
+
+
+def mtp_needs(config: MtpConfig, target: Target, rows: int, scored: int) -> Needs:
+    """The needs of modules that are not loaded; T = `rows` and R = `scored` in their largest forward.
+
+    Its own layers are the taps, each module's keys and values, then what each but the last yields.
+    """
+    if config.hidden != target.hidden_size:
+        raise ModelError(
+            f"{config.path}: its MTP modules are of width {config.hidden}, the target's is "
+            f"{target.hidden_size}"
+        )
+    sizes, dtype = target.model.config.get_text_config(), target.dtype
+    states = LayerSpec("taps", 1, config.hidden, 0, dtype)
+    names = layer_types(sizes, len(config.modules))
+    own = [attention_spec(target, sizes, name) for name in names]
+    scratch = scratch_bytes(sizes, dtype, target.device, rows, scored)
+    return Needs(
+        taps=(len(target.layers) - 1,),
+        layers=(states, *own, *[states] * (len(own) - 1)),
+        max_context=target.max_context,
+        bytes_fixed=config.num_parameters * dtype.itemsize,
+        bytes_scratch=scratch + ROW_COPIES * rows * config.hidden * dtype.itemsize,
+    )
+
+
+def layer_types(config: PreTrainedConfig, modules: int) -> list[str]:
+    """What each module's layer attends to: full attention, unless the config has types for them."""
+    names = list(getattr(config, "mtp_layer_types", None) or [FULL] * modules)
+    if len(names) != modules or not set(names) <= {FULL, SLIDING}:
+        raise UnsupportedModel(f"mtp_layer_types {names} for {modules} MTP modules is not supported")
+    return names
+
+
+def attention_spec(target: Target, config: PreTrainedConfig, layer_type: str) -> LayerSpec:
+    """The keys and values of one module's layer, as those of the target's layers of that type."""
+    layers = [layer for layer in target.layers if layer.heads]
+    if not layers:
+        raise UnsupportedModel(f"{target.name} has no attention, as its MTP modules would")
+    window = config.sliding_window if layer_type == SLIDING else None
+    alike = [layer for layer in layers if layer.window == window and not layer.chunk]
+    spec = replace((alike or layers)[-1], padding=NO_PADDING)
+    typed = bool(getattr(config, "layer_types", None))
+    return replace(spec, window=window, chunk=None) if typed else spec
+
+
+def load_mtp(
+    config: MtpConfig, target: Target, layers: tuple[LayerSpec, ...], fused: bool = True
+) -> tuple[MtpHead, int]:
+    """The modules in the target's dtype, and the bytes of what they do not share with it.
+
+    Raises `ModelError` for tensors that do not fit the target's layers, `UnsupportedModel` for a target whose
+    layers cannot be used.
+    """
+    modules = load_modules(config, target)
+    head = MtpHead(modules, final_norm(target), rotary_of(target, layers))
+    shared = {target.embedding.data_ptr()}
+    own = {t.data_ptr(): t.nbytes for module in modules for t in weights_of(module, target)}
+    check_head(head, target, layers, fused)
+    return head, sum(size for pointer, size in own.items() if pointer not in shared)
+
+
+def load_modules(config: MtpConfig, target: Target) -> list[Module]:
+    """The modules with stock layers, unchecked. Raises `ModelError` as `load_mtp` does."""
+    if target.layer_class is None:
+        raise UnsupportedModel(f"{target.name}: the class of its layers is not known, so MTP has none")
+    tensors = read_tensors(config)
+    return [Loader(config, target, number, tensors).module() for number in range(len(config.modules))]
+
+
+def read_tensors(config: MtpConfig) -> dict[str, Tensor]:
+    """By stored name."""
+    names = {name for module in config.modules for name in module.values()}
+    tensors: dict[str, Tensor] = {}
+    for path in config.files:
+        with safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys() if name in names}
+    return tensors
+
+
+class Loader:
+    """Builds one module from its tensors."""
+
+    def __init__(self, config: MtpConfig, target: Target, number: int, stored: Mapping[str, Tensor]):
+        self.config, self.target, self.number = config, target, number
+        names = config.modules[number]
+        self.tensors = {
+            here: stored[name].to(target.device, self.dtype_of(name)) for here, name in names.items()
+        }
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The target's dtype, but for what its class always keeps in fp32."""
+        model, dtype = self.target.model, self.target.dtype
+        exact = set(model._keep_in_fp32_modules_strict or ())
+        exact |= set(model._keep_in_fp32_modules or ()) if dtype is torch.float16 else set()
+        return torch.float32 if any(part in name for part in exact) else dtype
+
+    def module(self) -> Module:
+        layer = self.layer()
+        norm_class: Any = type(layer.input_layernorm)
+        return Module(
+            embed=self.embed(),
+            embed_norm=self.norm(norm_class, "embed_norm"),
+            state_norm=self.norm(norm_class, "state_norm"),
+            proj=self.linear("proj"),
+            hidden_first=self.config.hidden_first,
+            layer=layer,
+            norm=self.norm(norm_class, "norm"),
+            head=self.head(),
+        )
+
+    def layer(self) -> Any:
+        """A decoder layer of the target's class with the module's weights."""
+        assert self.target.layer_class is not None
+        config = layer_config(self.target, self.config, self.number)
+        with torch.device("meta"):
+            layer = self.target.layer_class(config, self.number)
+        own = {
+            name.removeprefix("layer."): t for name, t in self.tensors.items() if name.startswith("layer.")
+        }
+        shapes = {name: tensor.shape for name, tensor in layer.state_dict().items()}
+        weights = {name: self.find(name, own) for name in shapes}
+        for name, shape in shapes.items():
+            if weights[name].shape != shape:
+                found = f"is {list(weights[name].shape)}, its class has {list(shape)}"
+                raise CorruptWeights(f"{self.config.path}: {name} of MTP module {self.number} {found}")
+        if own:
+            more = f"{len(own)} tensors that its class does not have, first {min(own)}"
+            raise UnsupportedModel(f"{self.config.path}: MTP module {self.number} has {more}")
+        layer.load_state_dict(weights, assign=True)
+        if left := [name for name, tensor in layer.named_buffers() if tensor.is_meta]:
+            raise UnsupportedModel(f"{self.config.path}: MTP module {self.number} needs a buffer {left[0]}")
+        return layer.eval().requires_grad_(False)
+
+    def find(self, name: str, own: dict[str, Tensor]) -> Tensor:
+        """A tensor of the layer, removed from `own`; those of experts may be stored one by one."""
+        if name in own:
+            return own.pop(name)
+        at, _, last = name.rpartition(EXPERTS)
+        count = len({n for n in own if n.startswith(at + EXPERTS) and n.endswith(".down_proj.weight")})
+        parts = JOINED.get(EXPERTS + last, ())
+        names = [[f"{at}{EXPERTS}{i}.{part}.weight" for part in parts] for i in range(count)]
+        if not parts or not all(n in own for group in names for n in group) or not names:
+            raise MissingWeights(f"{self.config.path}: {name} of MTP module {self.number} is missing")
+        return torch.stack([torch.cat([own.pop(n) for n in group]) for group in names])
+
+    def norm(self, norm_class: Any, part: str) -> nn.Module:
+        """A norm of the layer's class, whose weight may be w or 1 + w."""
+        made = norm_class(self.config.hidden, eps=self.target.model.config.get_text_config().rms_norm_eps)
+        made.weight = nn.Parameter(self.tensors[f"{part}.weight"], requires_grad=False)
+        return made
+
+    def linear(self, part: str) -> nn.Linear:
+        weight = self.tensors[f"{part}.weight"]
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        return layer
+
+    def embed(self) -> Tensor:  # [V, H]
+        """The target's embedding, unless the module has another one."""
+        own, shared = self.tensors.get("embed.weight"), self.target.embedding
+        return shared if own is None or torch.equal(own, shared) else own
+
+    def head(self) -> Operation:
+        """The target's head, unless the module has another one: it may be packed, so outputs are compared."""
+        shared = self.target.head
+        if "head.weight" not in self.tensors:
+            return shared
+        own = self.linear("head")
+        x = torch.randn(2, self.config.hidden, generator=torch.Generator().manual_seed(0))
+        with torch.inference_mode():
+            mine, theirs = (head(x.to(self.tensors["head.weight"])).float() for head in (own, shared))
+        return shared if mine.shape == theirs.shape and relative(mine, theirs) <= 1e-5 else own
+
+
+def stored_tensors(module: Module, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """A module's tensors by stored name, without embedding and head: the inverse of `Loader`."""
+    own = {f"{part}.weight": getattr(module, part).weight for part in PARTS}
+    own |= {f"layer.{name}": tensor for name, tensor in module.layer.state_dict().items()}
+    parts = {name: part for joined, tensor in own.items() for name, part in separate(joined, tensor, names)}
+    return {names[name]: part for name, part in parts.items()}
+
+
+def separate(name: str, tensor: Tensor, names: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """A tensor itself, or those of single experts where they are stored one by one."""
+    if name in names:
+        yield name, tensor
+        return
+    at, _, last = name.rpartition(EXPERTS)
+    parts = JOINED[EXPERTS + last]
+    for i, expert in enumerate(tensor):
+        for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
+            yield f"{at}{EXPERTS}{i}.{part}.weight", weight
+
+
+def layer_config(target: Target, config: MtpConfig, number: int) -> Any:
+    """A copy of the target's config in which the modules are all layers that there are."""
+    made: Any = copy.deepcopy(target.model.config.get_text_config())
+    count, sparse = len(config.modules), config.has_experts(number)
+    settings = {
+        "layer_types": layer_types(made, count),
+        "mlp_layer_types": ["sparse" if config.has_experts(i) else "dense" for i in range(count)],
+        "first_k_dense_replace": 0 if sparse else count,
+        "mlp_only_layers": [] if sparse else [*range(count)],
+        "decoder_sparse_step": 1,
+    }
+    for name, value in settings.items():
+        if getattr(made, name, None) is not None:
+            setattr(made, name, value)
+    made.num_hidden_layers = count
+    made._attn_implementation = attention.NAME
+    return made
+
+
+def final_norm(target: Target) -> Operation:
+    decoder = target.model.get_decoder()
+    found = next((getattr(decoder, name) for name in FINAL_NORMS if hasattr(decoder, name)), None)
+    if found is None:
+        raise UnsupportedModel(f"{target.name}: no module is its final norm, which MTP reads")
+    return found
+
+
+def rotary_of(target: Target, layers: tuple[LayerSpec, ...]) -> Callable[[Tensor, Tensor], Any]:
+    """The target's rotary tables, as its layers of the modules' type use them."""
+    rotary: Any = getattr(target.model.get_decoder(), "rotary_emb", None)
+    if rotary is None:
+        raise UnsupportedModel(f"{target.name}: it has no rotary table, which its MTP layers would read")
+    if "layer_type" in inspect.signature(rotary.forward).parameters:
+        return partial(rotary, layer_type=SLIDING if layers[1].window else FULL)
+    return rotary
+
+
+def weights_of(module: Module, target: Target) -> list[Tensor]:
+    """Tensors of its own, and its embedding."""
+    parts = [module.layer, module.embed_norm, module.state_norm, module.proj, module.norm]
+    if isinstance(module.head, nn.Module) and module.head is not target.head:
+        parts.append(module.head)
+    kept = (weight for part in parts for weight in (*part.parameters(), *part.buffers()))
+    return [*kept, module.embed]

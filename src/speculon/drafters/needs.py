@@ -1,0 +1,31 @@
+"""Memory that drafters will take, from the headers of their files."""
+
+from __future__ import annotations
+
+from speculon.core.config import EngineConfig
+from speculon.core.types import Needs
+from speculon.drafters.families import DRAFT_MODEL, PARD
+from speculon.drafters.mtp.tensors import MTP, mtp_of
+from speculon.loading.headers import read_checkpoint
+from speculon.loading.locate import locate
+from speculon.loading.memory.needs import model_needs, weight_bytes
+from speculon.loading.memory.process import Step
+from speculon.target.footprint import program_bytes
+
+LANGUAGE_MODELS = (DRAFT_MODEL, PARD)
+
+
+def drafter_needs(config: EngineConfig, step: Step) -> list[Needs]:
+    """The needs of every drafter that `config` names, beside a target with this largest step."""
+    return [needs_of(method, path, config, step) for method, path in config.speculation.drafts.items()]
+
+
+def needs_of(method: str, path: object, config: EngineConfig, step: Step) -> Needs:
+    assert isinstance(path, str), "a server has no model objects"
+    if method in LANGUAGE_MODELS:
+        return model_needs(path, *step, config.fuse, config.compile)
+    if method == MTP:
+        return Needs(bytes_fixed=mtp_of(locate(path)).num_parameters * step.dtype.itemsize)
+    weights = weight_bytes(read_checkpoint(locate(path)), step.dtype)
+    programs = program_bytes(weights, step.dtype, step.device, drafter=True) if config.compile else 0
+    return Needs(bytes_fixed=weights + programs)

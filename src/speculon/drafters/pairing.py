@@ -1,0 +1,157 @@
+"""Finds drafters that fit a target, from configs, headers and tokenizer files. Nothing is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from speculon.core.errors import ConfigError, ModelError, UnsupportedModel, WrongPair
+from speculon.drafters.config import (
+    DrafterConfig,
+    TargetShape,
+    check_offsets,
+    check_pair,
+    read_offsets,
+)
+from speculon.drafters.families import Family, family_of
+from speculon.drafters.mtp.tensors import MtpConfig
+from speculon.loading.headers import Checkpoint, read_checkpoint, refuse_unsafe
+from speculon.loading.spelling import compare
+
+AUTO, ANOTHER = "auto", "another tokenizer"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A folder that was examined: its drafter, warnings about the pair, and the reason for refusal."""
+
+    path: Path
+    distance: int  # 0: in the target's folder or the named one; 1: next to the target
+    family: Family | None = None
+    warnings: tuple[str, ...] = ()
+    refusal: str | None = None
+
+    @property
+    def rank(self) -> tuple[int, int, int, str]:
+        assert self.family is not None
+        found = self.family.head or self.family.checkpoint
+        return len(self.warnings), self.distance, found.num_bytes if found else 0, str(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The result of a search: at most one drafter for each method, and a log line for every folder."""
+
+    drafts: dict[str, str]
+    lines: tuple[str, ...]
+
+
+def is_search(draft: str) -> bool:
+    """`auto`, or `auto:FOLDER`; a folder of that name is `./auto`."""
+    return draft == AUTO or draft.startswith(f"{AUTO}:")
+
+
+def search(draft: str, target: Checkpoint) -> Search:
+    """The best drafter for each method. Raises `ConfigError` for a folder that does not exist."""
+    seen = [candidate(path, distance, target) for path, distance in around(draft, target.path)]
+    taken: dict[str, Candidate] = {}
+    for one in sorted((one for one in seen if one.refusal is None), key=lambda one: one.rank):
+        assert one.family is not None
+        assert one.family.method is not None
+        taken.setdefault(one.family.method, one)
+    lines = tuple(log_line(one, taken) for one in seen)
+    return Search({method: str(one.path) for method, one in taken.items()}, lines)
+
+
+def around(draft: str, target: Path) -> Iterator[tuple[Path, int]]:
+    """Folders with a config, without the target's own, and the distance of each."""
+    named = draft.removeprefix(AUTO).removeprefix(":")
+    here = Path(named).expanduser() if named else target
+    if draft != AUTO and (not named or not here.is_dir()):
+        raise ConfigError(f"draft = {draft!r}: {AUTO}:FOLDER needs a folder that is there")
+    places = [(here, 0), *((path, 0) for path in below(here))]
+    if not named:
+        places += [(path, 1) for path in below(target.absolute().parent)]
+    known = {target.resolve()}
+    for path, distance in places:
+        if path.resolve() not in known and (path / "config.json").is_file():
+            known.add(path.resolve())
+            yield path, distance
+
+
+def below(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir())
+    except OSError:  # unreadable: no drafter in it can be loaded
+        return []
+
+
+def candidate(path: Path, distance: int, target: Checkpoint) -> Candidate:
+    """As `examine`; a language model that fits with a warning is refused, too."""
+    found = examine(path, distance, target)
+    if found.warnings and found.family is not None and found.family.checkpoint is not None:
+        # it fits, but who knows whether it is meant for it
+        return replace(found, refusal=f"{found.warnings[0]}; only used where draft names it")
+    return found
+
+
+def examine(path: Path, distance: int, target: Checkpoint) -> Candidate:
+    family = None
+    try:
+        family = family_of(path)
+        warnings = check_fit(family, target)
+        return Candidate(path, distance, family.for_target(target.num_layers), warnings)
+    except ModelError as error:
+        return Candidate(path, distance, family, refusal=str(error).removeprefix(f"{path}: "))
+
+
+def check_fit(family: Family, target: Checkpoint) -> tuple[str, ...]:
+    """Warnings about the pair. Raises `ModelError` where the drafter cannot draft for the target."""
+    if family.head is not None:
+        return check_head(family.head, target)
+    if family.modules is not None:
+        return check_modules(family.modules, target)
+    if family.checkpoint is None:
+        raise UnsupportedModel(family.refusal or family.summary)
+    return check_model(family.checkpoint, target)
+
+
+def check_head(head: DrafterConfig, target: Checkpoint) -> tuple[str, ...]:
+    shape = TargetShape.of(target)
+    warnings = check_pair(head, shape)
+    check_offsets(head.path, read_offsets(head), shape.vocab_size)
+    return warnings
+
+
+def check_modules(modules: MtpConfig, target: Checkpoint) -> tuple[str, ...]:
+    """Raises `WrongPair` for modules of another target: their layers are of the target's own class."""
+    of = read_checkpoint(modules.path)
+    mine, theirs = ((one.model_type, one.num_layers, one.hidden_size) for one in (of, target))
+    if mine != theirs:
+        words = "{} of {} layers and width {}"
+        raise WrongPair(f"MTP modules for {words.format(*mine)}, the target is {words.format(*theirs)}")
+    return ()
+
+
+def check_model(draft: Checkpoint, target: Checkpoint) -> tuple[str, ...]:
+    """A warning about another tokenizer. Raises `ModelError` unless the draft model is smaller than the
+    target and has enough of its tokens.
+    """
+    refuse_unsafe(draft, allow_pickle=False)
+    size, target_size = draft.num_parameters or 0, target.num_parameters or 0
+    if target_size and size >= target_size:
+        raise WrongPair(f"a model of {size:,} parameters, the target has {target_size:,}")
+    if draft.tensor_types is not None or target.tensor_types is not None:
+        return ()  # tokenizers in GGUF files are compared when both are loaded
+    overlap = compare(draft.path, target.path)
+    return () if overlap is None else (f"{ANOTHER}: {overlap.check(draft.path, target.path)}",)
+
+
+def log_line(one: Candidate, taken: dict[str, Candidate]) -> str:
+    if one.refusal is not None or one.family is None:
+        return f"{one.path}: left out: {one.refusal}"
+    family = one.family
+    best = taken[family.method or ""]
+    verdict = f"taken as {family.method}" if best is one else f"left out: fits, but {best.path} is preferred"
+    return f"{one.path}: {'; '.join((family.summary, *one.warnings))}: {verdict}"

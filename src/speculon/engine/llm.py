@@ -1,0 +1,420 @@
+"""`LLM`: a model with its engine, called synchronously; and sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard, cast, overload
+
+from speculon.core.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
+from speculon.core.errors import ConfigError, InvalidParameter, InvalidRequest
+from speculon.core.telemetry import MonitorCounts
+from speculon.decoding.sequence import Event
+from speculon.decoding.text.tokenizer import NO_TOKENIZER, Stream, Tokenizer, check_messages, final_text
+from speculon.engine.build import build_engine
+from speculon.engine.outputs import Completion, RequestOutput, absorb
+from speculon.engine.waiting import Call, Stepper
+from speculon.loading.generation import sampling_defaults
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger("speculon")
+
+Prompt = str | Seq[int]
+Message = Mapping[str, Any]
+Speculation = RequestSpeculation | Mapping[str, Any] | None
+
+
+class LLM:
+    """A model with its engine.
+
+    >>> llm = LLM("smollm2")
+    >>> llm.generate(["def add(a, b):"], SamplingParams(temperature=0.0, max_tokens=64))[0].text
+
+    Keywords are the fields of `EngineConfig`. Raises `ModelError` for a checkpoint that cannot be used,
+    `ConfigError` for a setting that is wrong.
+
+    Calls without `params` have `default_params`, with the values of the checkpoint's
+    `generation_config.json`. Given ones are complete: what they do not set has our default.
+
+    With `tokenizer=None` no tokenizer is loaded. Prompts are then token ids, results have no text, and what
+    needs one raises `InvalidParameter`: strings as prompts, stop strings, grammars, chats, streams of text.
+
+    Any number of threads and tasks may call it: their requests form one batch.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        speculation: SpeculationConfig | Mapping[str, Any] | None = None,
+        tokenizer: Literal["auto"] | None = "auto",
+        progress: Callable[[str], None] | None = None,
+        **settings: Any,
+    ):
+        if model is not None:
+            settings["model"] = model
+        if speculation is not None:
+            settings["speculation"] = speculation
+        if tokenizer not in ("auto", None):
+            raise ConfigError(f"tokenizer = {tokenizer!r}: 'auto' is that of the checkpoint, None is none")
+        self.engine = build_engine(EngineConfig(**settings), progress, texts=tokenizer is not None)
+        self.config = self.engine.config
+        defaults = sampling_defaults(self.config)
+        # a limit of servers: here it would refuse prompts that leave less room
+        defaults.pop("max_tokens", None)
+        self.default_params = SamplingParams(**defaults)  # of calls without `params`
+        self._stepper = Stepper(self.engine)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an LLM holds a model, pages and threads: it cannot be copied or pickled")
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's. Raises `InvalidParameter` where the model was loaded without one."""
+        if self.engine.tokenizer is None:
+            raise InvalidParameter("tokenizer", None, NO_TOKENIZER).about("tokenizer")
+        return self.engine.tokenizer
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of transformers itself, with `apply_chat_template` and all else that it has.
+
+        Raises `InvalidParameter` where the model was loaded without one.
+        """
+        inner: PreTrainedTokenizerBase = self.tokenizer.inner
+        return inner
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        speculation: Speculation | Seq[Speculation] = None,
+        on_token: Callable[[int, int], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Continues every prompt (text, or token ids), all at once, in the order given.
+
+        `params` and `speculation` are one for all or one per prompt. `on_token(prompt index, new tokens)` is
+        called as texts grow. When one prompt is refused nothing is written for any.
+        """
+        calls, outputs = self._read(prompts, params, speculation)
+        with self._stepper.requests(calls) as queue:
+            index = {request_id: i for i, request_id in enumerate(queue.requests)}
+            for event in self._stepper.events(queue):
+                i = index[event.request_id]
+                absorb(outputs[i], event)
+                if on_token and event.tokens:
+                    on_token(i, len(event.tokens))
+        self._stepper.check_when_idle()
+        return self._finished(calls, outputs)
+
+    async def agenerate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        speculation: Speculation | Seq[Speculation] = None,
+    ) -> list[RequestOutput]:
+        """`generate` for an event loop. Cancelling the task aborts its requests."""
+        calls, outputs = await asyncio.to_thread(self._read, prompts, params, speculation)
+        async with self._stepper.requests_of_task(calls) as queue:
+            results = dict(zip(queue.requests, outputs, strict=True))
+            while events := await queue.take():
+                for event in events:
+                    absorb(results[event.request_id], event)
+        return self._finished(calls, outputs)
+
+    @overload
+    def chat(
+        self,
+        messages: Seq[Message],
+        params: SamplingParams | None = None,
+        *,
+        speculation: Speculation = None,
+    ) -> RequestOutput: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Seq[Seq[Message]],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        speculation: Speculation | Seq[Speculation] = None,
+    ) -> list[RequestOutput]: ...
+
+    def chat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        speculation: Speculation | Seq[Speculation] = None,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Answers a conversation, or each of a list of conversations, through the checkpoint's chat template.
+
+        A list gives a list. Its `params` and `speculation` are one for all or one per conversation.
+        """
+        apply, many = self.tokenizer.apply_chat, conversations(messages)
+        if many is not None:
+            return self.generate([apply(one) for one in many], params, speculation=speculation)
+        return self.generate([apply(cast(Seq[Message], messages))], params, speculation=speculation)[0]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: Speculation = None
+    ) -> Iterator[str]:
+        """Yields the text of one prompt as it is written. Closing the iterator aborts the request."""
+        params = params or self.default_params
+        prompt_ids = self._encode(prompt)
+        text = Stream.of(self.tokenizer, params, prompt_ids)
+        with closing(self.events(prompt_ids, params, speculation=speculation)) as events:
+            for event in events:
+                if new := new_text(text, event):
+                    yield new
+
+    async def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: Speculation = None
+    ) -> AsyncIterator[str]:
+        """`stream` for an event loop. Closing the iterator, or cancelling the task, aborts the request."""
+        params = one_sample(params or self.default_params)
+        prompt_ids = await asyncio.to_thread(self._encode, prompt)
+        text = Stream.of(self.tokenizer, params, prompt_ids)
+        async with self._stepper.requests_of_task([Call(prompt_ids, params, speculation)]) as queue:
+            while events := await queue.take():
+                for event in events:
+                    if new := new_text(text, event):
+                        yield new
+
+    def events(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: Speculation = None
+    ) -> Generator[Event, None, None]:
+        """Yields what each step brings to one prompt. Closing the generator aborts the request."""
+        output = RequestOutput(self._encode(prompt), [Completion()])
+        yield from self._stream_to(output, params or self.default_params, speculation)
+
+    def session(
+        self, params: SamplingParams | None = None, *, system: str | None = None, raw: bool = False
+    ) -> Session:
+        """A conversation whose earlier turns stay in pages; a `raw` one has no roles, its texts are continued
+        as they are.
+        """
+        _ = self.tokenizer  # refused here where there is none
+        return Session(self, params or self.default_params, system, raw)
+
+    def forget_pools(self, pool: str | None = None) -> int:
+        """Deletes the earlier answers that are remembered under a name, or all; returns how many pools there
+        were.
+        """
+        with self._stepper.turn() as engine:
+            return engine.forget_pools(pool)
+
+    def replay(self) -> MonitorCounts:
+        """Replays the answers that the monitor has taken (`monitor_share`), and returns its counts so far.
+
+        Requests of other threads are not delayed by more than one forward.
+        """
+        self._stepper.replay()
+        return replace(self.engine.counters.monitor)
+
+    def close(self) -> None:
+        """Ends what is still open, with `abort`, and writes what is to be kept of events and state.
+
+        The end of a `with` block does this, and so does the end of the process.
+        """
+        self._stepper.close()
+
+    def _stream_to(
+        self, output: RequestOutput, params: SamplingParams, speculation: Speculation
+    ) -> Generator[Event, None, None]:
+        """Yields what each step brings to `output`, which has it already; with the account also when this is
+        closed early.
+        """
+        call = Call(output.prompt_token_ids, one_sample(params), speculation)
+        with self._stepper.requests([call]) as queue:
+            try:
+                for event in self._stepper.events(queue):
+                    absorb(output, event)
+                    yield event
+            finally:
+                queue.close()
+                for event in queue.unread:
+                    absorb(output, event)
+                self._write_text(output, params)
+
+    def _read(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None,
+        speculation: Speculation | Seq[Speculation],
+    ) -> tuple[list[Call], list[RequestOutput]]:
+        """What is asked for each prompt, and its result, still empty."""
+        many = as_list(prompts)
+        each = one_per_prompt(
+            "params", self.default_params if params is None else params, len(many), SamplingParams
+        )
+        requested = one_per_prompt(
+            "speculation", speculation, len(many), (RequestSpeculation, Mapping, type(None))
+        )
+        calls = [Call(self._encode(prompt), p, s) for prompt, p, s in zip(many, each, requested, strict=True)]
+        outputs = [RequestOutput(call.prompt, [Completion() for _ in range(call.params.n)]) for call in calls]
+        return calls, outputs
+
+    def _finished(self, calls: list[Call], outputs: list[RequestOutput]) -> list[RequestOutput]:
+        for call, output in zip(calls, outputs, strict=True):
+            self._write_text(output, call.params)
+        return outputs
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.engine.tokenizer is None:
+                raise InvalidParameter("prompt", prompt, NO_TOKENIZER).about("tokenizer")
+            return self.tokenizer.encode(prompt)
+        if not is_list(prompt) or not all(isinstance(token, int) for token in prompt):
+            raise InvalidParameter("prompt", prompt, "a string or a list of token ids")
+        return list(prompt)
+
+    def _write_text(self, output: RequestOutput, params: SamplingParams) -> None:
+        if self.engine.tokenizer is None:
+            return
+        for one in output.outputs:
+            one.text = final_text(self.tokenizer, one.token_ids, one.stop, params, output.prompt_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a user said, and the answer."""
+
+    content: str
+    output: RequestOutput
+    rendered: str  # the text of its tokens; empty where the two differ
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.output.prompt_token_ids, *self.output.token_ids]
+
+
+class Session:
+    """A conversation. The tokens of earlier turns are sent again as they were, so their pages are found
+    again.
+
+    `system` may be changed between turns, and `turns` shortened: the last one taken back, or all of them.
+    """
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None, raw: bool = False):
+        if raw and system:
+            raise InvalidParameter("system", system, "a raw conversation has no roles")
+        self.llm, self.params, self.system, self.raw = llm, params, system, raw
+        self.turns: list[Turn] = []
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        pairs = [("system", self.system)] if self.system else []
+        for turn in self.turns:
+            pairs += [("user", turn.content), ("assistant", turn.output.text)]
+        return [{"role": role, "content": content} for role, content in pairs]
+
+    def send(
+        self, content: str, params: SamplingParams | None = None, *, speculation: Speculation = None
+    ) -> RequestOutput:
+        """Adds a user's turn and returns the answer; a refused turn leaves the conversation as it was."""
+        for _ in self.stream(content, params, speculation=speculation):
+            pass
+        return self.turns[-1].output
+
+    def stream(
+        self, content: str, params: SamplingParams | None = None, *, speculation: Speculation = None
+    ) -> Generator[Event, None, None]:
+        """Adds a user's turn and yields what each step brings to its answer, which is then
+        `turns[-1].output`.
+
+        A turn that is refused or fails leaves the conversation as it was. One that is closed early, or
+        interrupted, keeps what was written; where nothing was, it is taken back.
+        """
+        text = self._render(content)
+        output = RequestOutput(self._encode(text), [Completion()])
+        try:
+            yield from self.llm._stream_to(output, params or self.params, speculation)
+        except (GeneratorExit, KeyboardInterrupt):
+            if output.token_ids:
+                self._keep(content, text, output)
+            raise
+        self._keep(content, text, output)
+
+    def prompt(self, content: str) -> list[int]:
+        """The tokens that a turn would send.
+
+        Raises `InvalidRequest` where the template refuses it; changes nothing.
+        """
+        return self._encode(self._render(content))
+
+    def _render(self, content: str) -> str:
+        messages = [*self.messages, {"role": "user", "content": content}]
+        if not self.raw:
+            return self.llm.tokenizer.render_chat(messages)
+        check_messages(messages)
+        text = ""
+        for message in messages:
+            new_line = text and message["role"] == "user" and not text.endswith("\n")
+            text += "\n" * bool(new_line) + message["content"]
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        tokenizer, last = self.llm.tokenizer, self.turns[-1] if self.turns else None
+        if last and last.rendered and text.startswith(last.rendered):
+            return [*last.tokens, *tokenizer.encode(text[len(last.rendered) :], add_special_tokens=False)]
+        return tokenizer.encode(text, add_special_tokens=self.raw)
+
+    def _keep(self, content: str, text: str, output: RequestOutput) -> None:
+        # a stop string is in the tokens but not in the text: the next prompt is then made from the text again
+        ended_by_string = isinstance(output.outputs[0].stop, str)
+        self.turns.append(Turn(content, output, "" if ended_by_string else text + output.text))
+
+
+def one_sample(params: SamplingParams) -> SamplingParams:
+    if params.n != 1:
+        raise InvalidParameter("n", params.n, "a stream carries one text")
+    return params
+
+
+def new_text(stream: Stream, event: Event) -> str:
+    return stream.push(event.tokens) + (stream.flush(event.finish.matched) if event.finish else "")
+
+
+def is_list(value: object) -> TypeGuard[Seq[Any]]:
+    return isinstance(value, Seq) and not isinstance(value, str | bytes | bytearray)
+
+
+def as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    """Several prompts as they are; a single string, or a single list of token ids, as a list of one."""
+    if isinstance(prompts, str) or (is_list(prompts) and len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]
+    if not is_list(prompts):
+        raise InvalidParameter("prompts", prompts, "a string, a list of token ids, or a list of these")
+    return list(prompts)
+
+
+def conversations(messages: Seq[Message] | Seq[Seq[Message]]) -> list[Seq[Message]] | None:
+    """The conversations of a list of them; None where it is a single one."""
+    if not is_list(messages) or not messages or not is_list(messages[0]):
+        return None
+    return [cast(Seq[Message], one) for one in messages]
+
+
+def one_per_prompt(name: str, value: Any, count: int, kind: type | tuple[type, ...]) -> list[Any]:
+    if isinstance(value, kind):
+        return [value] * count
+    if not is_list(value) or not all(isinstance(one, kind) for one in value):
+        names = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
+        raise InvalidParameter(name, value, f"takes {names}, or a list with one per prompt")
+    if len(value) != count:
+        raise InvalidRequest(f"{name}: {len(value)} given for {count} prompts")
+    return list(value)

@@ -1,0 +1,146 @@
+"""What callers get back: completions of a prompt, and the result of one step."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from speculon.core.telemetry import RequestStats, SpeculationStats
+from speculon.core.types import Draft, FinishReason, TokenLogprobs, Verdict
+from speculon.decoding.sequence import Event, Fate
+
+
+@dataclass(slots=True)
+class Completion:
+    """One text."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)  # without the stop token
+    finish_reason: FinishReason | None = None
+    stop: str | int | None = None  # the stop string or token that ended it
+    logprobs: list[TokenLogprobs] | None = None  # one per token
+    # one per token: the method that drafted it; None is the target itself
+    sources: list[str | None] = field(default_factory=list)
+    fates: list[Fate] = field(default_factory=list)  # one per token: what became of the draft there
+    stats: RequestStats = field(default_factory=RequestStats)
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Why rounds were not speculative, and how often each."""
+        return dict(self.stats.reasons)
+
+    @property
+    def changes(self) -> list[dict[str, Any]]:
+        """Changes of mind: from speculating to plain or back, or from one method to another, why, and how
+        often.
+        """
+        return self.stats.change_list()
+
+    @property
+    def speculation(self) -> SpeculationStats | None:
+        """What speculation did; None when no round ran, and none was watched."""
+        return self.stats.speculation()
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """All n texts of one prompt; the first one's fields are also here."""
+
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    # None for the first token, which nothing precedes
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.outputs[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        return self.outputs[0].logprobs
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        return self.outputs[0].reasons
+
+    @property
+    def speculation(self) -> SpeculationStats | None:
+        return self.outputs[0].speculation
+
+    def to_dict(self) -> dict[str, Any]:
+        outputs: list[dict[str, Any]] = [
+            {
+                "text": one.text,
+                "token_ids": one.token_ids,
+                "finish_reason": one.finish_reason,
+                "stop": one.stop,
+                "logprobs": one.logprobs and [asdict(lp) for lp in one.logprobs],
+                "reasons": one.reasons,
+                "changes": one.changes,
+                "prompt": one.stats.prompt(),
+                "speculation": one.speculation and one.speculation.to_dict(),
+            }
+            for one in self.outputs
+        ]
+        prompt_logprobs: list[Any] | None = self.prompt_logprobs and [
+            lp and asdict(lp) for lp in self.prompt_logprobs
+        ]
+        return {
+            "prompt_token_ids": self.prompt_token_ids,
+            "prompt_logprobs": prompt_logprobs,
+            "outputs": outputs,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One round of one text."""
+
+    draft: Draft
+    verdict: Verdict
+    reason: str | None  # why nothing was drafted
+    draft_ms: float
+    verify_ms: float  # the target call, sampling and the commit
+
+    @property
+    def draft_tokens(self) -> tuple[int, ...]:
+        return self.draft.tokens
+
+    @property
+    def accepted_tokens(self) -> tuple[int, ...]:
+        return self.draft.tokens[: self.verdict.accepted]
+
+    @property
+    def emitted_tokens(self) -> tuple[int, ...]:
+        """The accepted drafts, then the correction or the bonus; a stop token is not among them."""
+        return self.verdict.tokens
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / drafted in this round; 0.0 without a draft."""
+        return self.verdict.accepted / len(self.draft.tokens) if self.draft.tokens else 0.0
+
+
+def absorb(output: RequestOutput, event: Event) -> None:
+    """Adds one event to the result it belongs to."""
+    one = output.outputs[event.sample]
+    one.token_ids.extend(event.tokens)
+    one.sources += [*event.sources, *(None for _ in event.tokens[len(event.sources) :])]
+    one.fates += event.fates
+    if event.logprobs is not None:
+        one.logprobs = [*(one.logprobs or ()), *event.logprobs]
+    if event.prompt_logprobs is not None and event.sample == 0:
+        known = output.prompt_logprobs or [None]
+        output.prompt_logprobs = [*known, *event.prompt_logprobs]
+    if event.finish:
+        one.finish_reason, one.stop = event.finish.reason, event.finish.matched
+    if event.stats is not None:
+        one.stats = event.stats

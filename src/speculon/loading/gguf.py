@@ -1,0 +1,224 @@
+"""The header of a GGUF file: its metadata, and the type and shape of each tensor. Nothing is loaded."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import struct
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from speculon.core.errors import CorruptWeights, ModelError, ModelNotFound, UnsupportedModel
+
+SUFFIX = ".gguf"
+PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
+# number in the file -> name, parameters of a block, bytes of a block
+TYPES = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+}
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+VERSIONS = (2, 3)
+SPLIT = "one part of a split GGUF file; join the parts first, with `llama-gguf-split --merge`"
+FACTORS = "rope_freqs.weight"  # factors of the rotary frequencies, not a parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor as the file stores it; `shape` is in the order of torch, `begin` counts from the data."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    begin: int
+    num_bytes: int
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """What a GGUF file says about itself. An array of strings has its list only where it was asked for."""
+
+    path: Path
+    architecture: str
+    metadata: dict[str, Any]
+    tensors: tuple[Tensor, ...]
+    begin: int  # of the data
+
+    def of_architecture(self, name: str) -> Any:
+        """A value whose key begins with the architecture's name; None where the file has none."""
+        return self.metadata.get(f"{self.architecture}.{name}")
+
+    def number(self, name: str) -> int | None:
+        """The same, where it is a whole number."""
+        found = self.of_architecture(name)
+        return found if isinstance(found, int) else None
+
+    @property
+    def types(self) -> Counter[str]:
+        """Number of tensors by type."""
+        return Counter(tensor.type for tensor in self.tensors)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(tensor.size for tensor in self.tensors if tensor.name != FACTORS)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype its weights are computed in: fp32 or fp16 where all have it, else bf16."""
+        found = set(self.types)
+        if found <= {"F32", "F64"}:
+            return "float32"
+        return "float16" if found <= {"F32", "F16"} else "bfloat16"
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids that end a sequence or a turn, as the metadata names them."""
+        keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+        ids = [self.metadata.get(f"tokenizer.ggml.{key}") for key in keys]
+        return tuple(dict.fromkeys(number for number in ids if isinstance(number, int)))
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether `path` has the name of a GGUF file. A folder of such a name is none."""
+    return str(path).lower().endswith(SUFFIX) and not Path(path).expanduser().is_dir()
+
+
+def read_gguf(path: str | Path, lists: frozenset[str] = frozenset()) -> GgufHeader:
+    """Reads the header. `lists` has the keys of arrays of strings that are kept.
+
+    Raises `ModelNotFound`, `CorruptWeights` for a damaged file, `UnsupportedModel` for one of several parts.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ModelNotFound(f"{file}: no such file")
+    if PART.search(file.name):
+        raise UnsupportedModel(f"{file}: {SPLIT}")
+    try:
+        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            header = Reader(file, data, lists).header()
+    except ModelError:
+        raise
+    except OSError as error:
+        raise ModelError(f"{file}: not readable ({error})") from error
+    except (struct.error, ValueError, TypeError, ArithmeticError, MemoryError) as error:
+        raise CorruptWeights(f"{file}: its GGUF header is damaged or truncated ({error})") from error
+    check_size(header)
+    return header
+
+
+def check_size(header: GgufHeader) -> None:
+    """Raises `CorruptWeights` where the data ends before its last tensor."""
+    size = header.path.stat().st_size
+    needed = max((header.begin + tensor.begin + tensor.num_bytes for tensor in header.tensors), default=0)
+    if not header.tensors:
+        raise CorruptWeights(f"{header.path}: it has no tensors")
+    if size < needed:
+        raise CorruptWeights(f"{header.path}: {size} bytes, but its header says {needed}: truncated")
+
+
+class Reader:
+    """Reads from front to back. Beyond the end of the file it raises `struct.error` or `ValueError`."""
+
+    def __init__(self, path: Path, data: mmap.mmap, lists: frozenset[str]):
+        self.path, self.data, self.lists, self.at = path, data, lists, 0
+
+    def header(self) -> GgufHeader:
+        if self.data[:4] != b"GGUF":
+            raise CorruptWeights(f"{self.path}: not a GGUF file: it does not begin with GGUF")
+        self.at = 4
+        version, tensors, pairs = self.numbers("IQQ")
+        if version not in VERSIONS:
+            raise UnsupportedModel(f"{self.path}: GGUF version {version}; {VERSIONS} are supported")
+        metadata = dict(self.pair() for _ in range(self.count(pairs)))
+        architecture = metadata.get("general.architecture")
+        if not isinstance(architecture, str):
+            raise CorruptWeights(f"{self.path}: its metadata has no general.architecture")
+        if metadata.get("split.count", 0) > 1:
+            raise UnsupportedModel(f"{self.path}: {SPLIT}")
+        found = tuple(self.tensor() for _ in range(self.count(tensors)))
+        alignment = metadata.get("general.alignment", 32)
+        begin = -(-self.at // alignment) * alignment
+        return GgufHeader(self.path, architecture, metadata, found, begin)
+
+    def count(self, number: int) -> int:
+        """A count of things of at least one byte each."""
+        if number > len(self.data) - self.at:
+            raise ValueError(f"{number} entries in {len(self.data)} bytes")
+        return number
+
+    def numbers(self, form: str) -> tuple[Any, ...]:
+        found = struct.unpack_from(f"<{form}", self.data, self.at)
+        self.at += struct.calcsize(f"<{form}")
+        return found
+
+    def text(self) -> str:
+        length = self.count(self.numbers("Q")[0])
+        self.at += length
+        return self.data[self.at - length : self.at].decode("utf-8", errors="replace")
+
+    def pair(self) -> tuple[str, Any]:
+        key = self.text()
+        return key, self.value(self.numbers("I")[0], key in self.lists)
+
+    def value(self, kind: int, keep: bool) -> Any:
+        if kind == STRING:
+            return self.text()
+        if kind in SCALARS:
+            return self.numbers(SCALARS[kind])[0]
+        if kind != ARRAY:
+            raise ValueError(f"a value of type {kind}")
+        inner, length = self.numbers("IQ")
+        self.count(length)
+        if inner in SCALARS:
+            return list(self.numbers(f"{length}{SCALARS[inner]}"))
+        if inner != STRING:
+            raise ValueError(f"an array of type {inner}")
+        return [self.text() for _ in range(length)] if keep else self.skip_texts(length)
+
+    def skip_texts(self, number: int) -> int:
+        """Their number, which is what a list of strings is here unless it was asked for."""
+        for _ in range(number):
+            self.at += self.count(struct.unpack_from("<Q", self.data, self.at)[0]) + 8
+        return number
+
+    def tensor(self) -> Tensor:
+        name = self.text()
+        (dims,) = self.numbers("I")
+        shape = tuple(reversed(self.numbers(f"{self.count(dims)}Q")))
+        number, begin = self.numbers("IQ")
+        if number not in TYPES:
+            raise UnsupportedModel(f"{self.path}: tensor {name} has type {number}, which is not supported")
+        kind, block, num_bytes = TYPES[number]
+        return Tensor(name, kind, shape, begin, math.prod(shape) // block * num_bytes)

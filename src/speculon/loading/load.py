@@ -1,0 +1,318 @@
+"""A checked Target from a folder, a GGUF file, a hub id or a model in memory."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from speculon.core.errors import (
+    ConfigError,
+    CorruptWeights,
+    MissingWeights,
+    ModelError,
+    UnsafeCheckpoint,
+    UnsupportedModel,
+)
+from speculon.loading.ends import eos_ids
+from speculon.loading.headers import Checkpoint, read_checkpoint, refuse_unsafe
+from speculon.loading.invariant import decide
+from speculon.loading.load_check import check_logits, logits_in_fp32, stock_logits
+from speculon.loading.locate import first_line, locate
+from speculon.loading.probe import discover, use_attention
+from speculon.loading.reading import from_file, quiet
+from speculon.target import attention
+from speculon.target.fuse import fuse, fuse_norms
+from speculon.target.recurrent import decide as decide_continuation
+from speculon.target.remembered import passed, passes, remembering
+from speculon.target.target import Target
+
+# elements; smaller buffers (rotary tables) are copied, larger ones (packed weights) shared
+OWN_BUFFER = 1 << 16
+BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
+# guesses, for a config without a limit: where keys and values take memory per token, and where nothing does
+DEFAULT_CONTEXT, WITHOUT_ATTENTION = 4096, 1 << 17
+RECURRENT = "it keeps a recurrent state: its layers are not fused, except norms"
+
+Progress = Callable[[str], None]  # called with the name of each stage as it begins
+
+
+def load_target(
+    path: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+    max_context: int | None = None,
+    fused: bool = True,
+    compile: bool = False,
+    batch_invariant: bool | None = False,
+    progress: Progress | None = None,
+) -> Target:
+    """A checked Target from a folder, a GGUF file, a hub id or a name.
+
+    Raises `ModelError` with path and reason.
+    """
+    report = progress or (lambda stage: None)
+    report("reading the checkpoint")
+    folder = locate(path, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
+    checkpoint = read_checkpoint(folder)
+    refuse_unsafe(checkpoint, allow_pickle=allow_pickle)
+    with quiet():
+        config = load_config(checkpoint, trust_remote_code)
+        place = pick_device(device)
+        precision = pick_dtype(dtype, checkpoint.dtype, place)
+        report("loading the weights")
+        model = load_model(checkpoint, config, precision, place, trust_remote_code)
+        settings = precision, place, max_context, fused, compile, batch_invariant
+        with remembering([*checkpoint.files, *configs(folder)], *settings):
+            report("checking the model against its stock forward")
+            target = make_target(model, str(path), max_context, fused=fused, compile=compile)
+            target.source = str(folder)
+            if batch_invariant is not False:
+                report("checking that logits do not depend on the batch")
+                decide(target, batch_invariant)
+        return target
+
+
+def configs(folder: Path) -> list[Path]:
+    """Files that say what the weights mean, with a model's own code; a GGUF file says it itself."""
+    return sorted([*folder.glob("*config.json"), *folder.glob("*.py")]) if folder.is_dir() else []
+
+
+def wrap_model(
+    model: PreTrainedModel,
+    *,
+    name: str | None = None,
+    max_context: int | None = None,
+    fused: bool = True,
+    share: bool = True,
+    compile: bool = False,
+    batch_invariant: bool | None = False,
+) -> Target:
+    """A checked Target over a model in memory, which is not modified.
+
+    With `share` no matrix is copied, so fewer products are fused.
+    """
+    name = name or type(model).__name__
+    with quiet():
+        structure = own_structure(model)
+        target = make_target(structure, name, max_context, fused=fused, share=share, compile=compile)
+        decide(target, batch_invariant)
+        return target
+
+
+def own_structure(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights in a new module tree; its own config holds the choice of attention."""
+    shared = [*model.parameters(), *(b for b in model.buffers() if b.numel() > OWN_BUFFER)]
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
+    return copy.deepcopy(model, memo)
+
+
+def make_target(
+    model: PreTrainedModel,
+    name: str,
+    max_context: int | None,
+    *,
+    fused: bool,
+    share: bool = False,
+    compile: bool = False,
+) -> Target:
+    model.eval()
+    layers, vocab_size, mixers = discover(model)
+    decide_continuation(mixers)
+    limit, notes = context_limit(model, max_context, any(layer.heads for layer in layers))
+    if max_context is not None and max_context > limit:
+        raise ConfigError(f"max_context = {max_context}: {name} reaches {limit}")
+    target = Target(
+        model,
+        layers,
+        name=name,
+        vocab_size=vocab_size,
+        max_context=max_context or limit,
+        eos_ids=eos_ids(model),
+        notes=(*notes, *([RECURRENT] if mixers else [])),
+        mixers=mixers,
+    )
+    known = passed("logits")
+    expected, truth = (None, None) if known else (stock_logits(target), logits_in_fp32(target))
+    use_attention(model, attention.NAME)
+    for mixer in mixers:
+        mixer.install()
+    if fused and compile and mixers:
+        raise UnsupportedModel(f"{name}: compile is not supported for recurrent models ({mixers[0].where})")
+    if fused and mixers:
+        fuse_norms(target)
+    elif fused:
+        fuse(target, share=share, compile=compile)
+    if expected is not None:
+        check_logits(target, expected, truth)
+        passes("logits")
+    return target
+
+
+def load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedConfig:
+    if checkpoint.remote_code and checkpoint.model_type not in CONFIG_MAPPING and not trust_remote_code:
+        advice = "read it, then pass trust_remote_code=True"
+        raise UnsafeCheckpoint(f"{checkpoint.path}: needs Python code that comes with it; {advice}")
+    place, options = from_file(checkpoint.path)
+    if options:
+        from speculon.loading.gguf_weights import (  # imports transformers' GGUF reader
+            complete_config,
+            refuse_unread,
+        )
+
+        refuse_unread(checkpoint)
+    try:
+        config = AutoConfig.from_pretrained(
+            place, trust_remote_code=trust_remote_code, local_files_only=True, **options
+        )
+    except Exception as error:
+        if options:
+            raise UnsupportedModel(f"{checkpoint.path}: {first_line(error)}") from error
+        if checkpoint.model_type not in CONFIG_MAPPING and not checkpoint.remote_code:
+            known = f"this transformers does not know model_type {checkpoint.model_type!r}"
+            raise UnsupportedModel(f"{checkpoint.path}: {known}") from error
+        raise ModelError(f"{checkpoint.path / 'config.json'}: {first_line(error)}") from error
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(f"{checkpoint.path}: {checkpoint.architecture} is an encoder-decoder")
+    if options:
+        complete_config(checkpoint, config)
+    return config
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    place, options = from_file(checkpoint.path)
+    more: dict[str, Any] = {**options, "quantization_config": GgufConfig(dequantize=True)} if options else {}
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            place,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=not checkpoint.pickled,
+            weights_only=True,
+            local_files_only=True,
+            output_loading_info=True,
+            **more,
+        )
+    except Exception as error:
+        raise loading_error(checkpoint, error) from error
+    if missing := sorted(info["missing_keys"]):
+        raise MissingWeights(f"{checkpoint.path}: {len(missing)} tensors are missing, first {missing[0]}")
+    if wrong := sorted(info["mismatched_keys"]):
+        count = f"{len(wrong)} tensors have another shape than the config says"
+        raise CorruptWeights(f"{checkpoint.path}: {count}, first {wrong[0][0]}")
+    if options:
+        from speculon.loading.gguf_weights import complete_model
+
+        complete_model(checkpoint, model)
+    return model.to(device)
+
+
+def loading_error(checkpoint: Checkpoint, error: Exception) -> ModelError:
+    if isinstance(error, pickle.UnpicklingError):  # torch's own message tells how to run what it holds
+        reason = "it is damaged, or holds objects other than tensors, which can run code"
+        return UnsafeCheckpoint(f"{checkpoint.files[0]}: not loaded, since {reason}")
+    line = f"{checkpoint.path}: {first_line(error)}"
+    if "mismatch" in str(error) or "size" in str(error) and "shape" in str(error):
+        return CorruptWeights(line)
+    if checkpoint.pickled:
+        return CorruptWeights(f"{checkpoint.files[0]}: not readable as weights ({first_line(error)})")
+    return UnsupportedModel(line)
+
+
+def pick_device(device: str) -> torch.device:
+    """The device of that name. Raises `ConfigError` for a missing one, before anything is loaded."""
+    counts = {"cpu": 1, "mps": int(torch.backends.mps.is_available()), "cuda": torch.cuda.device_count()}
+    if device == "auto":
+        return torch.device("cuda" if counts["cuda"] else "mps" if counts["mps"] else "cpu")
+    name, _, number = device.partition(":")
+    if name not in counts or (number and not number.isdecimal()):
+        raise ConfigError(f"device = {device!r}: known are auto, cpu, cuda, cuda:N, mps")
+    if int(number or 0) >= counts[name]:
+        raise ConfigError(f"device = {device!r}: this machine has {counts[name]} {name} devices")
+    return torch.device(device)
+
+
+def pick_dtype(dtype: str, stored: str | None, device: torch.device) -> torch.dtype:
+    """`auto` is the checkpoint's own dtype; fp32 on a CPU that cannot multiply it natively."""
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    own = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(stored or "", torch.float32)
+    if device.type != "cpu" or own is torch.float32:
+        return own
+    return own if own is torch.bfloat16 and native_bf16() else torch.float32
+
+
+def native_bf16() -> bool:
+    # older builds of torch have no get_capabilities: no bf16 then
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(flag) for flag in BF16_FLAGS)
+
+
+def context_limit(
+    model: PreTrainedModel, given: int | None = None, attends: bool = True
+) -> tuple[int, tuple[str, ...]]:
+    """The longest context of this model here, and notes for the user, who may have `given` one.
+
+    Where the config has none, it is the given one, else an assumed one.
+    """
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    assumed = DEFAULT_CONTEXT if attends else WITHOUT_ATTENTION
+    notes = []
+    if not (limit or given):
+        notes = [f"the config has no context length; {assumed} is assumed, unless max_context is set"]
+    limit = limit or given or assumed
+    for rope_type, length in rope_limits(model):
+        if length < limit:
+            # The library scales by the longest position of a batch: one sequence would change the others.
+            reason = f"{rope_type} RoPE beyond it depends on the other sequences of a batch"
+            notes.append(f"context is {length} instead of {limit}: {reason}")
+            limit = length
+    for module in model.modules():
+        # Llama 4 scales queries by their row in the batch, as if that were their position
+        scale: Any = getattr(module, "floor_scale", None)
+        if scale is not None and getattr(module, "attn_temperature_tuning", False) and scale - 1 < limit:
+            length = int(scale) - 1
+            notes.append(f"context is {length} instead of {limit}: attention scales by row beyond it")
+            limit = length
+    return limit, tuple(notes)
+
+
+def rope_limits(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
+    """For each rotary table that changes with length: its type, and the length up to which it is constant."""
+    module: Any
+    for module in model.modules():
+        types = getattr(module, "rope_type", None)
+        for layer_type, rope_type in (types if isinstance(types, dict) else {None: types}).items():
+            if not isinstance(rope_type, str) or not ("dynamic" in rope_type or rope_type == "longrope"):
+                continue
+            parameters = module.config.rope_parameters
+            parameters = parameters if layer_type is None else parameters[layer_type]
+            length = parameters.get("original_max_position_embeddings")
+            length = length or getattr(module, "original_max_seq_len", None)
+            if not length:
+                raise UnsupportedModel(
+                    f"{type(module).__name__}: {rope_type} RoPE without an original length"
+                )
+            yield rope_type, int(length)

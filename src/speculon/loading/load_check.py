@@ -1,0 +1,205 @@
+"""The load check: paged logits of two packed sequences against the logits of the stock model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from speculon.core.errors import UnsupportedModel
+from speculon.decoding.batch import Batch, joined
+from speculon.decoding.kv.states import StateSpan, StateStep, StateStore
+from speculon.decoding.kv.store import PageStore, SpanView
+from speculon.loading.probe import stock_attention
+from speculon.target.block import UNKNOWN
+from speculon.target.target import Target
+
+TOLERANCE = {torch.float32: 1e-4}  # of the largest logit
+# in bf16 random models gave 0.01 to 0.12, and 0.20 where an MoE chose another expert at a near-tie; x1.5
+LOOSE = 0.3
+# in 14 small architectures, SmolLM2 and Gemma 3 it was 0.6 to 1.2; where 14 norms of Gemma 3 were wrong, 3.9
+FURTHER = 1.5
+COARSE = (torch.bfloat16, torch.float16)
+SPREAD = 2  # times the stock model's own distance to fp32: as far as two results of its precision are apart
+BLOCK = 4
+LENGTHS, FIRST = (11, 6), (8, 5)  # the second forward continues with 3 rows and with 1
+DRAFTED = 6  # rows of a span with drafts, each number of which is rejected once
+TABLES = ([5, 2, 7], [3, 4])  # scattered pages, and consecutive ones
+
+Piece = tuple[Tensor, list[int], int, int]  # a sequence [n], its pages, and the part [start, end) to run
+
+
+class InFp32(TorchFunctionMode):
+    """Within it, operations take tensors of bf16 and fp16 in fp32; one weight at a time is converted."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.__name__ == "__get__":  # shape, dtype: nothing is computed
+            found = func(*args)
+            return torch.float32 if found in COARSE else found
+        return func(*tree_map(in_fp32, args), **tree_map(in_fp32, kwargs or {}))
+
+
+def in_fp32(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in COARSE else value
+
+
+@torch.inference_mode()
+def check_logits(target: Target, stock: Tensor, truth: Tensor | None = None) -> float:
+    """The largest difference of a logit from `stock_logits`, relative to the largest logit.
+
+    Raises `UnsupportedModel` where it exceeds the tolerance, or where the logits are further than stock ones
+    from `truth`, those in fp32.
+    """
+    ours, limit = paged_logits(target), TOLERANCE.get(target.dtype, LOOSE)
+    if truth is not None:
+        limit = max(limit, SPREAD * difference(stock, truth))
+    error = relative(target, ours, stock, limit, "logits over pages")
+    if truth is not None:
+        nearly(target, ours, stock, truth)
+    if target.mixers:
+        for accepted, after in enumerate(logits_after_rejection(target)):
+            rejected = f"{DRAFTED - 1 - accepted} rejected drafts"
+            expected = stock[LENGTHS[0] - len(after) : LENGTHS[0]]
+            relative(target, after, expected, limit, f"logits after {rejected}")
+    return error
+
+
+def difference(logits: Tensor, expected: Tensor) -> float:
+    """The largest, relative to the largest logit."""
+    return float((logits - expected).abs().max() / expected.abs().max())
+
+
+def relative(target: Target, ours: Tensor, stock: Tensor, limit: float, what: str) -> float:
+    error = difference(ours, stock)
+    if not error <= limit:  # a NaN is refused too
+        raise UnsupportedModel(
+            f"{target.name} ({type(target.model).__name__}, {target.dtype}): {what} differ from "
+            f"the stock model by {error:.2g} of the largest logit, allowed is {limit:.2g}"
+        )
+    return error
+
+
+def nearly(target: Target, ours: Tensor, stock: Tensor, truth: Tensor) -> None:
+    """Raises `UnsupportedModel` where the median row is further from `truth` than that of the stock model."""
+    found, expected = (row_errors(logits, truth).median() for logits in (ours, stock))
+    ratio = float(found / expected.clamp(min=TOLERANCE[torch.float32]))
+    if not ratio <= FURTHER:
+        raise UnsupportedModel(
+            f"{target.name} ({type(target.model).__name__}, {target.dtype}): log-probabilities are "
+            f"{ratio:.2g} times as far from those in fp32 as the stock model's, allowed is {FURTHER:g}"
+        )
+
+
+def row_errors(logits: Tensor, truth: Tensor) -> Tensor:  # [R]
+    """The mean distance of the log-probabilities of each row."""
+    return (logits.log_softmax(-1) - truth.log_softmax(-1)).abs().mean(-1)
+
+
+def logits_after_rejection(target: Target) -> list[Tensor]:
+    """The first sequence once for each number of drafts accepted, with other tokens where they are rejected.
+
+    Returns the logits of what follows the accepted rows: [DRAFTED - 1 - accepted, V] each.
+    """
+    text, start, end = random_sequences(target)[0], LENGTHS[0] - DRAFTED, LENGTHS[0]
+    copies, pages = range(DRAFTED - 1), -(-LENGTHS[0] // BLOCK)
+    tables = [[*range(pages * i, pages * (i + 1))] for i in copies]
+    store = PageStore(target.layers, pages * len(copies), BLOCK, target.device)
+    states = target.states(2 * len(copies))
+    drafted = [text.clone() for _ in copies]
+    for i in copies:
+        drafted[i][start + 1 + i :] = (text[start + 1 + i :] + 1) % target.vocab_size
+    run_pieces(target, store, [(text, tables[i], 0, start) for i in copies], states)
+    spans = [(drafted[i], tables[i], start, end) for i in copies]
+    run_pieces(target, store, spans, states, 1, [1 + i for i in copies])
+    return run_pieces(target, store, [(text, tables[i], start + 1 + i, end) for i in copies], states, 2)
+
+
+def random_sequences(target: Target) -> list[Tensor]:
+    """Two sequences of random tokens: [11] and [6]."""
+    generator = torch.Generator().manual_seed(0)
+    size = min(target.vocab_size, target.model.get_input_embeddings().weight.shape[0])
+    return [torch.randint(size, (n,), generator=generator).to(target.device) for n in LENGTHS]
+
+
+@torch.inference_mode()
+def stock_logits(target: Target) -> Tensor:  # [17, V]
+    with stock_attention(target.model):
+        outputs = [target.model(input_ids=ids[None], use_cache=False) for ids in random_sequences(target)]
+    return torch.cat([output.logits[0].float() for output in outputs])
+
+
+@torch.inference_mode()
+def logits_in_fp32(target: Target) -> Tensor | None:  # [17, V]
+    """Those of the stock model computed in fp32; None where it is in fp32, or has kernels of its dtype."""
+    if target.dtype not in COARSE:
+        return None
+    try:
+        with InFp32():
+            return stock_logits(target)
+    except UNKNOWN:
+        return None
+
+
+def paged_logits(target: Target) -> Tensor:  # [17, V]
+    store = PageStore(target.layers, 1 + max(map(max, TABLES)), BLOCK, target.device)
+    states = target.states(2 * len(TABLES))
+    steps = zip(((0, 0), FIRST), (FIRST, LENGTHS), strict=True)
+    sequences = random_sequences(target)
+    parts = [
+        run_pieces(target, store, list(zip(sequences, TABLES, *bounds, strict=True)), states, turn)
+        for turn, bounds in enumerate(steps)
+    ]
+    return torch.cat([rows for sequence in zip(*parts, strict=True) for rows in sequence])
+
+
+def run_pieces(
+    target: Target,
+    store: PageStore,
+    pieces: list[Piece],
+    states: StateStore | None = None,
+    turn: int = 0,
+    kept: list[int] | None = None,
+    prompt_len: int = 0,
+    scored: int | None = None,
+) -> list[Tensor]:
+    """One forward over pieces of sequences; the logits [rows, V] of each, or only those [1, V] of one row.
+
+    Piece i has the slots 2 i and 2 i + 1 of `states`, of which it reads one in even turns, the other in odd
+    ones. What it writes are the states after all of its rows, or after the first `kept`. Positions below
+    `prompt_len` are those of prompts.
+    """
+    spans: list[SpanView] = []
+    row = 0
+    for _, table, start, end in pieces:
+        spans.append(SpanView(row, row + end - start, store.where(table, end), end))
+        row += end - start
+    ids = torch.cat([sequence[start:end] for sequence, _, start, end in pieces])
+    positions = torch.cat([torch.arange(start, end) for _, _, start, end in pieces]).to(target.device)
+    prompts = [
+        (span.first, min(span.last, span.first + prompt_len - start))
+        for span, (_, _, start, _) in zip(spans, pieces, strict=True)
+        if start < prompt_len
+    ]
+    rows = torch.arange(row, device=target.device)
+    if scored is not None:
+        rows = rows[scored : scored + 1]
+    batch = Batch([], ids[None], positions[None], rows, joined(prompts))
+    view = store.view_of(spans)
+    if states is not None:
+        old = turn % 2
+        view.states = StateStep(
+            states,
+            [
+                StateSpan(span.first, span.last, 2 * i + old, 2 * i + 1 - old, not pieces[i][2], drafted=True)
+                for i, span in enumerate(spans)
+            ],
+        )
+    logits = target.forward(batch, view).logits
+    if view.states is not None:
+        view.states.keep(kept or [span.rows for span in spans])
+    return list(logits.split([span.rows for span in spans])) if scored is None else [logits]

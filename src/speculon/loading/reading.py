@@ -1,0 +1,88 @@
+"""How transformers reads a checkpoint: without warnings, a GGUF file's header once, and its tokenizer.
+
+Apart from `load`, so that a server's process imports no models.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from speculon.core.errors import ModelError
+from speculon.loading.gguf import is_gguf
+from speculon.loading.locate import first_line, locate
+
+NEEDLESS = "for token ids alone, LLM(..., tokenizer=None) needs none"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silences transformers' warnings and progress bars."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+class Reader(gguf.GGUFReader):
+    """Reads through a plain view of the file: slices of `np.memmap` take five times as long, and a header has
+    300,000 of them.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, np.asarray(value) if name == "data" else value)
+
+
+def put(reader: Callable[..., Reader]) -> None:
+    gguf.GGUFReader = reader  # type: ignore[assignment,misc]  # transformers looks it up at each reading
+
+
+put(Reader)
+
+
+@contextmanager
+def reading_once() -> Iterator[None]:
+    """Within, transformers' readings of one file (config, weights, tokenizer) parse its header once."""
+    put(lru_cache(maxsize=1)(Reader))
+    try:
+        yield
+    finally:
+        put(Reader)
+
+
+def from_file(path: Path) -> tuple[Path, dict[str, str]]:
+    """The folder and the options with which transformers reads this checkpoint."""
+    return (path.parent, {"gguf_file": path.name}) if is_gguf(path) else (path, {})
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer in the model's folder or GGUF file. Raises `ModelError` where there is none."""
+    folder = locate(path, trust_remote_code=trust_remote_code)
+    place, options = from_file(folder)
+    with quiet():
+        try:
+            found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                place, trust_remote_code=trust_remote_code, local_files_only=True, **options
+            )
+        except Exception as error:
+            raise ModelError(f"{folder}: no usable tokenizer ({first_line(error)}; {NEEDLESS})") from error
+    # without files transformers makes a tokenizer of special tokens, which reads every text as nothing
+    if len(found) <= len(found.get_added_vocab()):
+        raise ModelError(f"{folder}: no usable tokenizer (it has no vocabulary; {NEEDLESS})")
+    return found

@@ -1,0 +1,139 @@
+"""One measurement: a group of cases in one batch, and what the engine did step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from speculon.core.telemetry import RequestStats
+from speculon.decoding.sequence import Event
+from speculon.measure.bench.workloads import Case
+
+if TYPE_CHECKING:
+    from speculon.engine.engine import Engine
+    from speculon.engine.llm import LLM
+
+GRAM, WINDOW = 16, 64  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One target call."""
+
+    rows: int
+    spans: int  # sequences in it
+    tokens: int  # committed
+    decoding: bool  # no prompt tokens in it
+    profile: Mapping[str, float]  # part of the step -> ms
+    stop_tokens: int = 0  # generated, and not committed
+
+    @property
+    def generated(self) -> int:
+        return self.tokens + self.stop_tokens
+
+    @property
+    def draft_ms(self) -> float:
+        return self.profile["propose"]
+
+    @property
+    def forward_ms(self) -> float:
+        return self.profile["forward"]
+
+    @property
+    def step_ms(self) -> float:
+        return sum(self.profile.values())
+
+    @property
+    def drafted(self) -> int:
+        """Drafts in the batch; a sequence without drafts has one row."""
+        return self.rows - self.spans if self.decoding else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What was written, and the time from submission to the last token, prompts included."""
+
+    seconds: float
+    token_ids: list[list[int]]
+    texts: list[str]
+    stats: RequestStats = field(default_factory=RequestStats)
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """Over the steps that had no prompt tokens; None when there were none."""
+        ms = sum(step.step_ms for step in self.steps if step.decoding)
+        return sum(step.tokens for step in self.steps if step.decoding) / ms * 1e3 if ms else None
+
+
+def measure(llm: LLM, cases: list[Case], speculation: Mapping[str, Any], time: str = "") -> Measurement:
+    """Runs all cases in one batch, in one mode.
+
+    Pools are named after `time`: each case runs many times, and no run may draft from an earlier one.
+    """
+    each = [{**speculation, "pool": case.user and f"{case.user}, {time}"} for case in cases]
+    with recording(llm.engine) as steps:
+        began = perf_counter()
+        outputs = llm.generate(
+            [case.prompt for case in cases], [case.params for case in cases], speculation=each
+        )
+        seconds = perf_counter() - began
+    stats = RequestStats()
+    for output in outputs:
+        stats.add(output.outputs[0].stats)
+    return Measurement(
+        seconds, [output.token_ids for output in outputs], [output.text for output in outputs], stats, steps
+    )
+
+
+@contextmanager
+def recording(engine: Engine) -> Iterator[list[Step]]:
+    """Records every step by the engine's counters, which only grow; the engine is not changed."""
+    steps: list[Step] = []
+    stepped, scheduler, counters = engine.step, engine.scheduler, engine.counters
+
+    def step() -> list[Event]:
+        decoding = not scheduler.waiting and all(seq.pending == 1 for seq in scheduler.running)
+        calls, rows, before = counters.steps, counters.rows, dict(counters.profile)
+        events = stepped()
+        if counters.steps > calls:
+            tokens = sum(len(event.tokens) for event in events)
+            profile = {part: ms - before[part] for part, ms in counters.profile.items()}
+            stops = sum(event.finish is not None and event.finish.by_token for event in events)
+            steps.append(Step(counters.rows - rows, len(events), tokens, decoding, profile, stops))
+        return events
+
+    vars(engine)["step"] = step
+    try:
+        yield steps
+    finally:
+        del vars(engine)["step"]
+
+
+@contextmanager
+def in_place(engine: Engine, **parts: Any) -> Iterator[None]:
+    """Other objects in the place of an engine's own, while something is measured."""
+    before = {name: vars(engine)[name] for name in parts}
+    vars(engine).update(parts)
+    try:
+        yield
+    finally:
+        vars(engine).update(before)
+
+
+def loops(token_ids: list[int]) -> bool:
+    """Whether some 16 tokens in a row come twice within the last 64."""
+    tail = token_ids[-WINDOW:]
+    grams = [tuple(tail[i : i + GRAM]) for i in range(len(tail) - GRAM + 1)]
+    return len(set(grams)) < len(grams)

@@ -1,0 +1,430 @@
+"""What a benchmark says: a file with its circumstances, tables, and a chart."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from itertools import groupby
+from math import exp, log
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from speculon.core.telemetry import PARTS
+from speculon.measure.bench.advice import Advice
+from speculon.measure.bench.against import Against, MeanRatio, against_best_fixed
+from speculon.measure.bench.cell import Cell
+from speculon.measure.bench.plan import AGAIN, BASELINES, BenchPlan
+from speculon.measure.bench.provenance import commit, machine, model_facts, versions, write_files
+from speculon.measure.bench.rounds import SPEEDS, RoundCosts
+from speculon.measure.bench.settings import as_toml
+from speculon.measure.bench.tables import Column, markdown, number, terminal
+from speculon.measure.bench.workloads import Case, fingerprint
+from speculon.speculation.proposers.registry import OFF
+
+if TYPE_CHECKING:
+    from speculon.engine.llm import LLM
+
+MEASURED = (
+    "tokens_per_second: tokens written / wall time from submission to the last token, prompt processing and "
+    "all "
+    "Python included, prefix cache off; decode_*: the same over steps without prompt tokens. "
+    "ratio: median over (group of prompts, repeat) of a mode's speed / the speed of `off` on the same group "
+    "in the "
+    "same repeat; `off again` repeats `off` and shows the noise; ratio_without_loops: over the pairs of "
+    "single "
+    "texts of which neither ends repeating itself. "
+    "rounds: decoding calls that verified drafts. needed: tokens per target call for a speed s: "
+    "s * (ms of such a call) / (ms of a plain one); acceptance a, equal at every position, with "
+    "sum_{i=0..K} a^i of that; null: impossible. "
+    "profile: mean ms of a decoding step, part by part. "
+    "policy: of the mode's requests; each mode has policies of its own, which begin with the costs that the "
+    "engine "
+    "measured at start, and observe rounds of this mode alone. "
+    "speeds: tokens_per_second by repeat and group of prompts, in the order of the cases. "
+    "against_best_fixed: over_best: geometric mean over groups of a mode's speed / that of the fixed mode "
+    "(`off` "
+    "among them) that was fastest on the other half of the groups; picked: by the first half, and by the "
+    "second; "
+    "over_plain, again: the mode's speed, and that of `off again`, / that of `off`; low, high: 90 % "
+    "interval, from "
+    "resampled groups of each cell."
+)
+WIDENED = "the same function at the call cost of a larger model"
+
+TERMINAL_LEGEND = (
+    "tok/s: prompts included; x off: median of pairs; tok/call: tokens per target call; accepted: share of "
+    "the "
+    "drafts; same: texts equal to those of `off`; diagnosis: why a mode did not help (docs/bench.md)"
+)
+LEGEND = (
+    "tok/s: prompts included; x off: median of pairs; no loops: over the n texts that do not end repeating "
+    "themselves; ms (rows): a decoding call of the target, its two usual sizes; engine: share of a step "
+    "neither in "
+    "the target nor on drafts; same: texts equal to those of `off`; loops: texts that end repeating "
+    "themselves and "
+    "are not right; diagnosis: why a mode did not help, docs/bench.md says how it is found"
+)
+AGAINST = "policies against the best fixed mode"
+AGAINST_TERMINAL_LEGEND = (
+    "best fixed: the fastest mode with a fixed K, picked on one half of the prompts and compared on the "
+    "other; "
+    "90 %: interval; an interval around 1 is undecided"
+)
+AGAINST_LEGEND = (
+    "best fixed: the fastest mode of a fixed policy, `off` among them, picked on one half of the prompts and "
+    "compared on the other, both ways round; x: geometric mean over groups of prompts, in the last rows over "
+    "all "
+    "cells; 90 %: interval, from resampled groups; off again: plain decoding over itself, the noise"
+)
+ROUNDS_LEGEND = (
+    "rounds: decoding calls that verified drafts (in the first a draft model reads the prompt), their mean "
+    "time and "
+    "its shares; a: acceptance of drafts whose predecessors were all accepted; for Sx: tokens per call, and "
+    "a equal "
+    "at every position, that would make decoding S times as fast as plain at these costs (batch size 1); "
+    "from: share of the accepted tokens by source"
+)
+PROFILE_LEGEND = (
+    "ms: a mean decoding step, and its shares; prepare: schedule, pages, the batch; decide: the policy; "
+    "propose: drafting; forward: the target; verify: sampling and acceptance; commit: tokens and pages; "
+    "settle: results for proposers and callers"
+)
+
+
+PLACE: tuple[Column[Cell], ...] = (
+    Column("workload", lambda cell: cell.workload),
+    Column("concurrency", lambda cell: str(cell.concurrency)),
+    Column("mode", lambda cell: cell.mode),
+)
+SPEED: Column[Cell] = Column("tok/s", lambda cell: f"{cell.tokens_per_second:.0f}")
+RATIO: Column[Cell] = Column("x off", lambda cell: ratio(cell))
+PER_CALL: Column[Cell] = Column("tok/call", lambda cell: number(cell.tokens_per_target_call, ".2f"))
+SAME: Column[Cell] = Column("same", lambda cell: same(cell))
+DIAGNOSIS: Column[Cell] = Column("diagnosis", lambda cell: cell.diagnosis or "-", words=True)
+ALL_FIGURES = (
+    *PLACE,
+    SPEED,
+    RATIO,
+    Column("x off, no loops (n)", lambda cell: ratio_without_loops(cell)),
+    PER_CALL,
+    Column("ms (rows)", lambda cell: " ".join(f"{ms:.1f} ({n})" for n, ms in usual_calls(cell)) or "-"),
+    Column("engine", lambda cell: number(cell.overhead, ".1%")),
+    SAME,
+    Column("exact", lambda cell: number(cell.exact, ".0%")),
+    Column("loops", lambda cell: f"{cell.looping:.0%}"),
+    DIAGNOSIS,
+    Column("drafts accepted, by position", lambda cell: by_position(cell)),
+)
+TERMINAL: tuple[Column[Cell], ...] = (
+    Column("mode", lambda cell: cell.mode),
+    SPEED,
+    RATIO,
+    PER_CALL,
+    Column("accepted", lambda cell: number(cell.acceptance_rate, ".0%")),
+    SAME,
+    DIAGNOSIS,
+)
+Spent = tuple[Cell, RoundCosts]
+ROUNDS: tuple[Column[Spent], ...] = (
+    *(Column(column.name, lambda row, text=column.text: text(row[0])) for column in PLACE),  # type: ignore[misc]
+    Column("rounds", lambda row: str(row[1].calls)),
+    Column("ms", lambda row: f"{row[1].step_ms:.1f}"),
+    Column("draft", lambda row: f"{row[1].draft:.0%}"),
+    Column("target", lambda row: f"{row[1].target:.0%}"),
+    Column("rest", lambda row: f"{row[1].rest:.0%}"),
+    Column("ms/draft", lambda row: f"{row[1].draft_ms_per_position:.2f}"),
+    Column(
+        "found tok/call (a)",
+        lambda row: f"{row[1].tokens_per_target_call:.2f} ({number(row[0].reached, '.0%')})",
+    ),
+    *(Column(f"for {speed:g}x", lambda row, i=i: required(row[0], i)) for i, speed in enumerate(SPEEDS)),  # type: ignore[misc]
+    Column("from", lambda row: by_source(row[0])),
+)
+PROFILE: tuple[Column[Cell], ...] = (
+    *PLACE,
+    Column("ms", lambda cell: f"{sum(cell.profile.values()):.2f}"),
+    *(Column(part, lambda cell, part=part: share_of_step(cell, part)) for part in PARTS),  # type: ignore[misc]
+)
+POLICY_PLACE: tuple[Column[Against], ...] = (
+    Column("workload", lambda row: row.workload),
+    Column("concurrency", lambda row: str(row.concurrency or "-")),
+    Column("mode", lambda row: row.mode, words=True),
+)
+AGAINST_ALL = (
+    *POLICY_PLACE,
+    Column("best fixed", lambda row: " / ".join(dict.fromkeys(row.picked)) or "-"),
+    Column("x best fixed (90 %)", lambda row: with_bounds(row.over_best)),
+    Column("", lambda row: row.over_best.verdict),
+    Column("x off (90 %)", lambda row: with_bounds(row.over_plain)),
+    Column("off again", lambda row: f"{row.again.ratio:.2f}"),
+)
+AGAINST_TERMINAL = (
+    *POLICY_PLACE,
+    Column("x best fixed", lambda row: f"{row.over_best.ratio:.2f}"),
+    Column("90 %", lambda row: bounds(row.over_best)),
+    Column("", lambda row: row.over_best.verdict, words=True),
+)
+
+
+@dataclass(slots=True)
+class Report:
+    """Everything a stranger needs to repeat the run, and the figures."""
+
+    command: str
+    plan: dict[str, Any]
+    model: dict[str, Any]
+    workloads: dict[str, dict[str, Any]]
+    cells: list[Cell]
+    against_best_fixed: list[Against] = field(default_factory=list)
+    advice: Advice | None = None
+    measured: str = MEASURED
+    date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    commit: str | None = field(default_factory=lambda: commit())
+    versions: dict[str, str] = field(default_factory=lambda: versions())
+    machine: dict[str, Any] = field(default_factory=lambda: machine())
+
+    @classmethod
+    def of(
+        cls,
+        argv: list[str],
+        plan: BenchPlan,
+        llm: LLM,
+        cells: list[Cell],
+        cases: dict[str, list[Case]],
+        advice: Advice | None = None,
+    ) -> Report:
+        model = {**model_facts(llm), "widened_to": plan.widen and plan.widen * 1_000_000}
+        return cls(
+            shlex.join(["speculon", *argv]),
+            {**asdict(plan), "data": plan.data and plan.data.facts()},
+            model,
+            workload_facts(cases),
+            cells,
+            against_best_fixed(cells),
+            advice,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def workload_facts(cases: dict[str, list[Case]]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {
+            "cases": len(some),
+            "prompt_tokens": [len(case.prompt) for case in some],
+            "fingerprint": fingerprint(some),
+        }
+        for name, some in cases.items()
+    }
+
+
+def write(report: Report, folder: Path) -> list[Path]:
+    """`bench.json`, `bench.md` and, with matplotlib, `bench.png`."""
+    files = write_files(folder, "bench.json", report.to_dict(), "bench.md", page(report))
+    if find_spec("matplotlib"):
+        from speculon.measure.bench.charts import chart_of
+
+        files.append(folder / "bench.png")
+        chart_of(report.cells, model_line(report)).savefig(files[-1], dpi=150)
+    return files
+
+
+def page(report: Report) -> str:
+    cells, against = report.cells, report.against_best_fixed
+    parts = [heading(report), verdict(cells, against)]
+    if report.advice:
+        parts += ["\n".join(f"- {line}" for line in report.advice.answer)]
+        parts += [f"```toml\n{as_toml(report.advice.settings)}```"]
+    if against:
+        parts += [f"## {AGAINST}", markdown(AGAINST_ALL, against), f"{AGAINST_LEGEND}."]
+        parts.append("## All modes")
+    parts += [markdown(ALL_FIGURES, cells), f"{LEGEND}."]
+    parts += [line for cell in cells if (line := difference(cell))]
+    parts += [rounds_markdown(cells), f"{ROUNDS_LEGEND}."]
+    parts += [profile_markdown(cells), f"{PROFILE_LEGEND}."]
+    return "\n\n".join(parts) + "\n"
+
+
+def heading(report: Report) -> str:
+    plan = report.plan
+    return (
+        f"`{report.command}` at {report.commit or 'an installed package'}, {report.date[:10]}: "
+        f"{model_line(report)}, torch {report.versions['torch']}; medians of {plan['repeats']} alternated "
+        "repeats "
+        f"of {plan['prompts']} prompts, up to {plan['max_tokens']} tokens each"
+    )
+
+
+def model_line(report: Report) -> str:
+    model, machine = report.model, report.machine
+    millions = model["widened_to"] and model["widened_to"] // 10**6
+    wide = f" widened to {millions} M parameters: {WIDENED}" if millions else ""
+    drafts = "".join(f", {method} {name}" for method, name in model["drafts"].items())
+    return (
+        f"{model['name']}{wide}, {model['parameters'] / 1e6:.1f} M parameters, {model['layers']} layers, "
+        f"{model['dtype']}{drafts}; {machine.get('gpu', machine['cpu'])}, "
+        f"{model['threads']} thread{'s' * (model['threads'] > 1)}"
+    )
+
+
+# figures
+
+
+def ratio_without_loops(cell: Cell) -> str:
+    if not cell.texts_without_loops:
+        return "-"
+    return f"{number(cell.ratio_without_loops, '.2f')} ({cell.texts_without_loops})"
+
+
+def ratio(cell: Cell) -> str:
+    return "1" if cell.mode == OFF else f"{cell.ratio:.2f}"
+
+
+def same(cell: Cell) -> str:
+    if cell.mode == OFF:
+        return "-"
+    return f"{texts_of(cell) - cell.different}/{texts_of(cell)}" if cell.different else "all"
+
+
+def texts_of(cell: Cell) -> int:
+    """Of all repeats."""
+    return cell.texts * len(cell.per_repeat)
+
+
+def usual_calls(cell: Cell) -> list[tuple[int, float]]:
+    """The two most frequent sizes of a decoding call, small ones first."""
+    often = sorted(cell.ms_by_rows, key=lambda rows: -cell.ms_by_rows[rows][1])[:2]
+    return [(rows, cell.ms_by_rows[rows][0]) for rows in sorted(often)]
+
+
+def required(cell: Cell, i: int) -> str:
+    """For the speed at this place in `SPEEDS`."""
+    if not cell.needed:
+        return "-"
+    need = cell.needed[i]
+    acceptance = "impossible" if need.acceptance is None else f"{need.acceptance:.0%}"
+    return f"{need.tokens_per_target_call:.2f} ({acceptance})"
+
+
+def share_of_step(cell: Cell, part: str) -> str:
+    return f"{cell.profile[part] / sum(cell.profile.values()):.1%}"
+
+
+def by_position(cell: Cell) -> str:
+    shares = " ".join(f"{share:.0%}".rstrip("%") for share in cell.per_position)
+    return f"{shares} %" if shares else "-"
+
+
+def by_source(cell: Cell) -> str:
+    return ", ".join(f"{source} {share:.0%}" for source, share in cell.sources.items())
+
+
+def with_bounds(found: MeanRatio) -> str:
+    return f"{found.ratio:.2f}" + (f" ({bounds(found)})" if found.low is not None else "")
+
+
+def bounds(found: MeanRatio) -> str:
+    return "-" if found.low is None or found.high is None else f"{found.low:.2f}-{found.high:.2f}"
+
+
+# sentences
+
+
+def verdict(cells: Sequence[Cell], against: Sequence[Against]) -> str:
+    """The result in a sentence for the fastest mode, and one for each policy."""
+    return " ".join([fastest(cells), *(held_against(row) for row in against if row.concurrency is None)])
+
+
+def fastest(cells: Sequence[Cell]) -> str:
+    """Of the engine's modes."""
+    ratios: dict[str, list[float]] = {}
+    for cell in cells:
+        ratios.setdefault(cell.mode, []).append(cell.ratio)
+    noise = mean_ratio(ratios[AGAIN])
+    means = {mode: mean_ratio(some) for mode, some in ratios.items() if mode not in {OFF, AGAIN, *BASELINES}}
+    mode = max(means, key=means.__getitem__, default=OFF)
+    ending = f"(plain decoding against itself: {noise:.2f}x)."
+    if means and means[mode] > max(1.0, noise):
+        return f"Fastest mode: {mode}, {means[mode]:.2f}x plain decoding {ending}"
+    best = f" The best of them, {mode}, reached {means[mode]:.2f}x" if means else ""
+    return f"No mode is faster than plain decoding.{best} {ending}"
+
+
+def mean_ratio(ratios: Sequence[float]) -> float:
+    """Geometric."""
+    return exp(fmean(log(ratio) for ratio in ratios))
+
+
+def held_against(row: Against) -> str:
+    found = row.over_best
+    line = f"{row.mode} against the best fixed mode: {found.ratio:.2f}x"
+    return f"{line}, 90 % {bounds(found)}: {found.verdict}." if found.low is not None else f"{line}."
+
+
+def difference(cell: Cell) -> str | None:
+    """That texts are not those of plain decoding, and why they need not be; None: they are."""
+    if not cell.different:
+        return None
+    line = f"{cell.mode}: {cell.different} of {texts_of(cell)} texts differ from those of {OFF}"
+    if cell.rejection:
+        line += ", as they may under its rule: the distribution is the same"
+    if cell.tie_nats:
+        line += f"; where greedy ones differ, the candidates are at most {max(cell.tie_nats):.0e} nat apart"
+    return line
+
+
+# tables
+
+
+def by_cell(cells: list[Cell]) -> list[list[Cell]]:
+    """The modes of each workload and concurrency."""
+    return [list(group) for _, group in groupby(cells, key=lambda cell: (cell.workload, cell.concurrency))]
+
+
+def speed_table(cells: list[Cell]) -> Table:
+    """For the terminal: the modes of one workload at one concurrency."""
+    title = f"{cells[0].workload}, concurrency {cells[0].concurrency}"
+    return terminal(
+        title,
+        TERMINAL,
+        cells,
+        lambda cell: "dim" if cell.mode in (OFF, AGAIN) else "green" if cell.ratio > 1 else "",
+    )
+
+
+def against_table(rows: list[Against]) -> Table:
+    """For the terminal."""
+    return terminal(AGAINST, AGAINST_TERMINAL, rows, lambda row: "" if row.concurrency else "bold")
+
+
+def rounds_markdown(cells: list[Cell]) -> str:
+    """What a round costs, and what it has to yield."""
+    return markdown(ROUNDS, [(cell, cell.rounds) for cell in cells if cell.rounds])
+
+
+def profile_markdown(cells: list[Cell]) -> str:
+    """Where a step's time goes: a row for each cell that decoded with this engine."""
+    return markdown(PROFILE, [cell for cell in cells if cell.profile])
+
+
+def show(report: Report) -> None:
+    """On stdout: the result as a sentence, then the speed of each mode, then the policies."""
+    console = Console(highlight=False)
+    console.print(verdict(report.cells, report.against_best_fixed), style="bold", markup=False)
+    for cells in by_cell(report.cells):
+        console.print("", speed_table(cells), sep="\n")
+        for line in filter(None, map(difference, cells)):
+            console.print(f"  {line}", style="dim", markup=False)
+    console.print(f"\n{TERMINAL_LEGEND}.\n", style="dim", markup=False)
+    if report.against_best_fixed:
+        console.print(against_table(report.against_best_fixed))
+        console.print(f"{AGAINST_TERMINAL_LEGEND}.\n", style="dim", markup=False)
+    console.print(heading(report), style="dim", markup=False, soft_wrap=True)

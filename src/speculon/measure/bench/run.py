@@ -1,0 +1,164 @@
+"""Modes alternated in one run; each group of cases is paired with its own plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from speculon.core.errors import InvalidParameter
+from speculon.measure.bench import workloads
+from speculon.measure.bench.cell import Cell, Runs, summarise
+from speculon.measure.bench.data import answered
+from speculon.measure.bench.measure import Measurement, in_place, measure
+from speculon.measure.bench.plan import AGAIN, TRANSFORMERS, VARIANT, BenchPlan, Mode, parse_mode
+from speculon.measure.bench.workloads import Case
+from speculon.speculation.control.policies import Policies
+from speculon.speculation.proposers.registry import OFF
+
+if TYPE_CHECKING:
+    from speculon.engine.llm import LLM
+
+
+def run(
+    llm: LLM, plan: BenchPlan, advance: Callable[[int], None] = lambda n: None
+) -> tuple[list[Cell], dict[str, list[Case]]]:
+    """All cells, and the cases of each workload. A mode that ran no speculative round in a cell raises
+    `BenchError`.
+
+    With `plan.widen` the target of `llm` is another one from here on, with the same function.
+    """
+    if max(plan.concurrency) > llm.config.max_num_seqs:
+        raise InvalidParameter(
+            "concurrency", max(plan.concurrency), f"max_num_seqs is {llm.config.max_num_seqs}"
+        )
+    check_drafters(llm, plan)
+    check_invariance(llm, plan)
+    context = llm.engine.max_context
+    plan = with_answers(llm, plan)
+    cases = {
+        name: workloads.build(name, llm.tokenizer, plan.size(context, name), plan.more)
+        for name in plan.workloads
+    }
+    check_pools(llm, plan, cases)
+    if plan.widen:
+        widen(llm, plan.widen, plan.fuse)
+    write = writer(llm, plan)
+    cells: list[Cell] = []
+    for name in plan.workloads:
+        for count in plan.concurrency:
+            groups = workloads.groups_of(cases[name], count)
+            modes = plan.modes_of(name, count)
+            for mode in modes:  # warm-up, discarded
+                write(groups[0], mode, f"warm-up of {name}, {count}")
+                advance(1)
+            runs: Runs = {mode.label: [[] for _ in range(plan.repeats)] for mode in modes}
+            for repeat, group, mode in alternate(plan.repeats, len(groups), modes):
+                runs[mode.label][repeat].append(
+                    write(groups[group], mode, f"repeat {repeat} of {name}, {count}")
+                )
+                advance(1)
+            written = [case for group in groups for case in group]
+            cells.extend(summarise(name, count, mode, runs, written, llm) for mode in modes)
+    return cells, cases
+
+
+def with_answers(llm: LLM, plan: BenchPlan) -> BenchPlan:
+    """Later turns of a file's prompts follow the target's answers: the same ones in every mode."""
+    if plan.data is None:
+        return plan
+    names = {name.partition("@")[0] for name in plan.workloads} & plan.data.prompts.keys()
+    with_turns = {name for name in names if any(one.follows for one in plan.data.prompts[name])}
+    chosen = {name: plan.data.prompts[name] for name in with_turns}
+    found = {**plan.data.prompts, **answered(chosen, llm, plan.max_tokens)}
+    return replace(plan, data=replace(plan.data, prompts=found))
+
+
+def check_drafters(llm: LLM, plan: BenchPlan) -> None:
+    """Raises before anything is measured where a mode has nothing that could draft."""
+    for mode in map(parse_mode, plan.modes):
+        method = mode.speculation["method"]
+        if reason := llm.engine.proposers.lacking(method):
+            raise InvalidParameter(
+                "modes", mode.label, f"{reason.value}: {method} needs a checkpoint, given with --draft"
+            )
+
+
+def check_invariance(llm: LLM, plan: BenchPlan) -> None:
+    """Raises before anything is measured where the baseline would be the engine itself."""
+    target = llm.engine.target
+    if plan.with_variant and not target.batch_invariant:
+        raise InvalidParameter("with_variant", True, f"batch-invariant: {target.invariance}")
+
+
+def check_pools(llm: LLM, plan: BenchPlan, cases: dict[str, list[Case]]) -> None:
+    """Raises where the pools of one mode would be evicted while the other modes run."""
+    looping = any(case.user for some in cases.values() for case in some)
+    pools, needed = llm.config.speculation.suffix_pools, plan.users
+    if looping and 0 < pools < needed:
+        raise InvalidParameter(
+            "suffix_pools", pools, f"{max(plan.concurrency)} users in {len(plan.modes)} modes take {needed}"
+        )
+
+
+def widen(llm: LLM, millions: int, fused: bool) -> None:
+    """The target to this many million parameters; costs that were known are measured again."""
+    from speculon.engine.warm_up import warm_up
+    from speculon.measure.bench.widen import widen_target
+    from speculon.target.fuse import fuse
+
+    widen_target(llm.engine.target, millions)
+    if fused:
+        fuse(llm.engine.target, share=False)
+    if llm.engine.policy.costs.known:
+        llm.engine.policy = Policies(llm.config.speculation)
+        warm_up(llm.engine)
+
+
+def policies_of(llm: LLM, plan: BenchPlan) -> dict[str, Policies]:
+    """Each mode's policies: with the engine's measured costs, updated by rounds of this mode alone."""
+    return {label: llm.engine.policy.with_costs_alone() for label in (OFF, AGAIN, *plan.modes)}
+
+
+def writer(llm: LLM, plan: BenchPlan) -> Callable[[list[Case], Mode, str], Measurement]:
+    """Runs cases in a mode; pools last for one mode and one time, which the last argument names."""
+    policies, baselines = policies_of(llm, plan), baselines_of(llm, plan)
+
+    def write(cases: list[Case], mode: Mode, time: str) -> Measurement:
+        if mode.label in baselines:
+            return baselines[mode.label](cases)
+        with in_place(llm.engine, policy=policies[mode.label]):
+            return measure(llm, cases, mode.speculation, f"{mode.label}, {time}")
+
+    return write
+
+
+def baselines_of(llm: LLM, plan: BenchPlan) -> dict[str, Callable[[list[Case]], Measurement]]:
+    """What the plan compares with beside the engine, by label; each has a copy of the weights."""
+    if not (plan.with_transformers or plan.with_variant):
+        return {}
+    from speculon.measure.bench.baseline import BatchVariant, TransformersBaseline
+
+    baselines: dict[str, Callable[[list[Case]], Measurement]] = {}
+    if plan.with_transformers:
+        baselines[TRANSFORMERS] = TransformersBaseline(llm, plan.widen).measure
+    if plan.with_variant:
+        baselines[VARIANT] = BatchVariant(llm).measure
+    return baselines
+
+
+def alternate(repeats: int, groups: int, modes: list[Mode]) -> Iterator[tuple[int, int, Mode]]:
+    """All modes in turn, so that a drift of the machine affects them alike.
+
+    Rows of a Latin square in which each mode follows each other one equally often (Williams 1949); with an
+    odd number of modes the mirror image is needed, too.
+    """
+    n = len(modes)
+    # 0, n-1, 1, n-2, ...: each step of another width
+    zigzag = [i // 2 if i % 2 == 0 else n - 1 - i // 2 for i in range(n)]
+    for repeat in range(repeats):
+        for group in range(groups):
+            row = repeat * groups + group
+            order = [modes[(place + row) % n] for place in zigzag]
+            mirrored = n % 2 == 1 and row // n % 2 == 1
+            yield from ((repeat, group, mode) for mode in (reversed(order) if mirrored else order))

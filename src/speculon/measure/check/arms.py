@@ -1,0 +1,134 @@
+"""The texts of one arm of a check, what was speculated, and the planted errors of a control.
+
+Errors are planted from outside, in the verdicts of one engine and for the time of one arm; its code is
+unchanged.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from speculon.core.config import SamplingParams
+from speculon.core.telemetry import RequestStats, Stopwatch
+from speculon.core.types import TokenLogprobs, Verdict
+from speculon.decoding.sequence import Span
+from speculon.decoding.verify import WITH_Q, judged_by
+
+if TYPE_CHECKING:
+    from speculon.decoding.kv.lease import Lease
+    from speculon.engine.engine import Engine
+    from speculon.engine.llm import LLM
+    from speculon.engine.outputs import Completion
+    from speculon.target.target import Output
+
+Advance = Callable[[int], None]
+
+
+@dataclass(slots=True)
+class ArmStats:
+    """What was speculated in one arm."""
+
+    rounds: int = 0
+    accepted: int = 0
+    by_q: int = 0  # rounds whose drafts carried q and were judged with it
+    wrong: int = 0  # rounds that ended at a wrong draft
+    planted: int = 0  # of these, rounds that kept it: the control
+    reasons: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Texts:
+    """Token ids of each text with its stop token, in the order of the prompts; n texts of each."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[TokenLogprobs] | None]
+    work: ArmStats
+
+
+def write(
+    llm: LLM,
+    prompts: Seq[list[int]],
+    params: Seq[SamplingParams],
+    speculation: Mapping[str, Any],
+    *,
+    alone: bool = False,
+    share: float = 0.0,
+    chance: random.Random | None = None,
+    advance: Advance = lambda n: None,
+) -> Texts:
+    """All prompts in one batch, or each `alone`; `share` of the wrong drafts is kept."""
+    groups = [slice(i, i + 1) for i in range(len(prompts))] if alone else [slice(None)]
+    completions: list[Completion] = []
+    with watched(llm.engine, share, chance or random.Random(0)) as work:
+        for group in groups:
+            outputs = llm.generate(
+                prompts[group], list(params[group]), speculation=speculation, on_token=lambda _, n: advance(n)
+            )
+            completions += [one for output in outputs for one in output.outputs]
+    stats = RequestStats()
+    for one in completions:
+        stats.add(one.stats)
+    work.rounds, work.accepted, work.reasons = stats.rounds, stats.accepted, dict(stats.reasons)
+    advance(sum((p.max_tokens or 0) * p.n for p in params) - sum(len(one.token_ids) for one in completions))
+    return Texts([whole(one) for one in completions], [one.logprobs for one in completions], work)
+
+
+def whole(one: Completion) -> list[int]:
+    """A text with the token that ended it: another stop is a difference, too."""
+    return [*one.token_ids, *([one.stop] if isinstance(one.stop, int) else [])]
+
+
+@contextmanager
+def watched(engine: Engine, share: float, chance: random.Random) -> Iterator[ArmStats]:
+    """Counts wrong drafts and rounds judged with q, and keeps `share` of the wrong drafts."""
+    work, ask_target = ArmStats(), engine.ask_target
+
+    def ask(spans: list[Span], lease: Lease, watch: Stopwatch) -> Output:
+        out = ask_target(spans, lease, watch)
+        for span in spans:
+            work.by_q += span.samples and judged_by(span) in WITH_Q
+            wrong = wrong_draft(span)
+            if wrong is None:
+                continue
+            work.wrong += 1
+            if chance.random() < share:
+                work.planted += 1
+                span.verdict = planted(span)
+        return out
+
+    vars(engine)["ask_target"] = ask
+    try:
+        yield work
+    finally:
+        del vars(engine)["ask_target"]
+
+
+def planted(span: Span) -> Verdict:
+    """The verdict with the wrong draft in place of the round's last token.
+
+    Under block verification with all drafts behind it, up to a stop token: alone it is often as likely as
+    what replaced it, since the drafts behind it were the wrong ones.
+    """
+    draft, at = span.draft.tokens, span.verdict.accepted
+    last = at + 1
+    while judged_by(span) == "block" and draft[last:] and draft[last] not in span.seq.request.ending.stop_ids:
+        last += 1
+    return replace(span.verdict, tokens=draft[:last], accepted=last - 1)
+
+
+def wrong_draft(span: Span) -> int | None:
+    """The draft that the round's last token replaced; None where there is none, or the text ends.
+
+    Block verification may put the same token in its place.
+    """
+    draft, verdict = span.draft.tokens, span.verdict
+    at = verdict.accepted
+    if not span.samples or verdict.finish or at == len(draft) or len(verdict.tokens) != at + 1:
+        return None
+    same = {*span.seq.request.ending.stop_ids, verdict.tokens[-1]}
+    return None if draft[at] in same else draft[at]

@@ -1,0 +1,72 @@
+"""Requests that run, and the latest that have ended, with the account of their rounds."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+from urllib.parse import quote
+
+from nicegui import ui
+
+from speculon.operations.admin.schemas import RequestView
+from speculon.operations.admin.ui.shell import View
+from speculon.operations.admin.ui.words import Words
+
+SECONDS = 2.0
+COLUMNS = ("model", "state", "started", "seconds", "tokens", "account")
+
+
+def account(one: RequestView, words: Words) -> str:
+    """Its main figures; those of rounds only where there were some; empty while the request runs."""
+    kept = one.speculation or {}
+    text = str(kept.get("method", ""))
+    if kept.get("rounds"):
+        per_call = f"{kept['tokens_per_target_call']:.2f}"
+        counts = {name: kept[name] for name in ("rounds", "drafted", "accepted")}
+        text = words("requests.account_rounds", method=text, per_call=per_call, **counts)
+    if kept.get("saved_ms") is not None:
+        text = words("requests.account_saved", account=text, ms=f"{kept['saved_ms']:,.0f}")
+    return text
+
+
+def row_of(one: RequestView, view: View) -> dict[str, Any]:
+    return {
+        "id": one.id,
+        "link": "/admin/tokens?id=" + quote(one.id, safe="") if one.explained else "",
+        "model": one.model,
+        "state": view.words(f"requests.{one.state}"),
+        "started": datetime.fromtimestamp(one.started).strftime("%H:%M:%S"),
+        "seconds": f"{one.seconds:.2f}",
+        "tokens": one.tokens,
+        "account": account(one, view.words),
+    }
+
+
+async def build(view: View) -> None:
+    words, admin = view.words, view.context.admin
+    search = ui.input(words("requests.filter")).props("clearable outlined dense").classes("w-full")
+    columns = [
+        {"name": name, "label": words(f"requests.{name}"), "field": name, "align": "left"}
+        for name in ("id", *COLUMNS)
+    ]
+    columns[-1]["style"] = "white-space: normal; min-width: 20rem"
+    table = ui.table(columns=columns, rows=[], row_key="id", pagination=25).classes("w-full")
+    table.props["no-data-label"] = words("requests.none")
+    table.props["no-results-label"] = words("requests.no_match")
+    table.props["rows-per-page-label"] = words("requests.per_page")
+    table.props[":pagination-label"] = "(first, last, all) => `${first}–${last} / ${all}`"
+    table.add_slot(
+        "body-cell-id",
+        '<q-td :props="props"><a v-if="props.row.link" :href="props.row.link" class="underline">'
+        "{{ props.value }}</a><span v-else>{{ props.value }}</span></q-td>",
+    )
+    table.props("dense")
+    table.bind_filter_from(search, "value")
+
+    def update() -> None:
+        rows = [row_of(one, view) for one in admin.requests.views()]
+        if rows != table.rows:
+            table.rows = rows
+
+    update()
+    ui.timer(SECONDS, update, immediate=False)

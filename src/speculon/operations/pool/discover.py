@@ -1,0 +1,78 @@
+"""Models by name: those that are given, and the subfolders and GGUF files of a folder, drafters apart."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from speculon.core.errors import ConfigError, ModelError
+from speculon.drafters.families import DRAFT_MODEL, family_of
+from speculon.loading.gguf import is_gguf
+from speculon.loading.locate import name_of
+
+log = logging.getLogger("speculon")
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Name -> the value of `model`, in order; and name -> method of the drafters beside them."""
+
+    models: dict[str, str]
+    drafters: dict[str, str]
+
+
+def find_models(
+    given: list[str],
+    folder: Path | None,
+    first_name: str | None = None,
+    named: Mapping[str, str] = MappingProxyType({}),
+) -> Models:
+    """Those that are given come first, as paths or as names of `named`, which has their paths; `first_name`
+    is that of the first of all.
+
+    Raises `ConfigError` for two of one name, and where there is none.
+    """
+    found: dict[str, str] = {}
+    drafters: dict[str, str] = {}
+    for one in given:
+        add(found, one if one in named else name_of(one), named.get(one, one))
+    for inner in inside(folder) if folder is not None else ():
+        try:
+            family = family_of(inner)
+        except ModelError as error:
+            log.warning("%s is left out: %s", inner, error)
+            continue
+        if family.method == DRAFT_MODEL:
+            add(found, name_of(str(inner)), str(inner))
+        elif family.method is not None:
+            drafters[inner.name] = family.method
+        else:
+            log.warning("%s is left out: %s", inner, family.refusal)
+    if not found:
+        raise ConfigError(f"models_dir = {str(folder)!r}: no subfolder has a model")
+    if first_name is not None:
+        first = next(iter(found))
+        if first_name != first and first_name in found:
+            raise clash(first_name, found[first], found[first_name])
+        found = {first_name if name == first else name: path for name, path in found.items()}
+    return Models(found, {name: method for name, method in drafters.items() if name not in found})
+
+
+def inside(folder: Path) -> list[Path]:
+    """Subfolders with a config, and GGUF files. Raises `ConfigError` where the folder is not there."""
+    if not folder.is_dir():
+        raise ConfigError(f"models_dir = {str(folder)!r}: no such folder")
+    return sorted(path for path in folder.iterdir() if (path / "config.json").is_file() or is_gguf(path))
+
+
+def add(found: dict[str, str], name: str, path: str) -> None:
+    known = found.setdefault(name, path)
+    if Path(known).expanduser().resolve() != Path(path).expanduser().resolve():
+        raise clash(name, known, path)
+
+
+def clash(name: str, one: str, other: str) -> ConfigError:
+    return ConfigError(f"two models are named {name!r}: {one} and {other}; rename a folder")

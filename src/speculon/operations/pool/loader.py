@@ -1,0 +1,97 @@
+"""What a model of the pool is made of: its engine, its tokenizer, and its share of the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from speculon.core.config import EngineConfig
+from speculon.core.errors import SpeculonError
+from speculon.decoding.text.tokenizer import Tokenizer
+from speculon.engine.async_engine import AsyncEngine
+from speculon.engine.client import EngineClient
+
+if TYPE_CHECKING:
+    from speculon.drafters.choose import Fit
+
+GB = 2**30
+
+
+class Share(NamedTuple):
+    """What one model may take of the server's memory, and the settings that hold it to that."""
+
+    bytes: int
+    settings: dict[str, Any]
+
+
+class Loader:
+    """Makes the parts of models; those that import torch are called in a thread."""
+
+    def engine(self, settings: dict[str, Any], on_stage: Callable[[str], None]) -> EngineClient:
+        return AsyncEngine(settings, on_stage)
+
+    def tokenizer(self, config: EngineConfig) -> Tokenizer:
+        from speculon.loading.reading import load_tokenizer
+
+        return Tokenizer(load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
+
+    def sampling(self, config: EngineConfig) -> dict[str, Any]:
+        """Defaults of requests that the checkpoint brings."""
+        from speculon.loading.generation import sampling_defaults
+
+        return sampling_defaults(config)
+
+    def drafters(self, config: EngineConfig, drafts: Iterable[str]) -> list[Fit]:
+        """What fits around a model, then each of `drafts`; none of a model that is not there."""
+        from speculon.drafters.choose import fits
+
+        try:
+            return fits(config, drafts)
+        except SpeculonError:
+            return []
+
+    def device(self, config: EngineConfig) -> str:
+        """Whose memory an engine of these settings takes. Raises `ConfigError` for a missing device."""
+        from speculon.loading.load import pick_device
+
+        device = pick_device(config.device)
+        return f"cuda:{device.index or 0}" if device.type == "cuda" else device.type
+
+    def free_memory(self, config: EngineConfig) -> int:
+        """Free bytes of the device of these settings."""
+        from speculon.loading.load import pick_device
+        from speculon.loading.memory.budget import free_memory
+
+        device = pick_device(config.device)
+        if device.type == "cpu":
+            return free_memory(device)
+        # in a process of its own: a look at an accelerator takes hundreds of its megabytes until the end
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:
+            return other.submit(free_memory, device).result()
+
+    def share(self, settings: dict[str, Any], total: int) -> Share:
+        """What the model of `settings` takes, if it may take `total` bytes. Raises what loading would."""
+        from speculon.drafters.choose import with_drafts
+        from speculon.drafters.draft_check import check_drafts
+        from speculon.drafters.needs import drafter_needs
+        from speculon.loading.memory.process import largest_step, process_memory
+
+        config = with_drafts(EngineConfig(**settings))
+        check_drafts(config)
+        step = largest_step(config)
+        memory, pool = process_memory(config, step, drafter_needs(config, step), total)
+        limit = config.speculation.memory_limit_gb
+        size = memory.total if limit is None else int(limit * GB)
+        given: dict[str, Any] = {}
+        if pool and config.kv_memory_gb is None and config.num_blocks is None:
+            given["kv_memory_gb"] = pool / GB
+        if config.snapshot_memory_gb is None and memory.snapshots:
+            given["snapshot_memory_gb"] = memory.snapshots / GB
+        return Share(size, {**settings, **given, "speculation": limited(settings, size)})
+
+
+def limited(settings: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """The table `speculation` with the limit of the whole process."""
+    return {**settings.get("speculation", {}), "memory_limit_gb": size / GB}

@@ -1,0 +1,218 @@
+"""What a step of the target and a proposal cost, in ms: the one cost model of engine and policy."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import partial
+from operator import mul
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field, TypeAdapter
+
+from speculon.core.types import Proposal, Timing, ceil_div
+from speculon.decoding.sequence import Span
+
+NOISE = 0.01  # variance of one measurement, relative: a standard deviation of 10 %; not measured
+DRIFT = 0.004  # standard deviation per measurement by which a part may change, relative: 10 % in 600 steps
+# times the estimate: beyond, another process had the core, and a measurement weighs a sixteenth
+OUTLIER = 2.0
+OF_LATE = 0.1  # weight of the latest measurement, or round: a memory of 10
+# rows of a step beyond which a row may cost more: up to there its products take the time of reading weights
+BENDS = (8, 32)
+# what one of each feature costs beside the others, before any was measured
+PROPOSAL = (1.0, 0.3, 0.1, 0.03)
+STEP = (*PROPOSAL, 0.03, 0.01, 0.1, 0.03)
+
+Features = tuple[float, ...]
+Part = Annotated[float, Field(ge=-1e9, le=1e9)]
+STATE: TypeAdapter[dict[str, tuple[Part, ...]]] = TypeAdapter(dict[str, tuple[Part, ...]])
+MOST_SIZES = 32  # of the curve that is shown, and sent with all statistics
+
+
+class LinearCost:
+    """ms = sum of parts >= 0 times features x, times a factor of each batch size where there are data.
+
+    The parts are fitted by recursive least squares on relative errors, with drift (Ljung 1999, 11.2). The
+    factor is a moving average of measured over fitted ms: a sum that fits all sizes a little fits none.
+    """
+
+    def __init__(self, units: Features) -> None:
+        self.units = units
+        self.parts: Features = ()  # ms of one unit of each feature
+        self.factors: dict[Any, float] = {}  # batch size -> measured / fitted
+        self.measured = 0
+        self._covariance: list[list[float]] = []
+
+    def fitted(self, x: Features) -> float:
+        return max(1e-3, sum(part * value for part, value in zip(self.parts, x, strict=True) if part > 0))
+
+    def at(self, x: Features, batch: Any) -> float:
+        return self.factors.get(batch, 1.0) * self.fitted(x)
+
+    def observe(self, x: Features, batch: Any, ms: float) -> None:
+        if ms <= 0:  # a clock too coarse
+            return
+        if not self.parts:
+            whole = sum(map(mul, self.units, x))
+            self.begin(tuple(unit * ms / whole for unit in self.units), spread=1.0)
+        before = self.at(x, batch)
+        slow = self.measured > 0 and ms > OUTLIER * before
+        self._fit(x, ms, 16 * NOISE if slow else NOISE, ms if slow else self.fitted(x))
+        ratio, factor = min(ms, OUTLIER * before) / self.fitted(x), self.factors.get(batch, 1.0)
+        self.factors[batch] = factor + (OF_LATE / 16 if slow else OF_LATE) * (ratio - factor)
+        self.measured += 1
+
+    def begin(self, parts: Features, spread: float) -> None:
+        """The parts at first, and their standard deviation as a share of each."""
+        self.parts = parts
+        # a part of 0 may grow again
+        likely = [max(part, unit * max(parts)) for part, unit in zip(parts, self.units, strict=True)]
+        self._covariance = [
+            [(spread * part) ** 2 * (i == j) for j in range(len(parts))] for i, part in enumerate(likely)
+        ]
+
+    def _fit(self, x: Features, ms: float, noise: float, scale: float) -> None:
+        """One measurement, relative to `scale`."""
+        relative = [value / scale for value in x]
+        gain = [sum(map(mul, row, relative)) for row in self._covariance]
+        total = noise + sum(map(mul, relative, gain))
+        step = (ms / scale - sum(map(mul, self.parts, relative))) / total
+        parts = [part + each * step for part, each in zip(self.parts, gain, strict=True)]
+        for i, row in enumerate(self._covariance):
+            share = gain[i] / total
+            self._covariance[i] = row = [p - share * each for p, each in zip(row, gain, strict=True)]
+            row[i] += (DRIFT * max(parts[i], self.units[i] * parts[0])) ** 2
+        for i, row in enumerate(self._covariance):
+            if parts[i] < 0:  # what the others most likely are if this one is 0
+                short = parts[i] / row[i]
+                parts = [part - short * p for part, p in zip(parts, row, strict=True)]
+        self.parts = tuple(parts)
+
+
+class Prices(NamedTuple):
+    """Of one proposal, in ms: the call, a position of all its sequences, a draft, a token that is read before
+    it drafts.
+    """
+
+    call: float = 0.0
+    depth: float = 0.0
+    draft: float = 0.0
+    unread: float = 0.0
+
+
+class Costs:
+    """Of the steps and proposals of one engine: of B sequences, M of which have N drafts in all; of n, with k
+    drafts at most.
+
+    T(B, M, N) = a + b B + c M + d N + sum_h d_h max(0, B + N - h) + (e B + f N) L, with h of `BENDS`; L is
+    the mean tokens of a sequence, in thousands. P(n, k, unread) = a + b k + c k n + d unread. No part is
+    below 0: the more rows, the more a further row costs. Where that begins the measurements say.
+    """
+
+    def __init__(self) -> None:
+        self._step = LinearCost(STEP)
+        self._proposals = defaultdict[str, LinearCost](partial(LinearCost, PROPOSAL))
+        self._context = 0.0  # L of the latest round, at which steps are priced
+
+    @property
+    def known(self) -> bool:
+        return bool(self._step.parts)
+
+    def step(self, sequences: int, drafting: float = 0, rows: float = 0) -> float:
+        """ms without its proposals; M and N may be means. Raises `ValueError` before any was measured."""
+        return self._step.at(self._features(sequences, drafting, rows), (sequences, drafting > 0))
+
+    def _features(self, sequences: int, drafting: float, rows: float) -> Features:
+        bends = (max(0.0, sequences + rows - bend) for bend in BENDS)
+        context = sequences * self._context, rows * self._context
+        return (1.0, sequences, drafting, rows, *bends, *context)
+
+    def rows(self, sequences: int, beside: int, drafting: int, most: int) -> list[float]:
+        """ms of the 1st, 2nd, .. draft of each of `drafting` sequences, beside so many drafts of others."""
+        parts, begin = [max(0.0, part) for part in self._step.parts], sequences + beside
+        each, bends = parts[3] + parts[-1] * self._context, list(zip(BENDS, parts[4:-2], strict=True))
+        each += sum(part for bend, part in bends if bend <= begin)
+        bends = [(bend, part) for bend, part in bends if begin < bend < begin + drafting * most]
+        factor = self._step.factors.get((sequences, True), 1.0)
+        return [
+            factor
+            * (each + sum(part * share_beyond(bend, begin + drafting * k, drafting) for bend, part in bends))
+            for k in range(1, most + 1)
+        ]
+
+    def first(self, sequences: int) -> float:
+        """ms of a sequence's first draft beyond its row: single rows have faster kernels."""
+        (row,) = self.rows(sequences, 0, sequences, 1)
+        return max(0.0, (self.step(sequences, sequences, sequences) - self.step(sequences)) / sequences - row)
+
+    def plain(self, sequences: int) -> float | None:
+        """ms of a plain step; None while none of half to twice its size was measured."""
+        sizes = [n for n in self._plain_sizes() if max(n, sequences) <= 2 * min(n, sequences)]
+        nearest = min(sizes, key=lambda n: abs(n - sequences), default=None)
+        return None if nearest is None else self._step.at(self._features(sequences, 0, 0), (nearest, False))
+
+    def _plain_sizes(self) -> list[int]:
+        """Those that were measured."""
+        return sorted(sequences for sequences, drafting in self._step.factors if not drafting)
+
+    def plain_steps(self) -> dict[int, float]:
+        """Sequences -> ms of a plain step, for the batch sizes that were measured; of many of them, some."""
+        sizes = self._plain_sizes()
+        step = ceil_div(max(1, len(sizes)), MOST_SIZES)
+        sizes = sizes[(len(sizes) - 1) % step :: step]  # the largest is among them
+        return {n: self.step(n) for n in sizes}
+
+    def prices(self, method: str, sequences: int) -> Prices:
+        """Of a proposal for so many sequences; nothing for a method that was never measured."""
+        if not self.calls(method):
+            return Prices()
+        factor, (a, b, c, d) = (
+            self._proposals[method].factors.get(sequences, 1.0),
+            self._proposals[method].parts,
+        )
+        return Prices(factor * max(a, 0.0), factor * max(b, 0.0), factor * max(c, 0.0), max(d, 0.0))
+
+    def proposal(self, method: str, sequences: int, k: int, unread: int = 0) -> float:
+        price = self.prices(method, sequences)
+        return price.call + price.depth * k + price.draft * k * sequences + price.unread * unread
+
+    def calls(self, method: str) -> int:
+        """How often a method was measured."""
+        return self._proposals[method].measured if method in self._proposals else 0
+
+    def observe(self, spans: list[Span], timing: Timing) -> None:
+        """What a round took; `spans` are those that decoded."""
+        drafts = [len(span.draft.tokens) for span in spans]
+        if spans:
+            self._context = sum(len(span.seq.tokens) for span in spans) / len(spans) / 1000
+        if spans and timing.target_ms is not None:
+            self.observe_step(len(spans), sum(map(bool, drafts)), sum(drafts), timing.target_ms)
+        for method, call in timing.proposals.items():
+            self.observe_proposal(method, call)
+
+    def observe_step(self, sequences: int, drafting: int, rows: int, ms: float) -> None:
+        self._step.observe(self._features(sequences, drafting, rows), (sequences, drafting > 0), ms)
+
+    def observe_proposal(self, method: str, call: Proposal) -> None:
+        self._proposals[method].observe(
+            (1.0, call.k, call.k * call.sequences, call.unread), call.sequences, call.ms
+        )
+
+    def state(self) -> dict[str, tuple[float, ...]]:
+        return {name: cost.parts for name, cost in {"": self._step, **self._proposals}.items() if cost.parts}
+
+    def restore(self, state: Any) -> None:
+        """Raises `ValueError` for what `state` cannot have told."""
+        found = STATE.validate_python(state)
+        for name, parts in found.items():
+            if len(parts) != (features := len(PROPOSAL if name else STEP)):
+                raise ValueError(f"{name or 'a step'!r:.80} has {len(parts)} parts, not {features}")
+        for name, parts in found.items():
+            cost = self._proposals[name] if name else self._step
+            cost.begin(parts, spread=0.2)
+            cost.measured = len(parts)
+
+
+def share_beyond(bend: int, rows: int, last: int) -> float:
+    """Of the last of so many rows, how many are beyond the bend."""
+    return min(1.0, max(0.0, (rows - bend) / last))

@@ -1,0 +1,444 @@
+"""The policy `goodput`: as many accepted tokens per millisecond as drafts can bring, plain decoding among the
+choices.
+
+A round of B sequences in which method m drafts k_i tokens for sequence i has (Liu 2024, SmartSpec, section 3)
+
+    goodput = sum_i (1 + S_i1 + .. + S_ik_i) / (T(B, M, N) + sum_m P_m(n, k, unread))
+
+S_ij = P(d_1..d_j of i accepted), T and P the ms of a step and of a proposal (`cost`), N = sum k_i the drafts
+of M sequences that have any, k = max k_i. A ratio is maximised by maximising  tokens - r ms  at the r it
+leads to (Dinkelbach 1967); r is the goodput of late, or that of plain decoding where it is more. With
+T = .. + c M + d_1 + .. + d_N, where the d_j of a step rise (`cost`), and  P = a + b k + e n k + f unread  it
+follows what drafts must bring:
+
+    trim     draft j of i is verified while  S_ij > r d, if the sum of  S_ij - r d  over them exceeds  r c;
+             d is that of the row which it adds to the rows of the round so far
+    decide   i gains  G_i(k) = max over k_i <= k of  sum_j (S_ij (1 - u_i) - r (d + e)) - r c - u_i,
+             u_i = r f unread / tokens left; m is asked for  k = argmax of  sum_i G_i(k) - r (a + b k), where
+             that is > 0; d is the mean of the j-th rows of all n
+
+Lookups, whose P is next to nothing, are asked first, for it is not known before whether they find anything:
+in every round while what they gained of late exceeds r P, else ever more rarely. What came with a request
+is verified whole until a draft of it is rejected. `confirm` weighs the model again for the sequences that
+lookups left. S carries the bonus of UCB; a model out of use gets single proposals, for a fixed share of all
+time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from math import ceil, log2
+from operator import mul
+from typing import Any
+
+from speculon.core.types import Ask, Decision, Draft, Estimate, Load, Reason, SpanOutcome, Timing
+from speculon.decoding.sequence import Sequence, Span
+from speculon.speculation.control.acceptance import POSITIONS, PRIOR, STATE, Acceptance, SequenceAcceptance
+from speculon.speculation.control.cost import BENDS, OF_LATE, Costs
+from speculon.speculation.control.fixed import unable
+from speculon.speculation.control.policy import Policy
+from speculon.speculation.control.shadow import Shadow
+
+# proposals before a cost is believed, drafts of a probe, matches that a lookup shows where the prompt is no
+# sign
+COLD = 2
+LONGEST_GAP = 16  # rounds between two proposals of a lookup that finds nothing
+# rounds between two weighings of models while none pays: each takes 0.1 ms for 8 sequences and two models
+WEIGH_GAP = 2
+PROBE_SHARE = 0.005  # of all time, for single proposals of models out of use
+# judged drafts of a model before it is out of use: in scenes with two, 0 chose the worse one in 7 %, 4 in 0 %
+TRIED = 4
+# tokens of a match from which a lookup's drafts are judged apart: 2 % fewer ms for 8 texts of code or edits
+MATCHES = 3, 8
+
+
+@dataclass(slots=True)
+class Added:
+    """What drafting adds to a round for one sequence: of late, or on average."""
+
+    tokens: float = 0.0
+    ms: float = 0.0
+    copied: float = 0.0  # tokens of a round, its correction or bonus too, where a lookup drafted; else 0
+    gain: float = PRIOR  # tokens that a lookup's proposal brings, less the price of its rows
+
+    def move(self, to: Added, weight: float = OF_LATE) -> None:
+        for name in self.__slots__:
+            before = getattr(self, name)
+            setattr(self, name, before + weight * (getattr(to, name) - before))
+
+
+class PromptClass:
+    """Statistics of the sequences of one class of prompts: acceptance by method, with that of all classes as
+    prior.
+    """
+
+    def __init__(self, wider: defaultdict[str, Acceptance]) -> None:
+        # tokens of those that ended
+        self.added, self.ended, self.length, self._wider = Added(), 0, 0.0, wider
+        self.acceptance: dict[str, Acceptance] = {}
+
+    def of(self, method: str) -> Acceptance:
+        if method not in self.acceptance:
+            self.acceptance[method] = Acceptance(self._wider[method])
+        return self.acceptance[method]
+
+
+@dataclass(slots=True)
+class Running:
+    """Statistics of one sequence."""
+
+    span: Span  # of its latest round
+    cls: PromptClass
+    added: Added
+    missing: int  # continuations that must match before a lookup's drafts are verified
+    # by method
+    max_drafts: dict[str, int] = field(default_factory=dict)  # in this round, before pages are reserved
+    own: defaultdict[str, SequenceAcceptance] = field(default_factory=lambda: defaultdict(SequenceAcceptance))
+    mean: Added = field(default_factory=lambda: Added(gain=0.0))  # of its rounds
+    rounds: int = 0
+    looked: bool = False  # whether lookups were asked in this round
+    rate: float = 0.0  # the highest r of its rounds, until r is less than half of it
+    rejected: set[str] = field(default_factory=set)  # methods that had a draft rejected
+
+    @property
+    def seq(self) -> Sequence:
+        return self.span.seq
+
+    def unread(self, method: str) -> int:
+        return len(self.seq.tokens) - self.seq.begin(method) - 1
+
+    def left(self) -> float:
+        """Tokens that it may yet generate without lookups."""
+        usual = self.cls.length if self.cls.ended else self.seq.room
+        share = 1 - self.added.copied / (1 + self.added.tokens)  # of tokens that lookups have no part in
+        return max(1.0, share * min(self.seq.room, max(usual / 2, usual - self.seq.num_output)))
+
+    def price(self, rate: float) -> None:
+        """What lookups gained in a full batch says little once others have left: they are asked anew."""
+        if 2 * rate < self.rate:
+            self.rate, self.added.gain = rate, max(OF_LATE, self.added.gain)
+        self.rate = max(rate, self.rate)
+
+    def book(self, added: Added) -> None:
+        self.rounds += 1
+        self.added.move(added)
+        self.mean.move(added, 1 / self.rounds)
+
+    def learn(self, method: str, judged: int, accepted: int) -> None:
+        self.own[method].observe(self.cls.of(method), judged, accepted)
+        self.cls.of(method).observe(judged, accepted)
+
+
+@dataclass(slots=True)
+class Round:
+    """The round that runs; prices are in tokens: r times ms."""
+
+    number: int = 0
+    batch: int = 0
+    rate: float = 0.0  # r, tokens per ms
+    first: float = 0.0  # r c
+    rows: int = 0  # of the step so far, beside one of each sequence
+    lookups: dict[str, float] = field(default_factory=dict)  # method -> price of a proposal
+    models: dict[str, list[Running]] = field(default_factory=dict)  # method -> the sequences it may draft for
+    probe: Span | None = None  # whose draft is a probe
+
+
+class Goodput(Policy):
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self._methods: defaultdict[str, Acceptance] = defaultdict(Acceptance)  # over all classes
+        self._classes: dict[str, PromptClass] = {}
+        self._running: dict[int, Running] = {}
+        self._shadow = Shadow()  # dropped drafts are compared with what is generated anyway
+        self._budget_ms = 0.0  # for probes
+        self._refused: Reason | None = None  # why no model paid when they were last weighed
+        self._now = Round()
+
+    # before the drafts
+
+    def decide(self, spans: list[Span], load: Load) -> None:
+        if not self.costs.known:
+            for span in spans:
+                span.decision = Decision.plain(unable(span) or Reason.COLD)
+            return
+        running = [self._of(span) for span in spans]
+        now = self._now = self._begin(running, max(len(spans), load.running))
+        offers: dict[Span, Ask] = {}
+        if self._refused is None or now.number % WEIGH_GAP == 0:
+            self._refused = self._offer(now, offers)
+        plain = Decision.plain(self._refused or Reason.COOLDOWN)
+        for one in running:
+            one.span.decision = self._decision(now, one, offers.get(one.span), plain)
+
+    def _of(self, span: Span) -> Running:
+        """A sequence begins with what its class had on average: the last rounds of a text are its best."""
+        seq = span.seq
+        if one := self._running.get(seq.id):
+            one.span = span
+            return one
+        cls = self._classes.setdefault(seq.request.shape.name, PromptClass(self._methods))
+        seq.cold_matches = 0 if seq.request.shape.favourable or cls.added.copied > OF_LATE else COLD
+        # lookups are asked at first: it may repeat what they know
+        added = replace(cls.added, gain=max(OF_LATE, cls.added.gain))
+        return self._running.setdefault(seq.id, Running(span, cls, added, seq.cold_matches))
+
+    def _begin(self, running: list[Running], batch: int) -> Round:
+        """The prices, and who may draft for whom."""
+        plain_ms = self.costs.step(batch)
+        tokens = batch + sum(one.added.tokens for one in running)
+        ms = plain_ms + sum(one.added.ms for one in running)
+        now = self._priced(max(batch / plain_ms, tokens / ms), batch)
+        # rows of prompts, and of other policies' sequences, are in the step, too
+        now.rows = BENDS[-1] if batch > len(running) else 0
+        for one in running:
+            one.price(now.rate)
+            methods = one.seq.methods if unable(one.span) is None else ()
+            one.max_drafts = {method: one.span.max_drafts(method) for method in methods}
+            for method, k in one.max_drafts.items():
+                if not k:
+                    continue
+                if method not in one.seq.request.lookups:
+                    now.models.setdefault(method, []).append(one)
+                elif method not in now.lookups:
+                    now.lookups[method] = now.rate * self.costs.proposal(method, 1, k)
+        return now
+
+    def _priced(self, rate: float, batch: int) -> Round:
+        return Round(self._now.number + 1, batch, rate, rate * self.costs.first(batch))
+
+    def _offer(self, now: Round, offers: dict[Span, Ask]) -> Reason | None:
+        """Adds what the model that gains most is to draft, and a probe of another; returns why none gains
+        anything.
+        """
+        best, used, refused, ks = 0.0, "", Reason.COOLDOWN, dict[Span, int]()
+        for method, group in now.models.items():
+            found, gain = self._weigh(now, method, group) if self.costs.calls(method) >= COLD else ({}, 0.0)
+            if gain > best:
+                best, used, ks = gain, method, found
+            elif not best:
+                refused = self._refusal(method, group)
+        offers.update((span, Ask(used, k)) for span, k in ks.items())
+        for method in now.models.keys() - {used}:
+            self._probe(now, method, offers)
+        return None if best else refused
+
+    def _weigh(
+        self, now: Round, method: str, group: list[Running], sure: bool = False
+    ) -> tuple[dict[Span, int], float]:
+        """K of each in one proposal for these sequences at its best, and the tokens that it gains; `sure`: as
+        if all were accepted.
+        """
+        price = self.costs.prices(method, len(group))
+        call, depth = now.rate * price.call, now.rate * price.depth
+        bounds = [min(one.max_drafts[method], one.span.reserved) for one in group]
+        rows = self.costs.rows(now.batch, now.rows, len(group), max(bounds))
+        each = [now.rate * (row + price.draft) for row in rows]
+        gains, best, most = list[list[float]](), 0, 0.0
+        for one, bound in zip(group, bounds, strict=True):
+            curve = (1.0,) * POSITIONS if sure else one.cls.of(method).survival(one.own[method].shift)
+            read = now.rate * price.unread * one.unread(method) / one.left()
+            gains.append(gains_of(curve[:bound], each, now.first, read))
+        for k in range(1, max(map(len, gains), default=0) + 1):
+            gain = sum(some[min(k, len(some)) - 1] for some in gains if some) - call - depth * k
+            if gain > most:
+                best, most = k, gain
+        drafting = ((one, some) for one, some in zip(group, gains, strict=True) if best and any(some))
+        return {one.span: min(best, len(some)) for one, some in drafting}, most
+
+    def _refusal(self, method: str, group: list[Running]) -> Reason:
+        """Why a model does not pay: in this batch, at this acceptance, or at any."""
+        alone = self._priced(1 / self.costs.step(1), 1)
+        best = max(group, key=lambda one: one.own[method].shift)
+        if self._weigh(alone, method, [best])[1]:
+            return Reason.LOAD if self._now.batch > 1 else Reason.COST
+        return Reason.LOW_ACCEPTANCE if self._weigh(alone, method, [best], sure=True)[1] else Reason.COST
+
+    def _probe(self, now: Round, method: str, offers: dict[Span, Ask]) -> None:
+        """A proposal of a model out of use, for the sequence that accepts most of it, once time was saved for
+        it.
+        """
+        one = min(now.models[method], key=lambda one: (-one.own[method].shift, one.unread(method)))
+        k = min(COLD, one.max_drafts[method])
+        ms = (
+            self.costs.proposal(method, 1, k, one.unread(method))
+            + self.costs.step(now.batch, 1, k)
+            - self.costs.step(now.batch)
+        )
+        # else a model long in use would be probed in each round once it fails
+        self._budget_ms = min(self._budget_ms, COLD * ms)
+        new = self.costs.calls(method) < COLD or self._methods[method].seen < TRIED
+        if now.probe is None and (self._budget_ms >= ms or new):
+            self._budget_ms -= 0.0 if new else ms
+            now.probe, offers[one.span] = one.span, Ask(method, k)
+
+    def _decision(self, now: Round, one: Running, offer: Ask | None, plain: Decision) -> Decision:
+        span, seq, probe = one.span, one.seq, now.probe is one.span
+        if (why := unable(span)) is not None:
+            return Decision.plain(why)
+        ks = one.max_drafts
+        asks = [Ask(method, k) for method, k in ks.items() if k and not probe and self._due(now, one, method)]
+        one.looked = bool(asks)
+        if offer is not None:
+            asks.append(offer)
+        if not asks:
+            return plain
+        chained = (
+            not probe and seq.request.chained is not False and not now.lookups.keys().isdisjoint(seq.methods)
+        )
+        return Decision.of(asks, chained=max(ks.values()) if chained else 0)
+
+    def _due(self, now: Round, one: Running, method: str) -> bool:
+        """Whether a lookup is asked: in every round while it gains what it costs, then in every 2nd, 4th, ..
+
+        LONGEST_GAPth.
+        """
+        if method not in now.lookups:
+            return False
+        price, gain = now.lookups[method], max(one.added.gain, 1e-9)
+        return (
+            method in one.seq.request.from_request
+            or gain >= price
+            or not now.number % int(2 ** ceil(log2(min(LONGEST_GAP, price / gain))))
+        )
+
+    # after the lookups, and after the drafts
+
+    def confirm(self, method: str, spans: list[Span]) -> None:
+        """The model is weighed again, for the sequences that lookups left."""
+        now = self._now
+        if method in now.models and now.probe not in spans:
+            ks, _ = self._weigh(now, method, [self._running[span.seq.id] for span in spans])
+            for span in spans:
+                span.k = min(span.k, ks.get(span, 0))
+
+    def trim(self, method: str, span: Span) -> int:
+        """The part of a draft that gains most beyond its rows; none where the model gains more, or where it
+        is only watched.
+        """
+        now, seq, draft, one = self._now, span.seq, span.draft, self._running[span.seq.id]
+        each = (
+            (one.cls.of(name), count, one.own[name].shift) for name, _, count in parts(seq, draft, method)
+        )
+        chances = (chance for acceptance, count, shift in each for chance in acceptance.chances(count, shift))
+        curve, lookup = list(accumulate(chances, mul)), method in now.lookups
+        best, most, net = 0, 0.0, -now.first
+        model = next((ask.method for ask in span.decision.asks if ask.method in now.models), None)
+        if lookup and model is not None:  # what it would gain if nobody else asked it
+            most = self._weigh(now, model, [one])[1]
+        prices = [now.rate * ms for ms in self.costs.rows(now.batch, now.rows, 1, len(curve))]
+        for k, (survival, price) in enumerate(zip(curve, prices, strict=True), 1):
+            net += survival - price
+            if net > most:
+                best, most = k, net
+        if now.probe is span:
+            best = len(curve)
+        if method in seq.request.from_request and method not in one.rejected:
+            best = max(best, draft.unchained(seq.methods))
+        if cold := lookup and one.missing > 0 and method not in seq.request.from_request:
+            best = 0
+        if not best:
+            watched = COLD if cold else draft.unchained(seq.methods)
+            self._shadow.watch(seq, bucket(method, draft), draft.tokens[:watched])
+        now.rows += best
+        span.estimate = Estimate(sum(curve[:best]), now.first + sum(prices[:best])) if best else None
+        return best
+
+    # afterwards
+
+    def observe(self, spans: list[Span], timing: Timing) -> None:
+        self._budget_ms += PROBE_SHARE * (timing.target_ms or 0.0)
+        row_ms = self._row_ms([len(span.draft.tokens) for span in spans])
+        for span in spans:
+            if one := self._running.get(span.seq.id):
+                self._judge(one, span)
+                self._book(one, span, row_ms, timing)
+                one.span = Span(span.seq, span.start, span.length)  # the round's has q [K, V]
+        self._now.probe = None
+
+    def _row_ms(self, lengths: list[int]) -> float:
+        """A draft's share of what the round's drafts have added to the step."""
+        if not (rows := sum(lengths)):
+            return 0.0
+        batch, drafting = self._now.batch, sum(map(bool, lengths))
+        return max(0.0, self.costs.step(batch, drafting, rows) - self.costs.step(batch)) / rows
+
+    def _judge(self, one: Running, span: Span) -> None:
+        """Learns from the drafts that were verified, and from those that were only watched."""
+        draft, verdict = span.draft, span.verdict
+        for method, _, proposed in span.proposals:
+            if not proposed.tokens and method not in one.seq.request.lookups:
+                one.learn(method, 1, 0)  # an empty proposal costs as much as a rejected one
+        judged = min(verdict.accepted + (verdict.outcome is not SpanOutcome.STOP), len(draft.tokens))
+        if verdict.accepted < judged:
+            one.rejected.add(draft.sources[verdict.accepted])
+        for name, before, count in parts(one.seq, draft, span.method) if judged else ():
+            if before < judged:
+                one.learn(name, min(count, judged - before), min(count, verdict.accepted - before))
+        for fate in self._shadow.judge(one.seq):
+            if not fate.overlaps:
+                one.missing = max(0, one.missing - (fate.accepted > 0))
+                one.learn(fate.method, fate.judged, fate.accepted)
+
+    def _book(self, one: Running, span: Span, row_ms: float, timing: Timing) -> None:
+        """What drafting has added to the round for one sequence."""
+        now, gain = self._now, 0.0 if one.looked else one.added.gain
+        if not span.draft.tokens:
+            return one.book(Added(0.0, 0.0, 0.0, gain))
+        ms = row_ms * len(span.draft.tokens)
+        price, lookup = now.rate * ms, span.method in now.lookups
+        if not lookup and (call := timing.proposals.get(span.method)):
+            ms += self.costs.proposal(span.method, call.sequences, call.k) / call.sequences
+        gained = max(0, len(span.verdict.tokens) - 1)  # -1: it ended with this round
+        one.book(Added(gained, ms, (1 + gained) * lookup, gained - price if lookup else gain))
+
+    def forget(self, seq: Sequence) -> None:
+        if one := self._running.pop(seq.id, None):
+            one.cls.ended += 1
+            weight = max(OF_LATE, 1 / one.cls.ended)
+            if one.rounds:
+                one.cls.added.move(one.mean, weight)
+            one.cls.length += weight * (seq.num_output - one.cls.length)
+        self._shadow.forget(seq)
+
+    def state(self) -> dict[str, Any]:
+        every = {"": self._methods, **{name: cls.acceptance for name, cls in self._classes.items()}}
+        return {name: {method: one.state() for method, one in some.items()} for name, some in every.items()}
+
+    def restore(self, state: Any) -> None:
+        """Raises `ValueError` for what `state` cannot have told."""
+        for name, some in STATE.validate_python(state).items():
+            cls = self._classes.setdefault(name, PromptClass(self._methods)) if name else None
+            for method, told in some.items():
+                (cls.of(method) if cls else self._methods[method]).restore(told)
+
+
+def gains_of(curve: tuple[float, ...], prices: list[float], first: float, read: float) -> list[float]:
+    """What 1, 2, .. drafts of survival S gain: at the price of each, that of any, and of reading for each
+    token.
+    """
+    net, found = -first - read, list[float]()
+    for survival, price in zip(curve, prices, strict=False):
+        gain = survival * (1 - read) - price
+        if gain <= 0:
+            break
+        net += gain
+        found.append(max(0.0, net))
+    return found
+
+
+def parts(seq: Sequence, draft: Draft, method: str) -> Iterator[tuple[str, int, int]]:
+    """(name, drafts before it, drafts) of one proposal and of what was chained to it, which is learned under
+    its own name.
+    """
+    own, count = draft.unchained(seq.methods), len(draft.tokens)
+    yield bucket(method, draft), 0, own
+    if own < count:
+        yield bucket(f"{method}+{draft.sources[own]}", draft), own, count - own
+
+
+def bucket(name: str, draft: Draft) -> str:
+    """Under which name a draft is learned: those of longer matches are accepted more often, and further."""
+    return f"{name} {sum(draft.match >= least for least in MATCHES)}" if draft.match else name

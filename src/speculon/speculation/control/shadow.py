@@ -1,0 +1,129 @@
+"""Drafts that nobody verifies are compared with what is written anyway: acceptance is measured, and nothing
+is at risk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from speculon.core.config import MAX_DRAFTS
+from speculon.core.types import Load, Reason, Timing
+from speculon.decoding.sequence import Sequence, Span
+from speculon.speculation.control.fixed import ask_all
+from speculon.speculation.control.policy import Policy
+
+# most drafts of a method that a text can have open: judged at each token, none is open for longer
+WATCHED = MAX_DRAFTS
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What became of a draft that was watched; its tokens beyond the text's end are as if never drafted."""
+
+    method: str
+    drafted: int
+    accepted: int  # equal to the text from the first one on
+    judged: int  # those, and the first one that differs
+    overlaps: bool  # it begins inside an earlier draft of its method, or in that one's correction or bonus
+
+
+@dataclass(slots=True)
+class Watch:
+    """The open drafts of one method for one text, by the position of their first token."""
+
+    drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    leader: int | None = None  # the draft whose round it would be now, had they been verified
+    free: int = 0  # first position at which the next round could begin
+
+
+class Shadow:
+    """Follows drafts of many texts until their fate is known.
+
+    Drafts that are not verified begin at each position, and overlap. All are judged; those that do not
+    overlap are the rounds that verification would have had with this method alone.
+    """
+
+    def __init__(self) -> None:
+        self._texts: dict[int, dict[str, Watch]] = {}  # sequence id -> method
+
+    def __len__(self) -> int:
+        """Open drafts."""
+        return sum(len(watch.drafts) for text in self._texts.values() for watch in text.values())
+
+    def watch(self, seq: Sequence, method: str, tokens: tuple[int, ...]) -> None:
+        """Remembers a draft of what follows `seq.tokens`; one of the same method and place takes its place.
+
+        Beyond `WATCHED` open ones of a method a draft is not watched: `judge` was not called for as many
+        tokens.
+        """
+        watch = self._texts.setdefault(seq.id, {}).setdefault(method, Watch())
+        start = len(seq.tokens)
+        if not tokens or (len(watch.drafts) >= WATCHED and start not in watch.drafts):
+            return
+        if watch.leader is None and start >= watch.free:
+            watch.leader = start
+        watch.drafts[start] = tokens
+
+    def judge(self, seq: Sequence, ended: bool = False) -> list[Judged]:
+        """The drafts whose fate the committed tokens tell, and all that are open where the text has ended.
+
+        Each is told once.
+        """
+        judged: list[Judged] = []
+        if seq.id not in self._texts:
+            return judged
+        for method, watch in self._texts[seq.id].items():
+            for start, tokens in list(watch.drafts.items()):
+                written = seq.tokens[start : start + len(tokens)]
+                accepted = common(tokens, written)
+                differs = accepted < len(written)
+                if not (differs or ended or len(written) == len(tokens)):
+                    continue
+                leads = watch.leader == start
+                if leads:
+                    watch.leader, watch.free = None, start + accepted + 1
+                del watch.drafts[start]
+                drafted = len(tokens) if differs else len(written)
+                if drafted:
+                    judged.append(Judged(method, drafted, accepted, accepted + differs, not leads))
+        return judged
+
+    def forget(self, seq: Sequence) -> None:
+        self._texts.pop(seq.id, None)
+
+
+class ShadowPolicy(Policy):
+    """The policy `shadow`: asks as `fixed` does, and verifies nothing.
+
+    Each method of a cascade is asked, and measured.
+    """
+
+    def __init__(self) -> None:
+        self.shadow = Shadow()
+
+    def decide(self, spans: list[Span], load: Load) -> None:
+        for span in spans:
+            span.decision = ask_all(span, unused=Reason.SHADOW, chained=False)
+
+    def trim(self, method: str, span: Span) -> int:
+        self.shadow.watch(span.seq, method, span.draft.tokens)
+        return 0
+
+    def observe(self, spans: list[Span], timing: Timing) -> None:
+        for span in spans:
+            self._account(span.seq)
+
+    def forget(self, seq: Sequence) -> None:
+        self._account(seq, ended=True)
+        self.shadow.forget(seq)
+
+    def _account(self, seq: Sequence, ended: bool = False) -> None:
+        """Counts what verification would have met; overlapping drafts it would not have."""
+        for judged in self.shadow.judge(seq, ended):
+            if not judged.overlaps:
+                seq.stats.watch(judged.method, judged.drafted, judged.accepted)
+
+
+def common(a: tuple[int, ...], b: list[int]) -> int:
+    """Length of their common beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

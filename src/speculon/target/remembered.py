@@ -1,0 +1,165 @@
+"""What earlier loads of the same checkpoint found, on the same machine with the same code.
+
+Only checks that passed and measured choices are kept, so that a model is refused anew each time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+
+from speculon.core.config.file import CACHE
+
+SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # read of each file of weights, evenly spread, beside its beginning
+KERNELS = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "OMP_", "KMP_", "CUBLAS", "NVIDIA_")  # what chooses them
+
+T = TypeVar("T")
+log = logging.getLogger("speculon")
+
+
+@dataclass(slots=True)
+class Found:
+    """Results by name, and whether there are new ones."""
+
+    results: dict[str, Any] = field(default_factory=dict)
+    new: bool = False
+
+
+_found: ContextVar[Found | None] = ContextVar("speculon_found", default=None)
+
+
+@contextmanager
+def remembering(files: list[Path], *settings: object) -> Iterator[None]:
+    """Within it `once` returns what was found for these files and settings before, and keeps what is new.
+
+    An exception keeps nothing. A damaged file, or one of other files or another machine, is ignored.
+    """
+    folder = cache_folder()
+    if folder is None:
+        yield
+        return
+    key = key_of(files, settings)
+    path = folder / f"{key}.json"
+    token = _found.set(found := Found(read(path, key)))
+    try:
+        yield
+    finally:
+        _found.reset(token)
+    if found.new:
+        write(path, {"key": key, "results": found.results})
+
+
+def once(name: str, compute: Callable[[], T], read: Callable[[Any], T] | None = None) -> T:
+    """The remembered result of `compute`, else the result itself, which JSON can hold.
+
+    `read` makes it from JSON again. Raises what `compute` raises.
+    """
+    found = _found.get()
+    if found is None:
+        return compute()
+    if name in found.results:
+        try:
+            return read(found.results[name]) if read else found.results[name]
+        except (TypeError, ValueError):
+            log.warning("the remembered %s is damaged; it is found anew", name)
+    result = found.results[name] = compute()
+    found.new = True
+    return result
+
+
+def passed(name: str) -> bool:
+    """Whether a check of that name passed before."""
+    found = _found.get()
+    return found is not None and found.results.get(name) is True
+
+
+def passes(name: str) -> None:
+    """Keeps that a check passed."""
+    once(name, lambda: True)
+
+
+def cache_folder() -> Path | None:
+    named = os.environ.get(CACHE)
+    if named is None:
+        base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        return None if base.startswith("~") else Path(base) / "speculon" / "loads"  # a user without a home
+    return Path(named) if named else None
+
+
+def read(path: Path, key: str) -> dict[str, Any]:
+    try:
+        kept = json.loads(path.read_text())
+        return kept["results"] if kept["key"] == key and isinstance(kept["results"], dict) else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def write(path: Path, kept: dict[str, Any]) -> None:
+    """Whole or not at all; a folder that cannot be written costs the next load its time, no more."""
+    beside = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps(kept))
+        beside.replace(path)
+    except OSError as error:
+        log.info("what this load found is not kept: %s", error)
+
+
+def key_of(files: list[Path], settings: tuple[object, ...]) -> str:
+    digest = blake2b(repr((settings, machine(), code())).encode(), digest_size=20)
+    for file in files:
+        digest.update(sample(file))
+    return digest.hexdigest()
+
+
+def sample(file: Path) -> bytes:
+    """Its size and parts of it: the weights of another training differ in all of them."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        parts = [str(size).encode()]
+        for i in range(SAMPLES):
+            stream.seek(i * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
+            parts.append(stream.read(SAMPLE_BYTES))
+    return b"".join(parts)
+
+
+def machine() -> tuple[object, ...]:
+    """What chooses a kernel, and what a kernel adds up in."""
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    settings = sorted(item for item in os.environ.items() if item[0].startswith(KERNELS))
+    process = torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled, torch.version.cuda
+    chip = (chip_name(), sorted(capabilities.items()), torch.backends.cpu.get_cpu_capability())
+    return platform.platform(), chip, devices, torch.get_num_threads(), settings, process
+
+
+@cache
+def chip_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    named = ("model name", "cpu family", "model\t", "stepping", "flags", "Features")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(named)))
+
+
+@cache
+def code() -> str:
+    """The versions, and all code of speculon."""
+    digest = blake2b(repr((torch.__version__, transformers.__version__)).encode())
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
