@@ -255,7 +255,7 @@ UNDECIDED = Decision.plain(Reason.OFF_CONFIG)
 
 
 class Padding(NamedTuple):
-    """Of a layer's calls of the attention kernel, so that it adds in one order (models/invariant)."""
+    """Of a layer's calls of the attention kernel, so that it adds in one order (`loading/invariant.py`)."""
 
     keys: int  # the first key's position and the number of keys are multiples of this
     rows: int  # of queries, folded: at least so many, and in the last of the kernel's blocks

@@ -45,7 +45,7 @@ def attend(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,  # [H] attention sinks
-    **_: object,  # checked once, by models/probe
+    **_: object,  # checked once, by `loading/probe.py`
 ) -> tuple[Tensor, None]:
     """The attention function that is registered with transformers."""
     if attention_mask is not None:

@@ -1,7 +1,7 @@
 """A decoder layer as few library calls, in the form that most architectures share, and a loop over layers.
 
 x + out_1(attention(in_1(x))), then x + out_2(mlp(in_2(x))), where each of the four norms may be missing.
-models/fuse compares each block with its stock layer, and the loop with the stock forward.
+target/fuse compares each block with its stock layer, and the loop with the stock forward.
 """
 
 from __future__ import annotations

@@ -20,7 +20,10 @@ from speculon.decoding.sequence import Sequence, Span, share_rows
 
 
 class Lease:
-    """The claim of one step. Leaving the `with` block without `commit` restores every sequence."""
+    """The claim of one step. Leaving the `with` block gives back all pages beyond what is committed.
+
+    Without `commit` that restores every sequence.
+    """
 
     def __init__(
         self,
