@@ -98,6 +98,7 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """The rollback: drafters' counts and pages end at what is committed, after a commit or without."""
         for seq in (span.seq for span in self._spans):
             seq.drafted = {method: min(done, seq.committed) for method, done in seq.drafted.items()}
             for slots in self._pool.draft_slots.values():

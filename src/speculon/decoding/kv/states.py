@@ -24,8 +24,10 @@ KEPT_BYTES = 256 << 20  # guess: of states after single rows, kept within a step
 
 
 class StateStore:
-    """The states of all mixers in all slots. `restore` is called for spans of which rows are rejected; a
-    draft model's have none.
+    """The states of all mixers in all slots.
+
+    `restore` is called for spans of which rows are rejected: `target.recurrent.restore`, or None for those of
+    a draft model.
     """
 
     def __init__(

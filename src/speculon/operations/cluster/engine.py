@@ -139,7 +139,8 @@ class ReplicatedEngine(EngineClient):
         """Reads the replica that has the request, and the next one where it is lost."""
         fault, tries = ReplicaLost(), MOST_TRIES
         try:
-            while tries := tries - 1:
+            while tries > 0:
+                tries -= 1
                 reading = Reading(add, queue, self.routing)
                 try:
                     return await reading.run(self._replicas.generate(add))

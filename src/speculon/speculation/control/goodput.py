@@ -291,9 +291,9 @@ class Goodput(Policy):
         return Decision.of(asks, chained=max(ks.values()) if chained else 0)
 
     def _due(self, now: Round, one: Running, method: str) -> bool:
-        """Whether a lookup is asked: in every round while it gains what it costs, then in every 2nd, 4th, ..
+        """Whether a lookup is asked: in every round while it gains what it costs, then ever more rarely.
 
-        LONGEST_GAPth.
+        The gap doubles up to LONGEST_GAP rounds.
         """
         if method not in now.lookups:
             return False
