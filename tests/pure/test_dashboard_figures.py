@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from speculon.core.telemetry import EngineCounters
-from speculon.operations.admin.figures import MOST_PAUSE, Figures
-from speculon.operations.admin.overview import counts_of
+from speculon.operations.admin.figures import MOST_PAUSE, Figures, sum_counts
 from speculon.operations.admin.schemas import ModelOverview, Overview
 
 
@@ -18,7 +17,7 @@ class Server:
 
     def look(self) -> Overview:
         model = ModelOverview.model_construct(tokens=self.counters.totals.emitted)
-        totals = counts_of([self.counters, EngineCounters()])
+        totals = sum_counts([self.counters, EngineCounters()])
         return Overview.model_construct(time=self.at, models=[model], totals=totals)
 
     def work(self, tokens: int) -> None:

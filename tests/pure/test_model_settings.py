@@ -67,14 +67,15 @@ def test_in_tables_too(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "[models.m]\nacceptance = 'block'\nnum_speculative_tokens = 3\nsuffix_pools = 1\n"
     others = "[speculation]\nacceptance = 'matching'\nsuffix_min_hits = 2\n"
     found = settings(text, others=others, speculation={"chained_drafts": False})
-    assert found.speculation == {
+    values = {
         "policy": "solo",
         "num_speculative_tokens": 7,
         "chained_drafts": False,
         "acceptance": "block",
     }
+    assert {name: found.value(name) for name in values} == values
     own = f"model's settings: {FILE}, line"
-    assert {name: found.origin(name) for name in (*found.speculation, "suffix_min_hits")} == {
+    assert {name: found.origin(name) for name in (*values, "suffix_min_hits")} == {
         "policy": "environment",
         "num_speculative_tokens": "environment",
         "chained_drafts": "flag",

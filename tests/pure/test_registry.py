@@ -43,9 +43,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = tmp_path / "constant_plugin-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: constant-plugin\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[speculon.speculation.proposers]\nconstant = constant_plugin:Constant\n"
-    )
+    (info / "entry_points.txt").write_text("[speculon.proposers]\nconstant = constant_plugin:Constant\n")
     monkeypatch.syspath_prepend(tmp_path)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from speculon.core.config.models import ModelSettingsFile
-from speculon.operations.pool.catalogue import Catalogue
+from speculon.server.pool.catalogue import Catalogue
 from speculon.speculation.proposers.registry import methods
 from tests.server.inside import Inside, ScriptedLoader, serving
 

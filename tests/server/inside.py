@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx2 as httpx
 
+from speculon.cli.connections import HttpServer
 from speculon.cli.listening import listen
 from speculon.core.config import EngineConfig
 from speculon.decoding.text.tokenizer import Tokenizer
@@ -24,12 +25,12 @@ from speculon.engine.async_engine import AsyncEngine
 from speculon.engine.messages import Refused, Stage
 from speculon.engine.worker import Worker
 from speculon.operations.admin.routes import add_admin
-from speculon.operations.pool.catalogue import Catalogue
-from speculon.operations.pool.loader import GB, Loader, Share
-from speculon.operations.pool.pool import ModelPool
 from speculon.server.app import create_app
 from speculon.server.app_state import AppState
-from speculon.server.connections import HttpServer
+from speculon.server.pool.catalogue import Catalogue
+from speculon.server.pool.loader import GB, Loader, Share
+from speculon.server.pool.model_routes import add_models
+from speculon.server.pool.pool import ModelPool
 from tests.server.outside import LOCAL_HTTP
 from tests.server.scripted import Bytes, ScriptedEngine
 
@@ -186,6 +187,7 @@ def serving(catalogue: Catalogue, loader: ScriptedLoader) -> Iterator[Inside]:
     state = AppState(ModelPool(catalogue, loader))
     listener = listen("127.0.0.1", 0)
     app = create_app(state, "0")
+    add_models(app, state)
     if state.config.admin:
         add_admin(app, state)
     http = HttpServer(app, state.config, 5)

@@ -37,7 +37,7 @@ def main() -> None:
     from speculon import cli
     from speculon.decoding.text.tokenizer import Tokenizer
     from speculon.engine import async_engine
-    from speculon.operations.pool.loader import GB, Loader, Share
+    from speculon.server.pool.loader import GB, Loader, Share
     from tests.server.scripted import Bytes
 
     if descriptors := os.environ.get("SCRIPTED_DESCRIPTORS"):

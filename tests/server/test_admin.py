@@ -10,7 +10,7 @@ import pytest
 from speculon.core.config.serve import ServeConfig
 from speculon.core.errors import InvalidParameter
 from speculon.decoding.sequence import Event
-from speculon.operations.admin.requests import rows_of
+from speculon.operations.admin.requests import token_rows
 from tests.server.administered import API, KEY, administered, ask
 from tests.server.inside import wait_until
 
@@ -97,7 +97,7 @@ def test_texts_are_kept_only_where_they_are_allowed(tmp_path: Path) -> None:
         done = ask(inside, prompt="say:private", speculation={"explain": True})
         tokens = inside.client.get(f"{API}/requests/{done['id']}/tokens")
         view = inside.client.get(f"{API}/requests/{done['id']}").json()
-        kept = inside.state.observers[0].requests.find(done["id"])  # type: ignore[attr-defined]
+        kept = inside.state.admin.requests.find(done["id"])
     assert view["prompt"] is None and view["answer"] is None
     assert tokens.status_code == 400 and "admin_texts is off" in tokens.text
     assert kept is not None and not kept.prompt and not kept.rows
@@ -123,7 +123,7 @@ def test_the_latest_requests_are_bounded(tmp_path: Path) -> None:
 def test_positions_in_the_draft(
     sources: tuple[str, ...], drafted: int, expected: list[tuple[str, int | None]]
 ) -> None:
-    rows = rows_of(Event("r", 0, (5, 6), sources=sources, drafted=drafted))
+    rows = token_rows(Event("r", 0, (5, 6), sources=sources, drafted=drafted))
     assert [(fate, position) for _, fate, _, position, _, _ in rows] == expected
 
 

@@ -14,10 +14,10 @@ import pytest
 from speculon.core.config import SpeculationConfig
 from speculon.core.config.models import ModelSettingsFile
 from speculon.core.errors import ConfigError, ModelError
-from speculon.operations.pool.catalogue import Catalogue
-from speculon.operations.pool.pool import ModelPool
-from speculon.operations.pool.pooled import PooledModel
 from speculon.server.model import OF_REQUESTS
+from speculon.server.pool.catalogue import Catalogue
+from speculon.server.pool.pool import ModelPool
+from speculon.server.pool.pooled import PooledModel
 from tests.server.administered import API, K, administered, ask, change, setting, written
 from tests.server.inside import ScriptedLoader, ThreadEngine, cut
 

@@ -12,7 +12,7 @@ import httpx2 as httpx
 import pytest
 
 from speculon.core.errors import EngineError
-from speculon.server import capture, capture_format
+from speculon.server import capture
 from speculon.server.capture import Files, label_of
 from speculon.server.middleware import tenant_of
 from tests.server.inside import Inside, served, wait_until
@@ -180,8 +180,8 @@ def test_lines_are_what_clients_sent_and_received(tmp_path: Path) -> None:
     check_kept(tmp_path, BODIES)
 
 
-LINES_OF = capture_format.lines_of
-MERGE_DELTAS = capture_format.merge_deltas
+LINES_OF = capture.lines_of
+MERGE_DELTAS = capture.merge_deltas
 
 
 @pytest.mark.parametrize(
@@ -194,19 +194,19 @@ MERGE_DELTAS = capture_format.merge_deltas
             capture, "lines_of", lambda answer, key: [*LINES_OF(answer, key)][::-1], id="choices are mixed up"
         ),
         pytest.param(
-            capture_format,
+            capture,
             "merge_deltas",
             lambda deltas: MERGE_DELTAS(deltas[:-1]),
             id="the end of a text is lost",
         ),
         pytest.param(
-            capture_format,
+            capture,
             "merge_deltas",
             lambda deltas: {"role": "assistant", "content": MERGE_DELTAS(deltas)["content"] or ""},
             id="no calls",
         ),
         pytest.param(
-            capture_format,
+            capture,
             "text_of",
             lambda content: content if isinstance(content, str) else "",
             id="parts are lost",
@@ -295,7 +295,7 @@ def test_clients_can_refuse_the_capture(tmp_path: Path) -> None:
 
 
 def test_a_refusal_that_is_ignored_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_format, "may_be_captured", lambda body, model: True)
+    monkeypatch.setattr(capture, "may_be_captured", lambda body, model: True)
     with pytest.raises(AssertionError):
         check_opt_out(tmp_path)
 

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 
 from speculon.core.config import SamplingParams
+from speculon.core.config.models import ModelSettings
+from speculon.core.config.models.merge import Source
 from speculon.core.config.serve import ServeConfig
 from speculon.decoding.text.tokenizer import Tokenizer
-from speculon.operations.pool.catalogue import Catalogue, OfModel
-from speculon.operations.pool.pooled import PooledModel
 from speculon.server.completions import read_chat, read_completion
 from speculon.server.model import ServedModel
-from speculon.server.response_schemas import ResponseRequest
-from speculon.server.responses import read_response
+from speculon.server.pool.catalogue import Catalogue
+from speculon.server.pool.pooled import PooledModel
+from speculon.server.responses import ResponseRequest, read_response
 from speculon.server.schemas import ChatRequest, CompletionRequest
 from tests.server.inside import Inside, ScriptedLoader, served, serving
 from tests.server.scripted import Bytes
@@ -56,8 +57,10 @@ def test_seeds_beyond_the_range_are_refused_with_it(inside: Inside, seed: int) -
 
 
 def sampled(generation: dict[str, Any], own: dict[str, Any] | None = None, **fields: Any) -> SamplingParams:
-    model = PooledModel("m", OfModel({"model": "m"}, own or {}), ScriptedLoader(), read_at_once)
-    model._found = generation
+    model = PooledModel(
+        "m", ModelSettings("m", {"model": "m"}, [Source("", own or {})]), ScriptedLoader(), read_at_once
+    )
+    model._checkpoint_sampling = generation
     served = model._with_defaults(MODEL)
     return read_chat(ChatRequest.model_validate({"messages": USER, **fields}), served).params
 

@@ -16,10 +16,10 @@ import httpx2 as httpx
 import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from speculon.cli import connections
+from speculon.cli.connections import ConnectionLimits, HttpProtocol, LimitedProtocol
 from speculon.cli.serve_replicas import http_options
 from speculon.core.config.serve import ServeConfig
-from speculon.server import connections
-from speculon.server.connections import ConnectionLimits, HttpProtocol, LimitedProtocol
 from tests.server.inside import Inside, served, wait_until
 from tests.server.outside import LOCAL_HTTP, started
 

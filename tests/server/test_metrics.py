@@ -32,7 +32,7 @@ def page(stats: RequestStats) -> dict[str, tuple[str, list[Sample]]]:
     model = SimpleNamespace(
         engine=engine, shown_state="loaded", loads=1, failures=0, evictions=0, load_seconds=1.0, held=0
     )
-    content, *_ = Metrics(cast(Any, {"demo": model})).page()
+    content = Metrics(cast(Any, {"demo": model})).page()
     return {
         family.name: (family.type, family.samples)
         for family in text_string_to_metric_families(content.decode())

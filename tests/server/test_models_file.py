@@ -15,8 +15,8 @@ from speculon.core.config import EngineConfig
 from speculon.core.config.models import ModelSettingsFile
 from speculon.core.errors import ConfigError
 from speculon.loading.locate import locate
-from speculon.operations.pool.catalogue import Catalogue
-from speculon.operations.pool.loader import GB
+from speculon.server.pool.catalogue import Catalogue
+from speculon.server.pool.loader import GB
 from speculon.speculation.proposers.registry import methods
 from tests.server.inside import ScriptedLoader, serving
 from tests.server.test_several_models import PATHS, Pool, several
@@ -116,7 +116,7 @@ def test_the_file_names_the_models_unless_the_command_line_does(
     )
     assert catalogue_of({}, EngineConfig(), []).paths == {"one": "demo", "two": "demo"}
     found = catalogue_of({"model": "second"}, EngineConfig(model="second"), ["second"])
-    assert found.paths == {"two": "demo"} and found.of_model("two").settings["model"] == "demo"
+    assert found.paths == {"two": "demo"} and found.settings_of("two").keywords["model"] == "demo"
     with pytest.raises(ConfigError, match="no such file"):
         catalogue_of({}, EngineConfig(serve={"models_file": tmp_path / "other.toml"}), [])
 
@@ -136,7 +136,7 @@ def test_a_table_is_about_the_subfolder_of_its_name(tmp_path: Path) -> None:
     serve = {"models_file": tmp_path / "models.toml", "models_dir": tmp_path / "models"}
     found = catalogue_of({}, EngineConfig(serve=serve), [])
     assert found.paths == {name: str(tmp_path / "models" / name) for name in ("one", "two")}
-    assert found.of_model("one").pool.pinned and not found.of_model("two").pool.pinned
+    assert found.settings_of("one").pool.pinned and not found.settings_of("two").pool.pinned
 
 
 def test_an_empty_file_serves_the_model_of_the_settings(tmp_path: Path) -> None:
@@ -152,7 +152,9 @@ def test_a_table_is_about_the_model_of_the_settings_with_its_name(tmp_path: Path
     config = EngineConfig(model=str(tmp_path / "mine"), serve={"models_file": tmp_path / "models.toml"})
     for models in ([], [config.model]):
         found = catalogue_of({"model": config.model}, config, models)
-        assert found.paths == {"mine": config.model} and found.of_model("mine").sampling == {"max_tokens": 2}
+        assert found.paths == {"mine": config.model} and found.settings_of("mine").sampling == {
+            "max_tokens": 2
+        }
 
 
 def test_a_name_for_a_model_with_a_table_is_refused(tmp_path: Path) -> None:

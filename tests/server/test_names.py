@@ -11,9 +11,9 @@ import pytest
 
 from speculon.core.config.serve import ServeConfig
 from speculon.decoding.text.tokenizer import Tokenizer
-from speculon.operations.pool.catalogue import Catalogue
 from speculon.server.completions import read_chat, read_completion
 from speculon.server.model import ServedModel
+from speculon.server.pool.catalogue import Catalogue
 from speculon.server.schemas import ChatRequest, CompletionRequest
 from tests.server.inside import Inside, ScriptedLoader, served, serving
 from tests.server.scripted import Bytes

@@ -18,18 +18,15 @@ from transformers import AutoTokenizer
 from speculon.core.config import RequestSpeculation, SamplingParams, Thinking
 from speculon.core.types import Finish
 from speculon.decoding.sequence import Ending, Event
-from speculon.decoding.text.deltas import ReplyParser, TextParser, merge_deltas
-from speculon.decoding.text.reasoning import ThinkingParser, thinking_of
+from speculon.decoding.text.deltas import ReplyParser, TextParser, ThinkingParser, merge_deltas, thinking_of
 from speculon.decoding.text.stop_strings import StopStrings
-from speculon.decoding.text.tags import TaggedStream, special_tags
 from speculon.decoding.text.thinking import AnswerStart
 from speculon.decoding.text.tokenizer import Stream, Tokenizer
 from speculon.decoding.text.tool_calls import JsonCallsParser, TaggedCallsParser
 from speculon.decoding.verify import first_stop_string
-from speculon.server.choice import Choice
+from speculon.server.choice import Choice, TaggedStream, special_tags
 from speculon.server.request import GenerationRequest
-from speculon.server.response_schemas import ResponseRequest
-from speculon.server.responses import chat_of
+from speculon.server.responses import ResponseRequest, as_chat
 from tests.server import test_responses as responses
 from tests.server.inside import Inside, served
 from tests.server.scripted import Bytes
@@ -208,7 +205,7 @@ def test_a_thinking_of_the_history_belongs_to_its_message() -> None:
         ([empty, {"role": "assistant", "content": "a"}], "a", 0),
     ):
         body = ResponseRequest.model_validate({"input": items})
-        (message,) = chat_of(body).messages or []
+        (message,) = as_chat(body).messages or []
         assert (message.content, len(message.tool_calls or ())) == (content, calls)
         assert (message.model_extra or {}).get("reasoning_content") == (None if items[0] is empty else "plan")
 

@@ -15,8 +15,7 @@ from speculon.core.config import RequestSpeculation, SamplingParams
 from speculon.server.choice import ChoiceDelta
 from speculon.server.request import GenerationRequest
 from speculon.server.response_events import ResponseAnswer
-from speculon.server.response_schemas import ResponseRequest
-from speculon.server.responses import chat_of
+from speculon.server.responses import ResponseRequest, as_chat
 from tests.server.inside import Inside, served
 from tests.server.test_client_fields import MODEL
 
@@ -177,7 +176,7 @@ def test_items_become_messages() -> None:
         },
     ]
     body = ResponseRequest.model_validate({"input": items, "instructions": "Read.", "tools": [TOOL]})
-    chat = chat_of(body)
+    chat = as_chat(body)
     roles = [(message.role, message.content) for message in chat.messages or ()]
     assert roles == [
         ("system", "Read."),

@@ -15,9 +15,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from speculon.core.errors import ConfigError, ModelNotFound
-from speculon.operations.pool.catalogue import Catalogue
-from speculon.operations.pool.pool import ModelPool
-from speculon.operations.pool.pooled import PooledModel
+from speculon.server.pool.catalogue import Catalogue
+from speculon.server.pool.pool import ModelPool
+from speculon.server.pool.pooled import PooledModel
 from tests.server.inside import Inside, ScriptedLoader, cut, served, serving, wait_until
 from tests.server.outside import started
 from tests.server.test_answers import events_of
@@ -135,9 +135,9 @@ def test_a_pinned_name_has_to_be_there() -> None:
 def test_each_model_writes_a_record_of_its_own(tmp_path: Path) -> None:
     settings = {"events": tmp_path / "events.jsonl"}
     names = {"a": "path-a", "org/b": "path-b"}
-    found = [Catalogue(settings, names).of_model(name).settings for name in names]
+    found = [Catalogue(settings, names).settings_of(name).keywords for name in names]
     assert [fields["events"].name for fields in found] == ["events-a.jsonl", "events-org-b.jsonl"]
-    alone = Catalogue(settings, {"a": "path-a"}).of_model("a").settings
+    alone = Catalogue(settings, {"a": "path-a"}).settings_of("a").keywords
     assert alone == {**settings, "model": "path-a"}
 
 
@@ -147,7 +147,7 @@ def test_each_model_writes_a_record_of_its_own(tmp_path: Path) -> None:
 def test_records_of_names_that_differ_in_signs_alone_have_files_of_their_own(tmp_path: Path) -> None:
     paths = {"a/b": "path-a", "a-b": "path-b", "c": "path-c"}
     catalogue = Catalogue({"model": "path-a", "events": tmp_path / "events.jsonl"}, paths)
-    files = [catalogue.of_model(name).settings["events"].name for name in paths]
+    files = [catalogue.settings_of(name).keywords["events"].name for name in paths]
     assert files == ["events-a-b-1.jsonl", "events-a-b-2.jsonl", "events-c.jsonl"]
 
 

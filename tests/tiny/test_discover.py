@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from speculon.cli.discover import find_models
 from speculon.core.config import EngineConfig
 from speculon.core.errors import ConfigError, ModelError
 from speculon.drafters.choose import with_drafts
@@ -15,8 +16,7 @@ from speculon.drafters.needs import drafter_needs
 from speculon.loading.locate import locate
 from speculon.loading.memory import process
 from speculon.loading.memory.process import LIBRARIES, ProcessMemory, largest_step
-from speculon.operations.pool.discover import find_models
-from speculon.operations.pool.loader import GB, Loader
+from speculon.server.pool.loader import GB, Loader
 from speculon.target.footprint import program_bytes
 
 

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, GgufConfig, LlamaForCausalLM
 
 from speculon import LLM, SamplingParams, SpeculationConfig
+from speculon.cli.discover import find_models
 from speculon.core.config import EngineConfig
 from speculon.core.errors import (
     CorruptWeights,
@@ -29,7 +30,6 @@ from speculon.loading.locate import locate, refuse_missing
 from speculon.loading.memory.needs import weight_bytes
 from speculon.loading.reading import Reader, load_tokenizer
 from speculon.measure.bench.baseline import TransformersBaseline
-from speculon.operations.pool.discover import find_models
 from tests.tiny.gguf_files import ALL, tiny_llama, write_gguf
 
 pytest.importorskip("gguf")

@@ -31,8 +31,8 @@ from speculon.speculation.proposers.registry import check_method, methods
 if TYPE_CHECKING:
     import uvicorn
 
-    from speculon.operations.pool.catalogue import Catalogue
     from speculon.server.app_state import AppState
+    from speculon.server.pool.catalogue import Catalogue
 
 # given to clients to read the end of requests that were aborted at the drain timeout
 CLOSE_SECONDS = 2
@@ -83,9 +83,9 @@ def run(settings: dict[str, Any], models: list[str]) -> None:
     check_dashboard(config.serve)
     listener = listen(config.serve.host, config.serve.port)
     log_to_stderr(wrap=config.serve.log_format == "text")
-    from speculon.operations.pool.pool import ModelPool
+    from speculon.cli.connections import raise_descriptor_limit
     from speculon.server.app_state import AppState
-    from speculon.server.connections import raise_descriptor_limit
+    from speculon.server.pool.pool import ModelPool
 
     raise_descriptor_limit()
     catalogue = catalogue_of(settings, config, models)
@@ -117,8 +117,8 @@ def check_dashboard(config: ServeConfig) -> None:
 
 def catalogue_of(settings: dict[str, Any], config: EngineConfig, models: list[str]) -> Catalogue:
     """The models of `--model`, else of the settings' file of models, and those of `--models-dir`."""
-    from speculon.operations.pool.catalogue import Catalogue
-    from speculon.operations.pool.discover import find_models
+    from speculon.cli.discover import find_models
+    from speculon.server.pool.catalogue import Catalogue
 
     folder, name, file = config.serve.models_dir, config.serve.served_model_name, file_of_models(config)
     writable = ModelSettingsFile(models_file(config.serve), methods()) if config.serve.admin else None
@@ -160,8 +160,9 @@ def file_of_models(config: EngineConfig) -> ModelSettingsFile | None:
 
 
 def http_server(state: AppState) -> uvicorn.Server:
+    from speculon.cli.connections import HttpServer
     from speculon.server.app import create_app
-    from speculon.server.connections import HttpServer
+    from speculon.server.pool.model_routes import add_models
 
     class DrainingServer(HttpServer):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -172,6 +173,7 @@ def http_server(state: AppState) -> uvicorn.Server:
 
     seconds = math.ceil(state.config.drain_timeout) + CLOSE_SECONDS
     app = create_app(state, __version__)
+    add_models(app, state)
     if state.config.admin:
         from speculon.operations.admin.ui import mount
 

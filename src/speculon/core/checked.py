@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from speculon.core.errors import InvalidParameter
 
@@ -51,19 +51,18 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
-def new_or_there(value: Path | None) -> Path | None:
-    """An existing folder, or a new one inside an existing folder."""
-    if value is not None and not (
-        value.is_dir() or (value.absolute().parent.is_dir() and not value.exists())
-    ):
+def new_or_there(value: Path) -> Path:
+    if not (value.is_dir() or (value.absolute().parent.is_dir() and not value.exists())):
         raise ValueError("must be a folder, or a new name in an existing folder")
     return value
 
 
-def file_in_folder(value: Path | None) -> Path | None:
-    """An existing file, or a new one inside an existing folder."""
-    if value is not None and (
-        not value.absolute().parent.is_dir() or (value.exists() and not value.is_file())
-    ):
+def file_in_folder(value: Path) -> Path:
+    if not value.absolute().parent.is_dir() or (value.exists() and not value.is_file()):
         raise ValueError("a file, in a folder that is there")
     return value
+
+
+# existing, or new inside an existing folder
+FolderPath = Annotated[Path, AfterValidator(new_or_there)]
+FilePath = Annotated[Path, AfterValidator(file_in_folder)]

@@ -1,7 +1,8 @@
 """A target whose logits of a row are the same, bit for bit, in every batch.
 
 Kernels choose their order of addition by the number of rows and keys. Here products run in pieces of rows
-(`target/pieces.py`), and attention pads its keys and rows. Both are measured at load; then logits are compared.
+(`target/pieces.py`), and attention pads its keys and rows. Both are measured at load; then logits are
+compared.
 """
 
 from __future__ import annotations

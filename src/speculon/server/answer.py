@@ -127,7 +127,7 @@ class Answer:
         prompt, stats = sum(map(len, self.request.prompts)), self.stats
         # of the first sample alone: the others find its pages
         first = [choices[0].stats for choices in self._choices_of.values()]
-        cached = sum(found.cached_tokens for found in first if found is not None)
+        cached = sum(sample.cached_tokens for sample in first if sample is not None)
         reasoning = {"reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices)}
         return {
             "prompt_tokens": prompt,
@@ -165,7 +165,7 @@ class Answer:
         return body
 
     def chunk(self, new: ChoiceDelta) -> dict[str, Any]:
-        end = end_of(new.logprobs, new, new.tokens)
+        end = choice_end(new.logprobs, new, new.tokens)
         if not self.request.chat:
             text = "".join(delta["content"] for delta in new.deltas)
             return self._chunk([{"index": new.index, "text": text, **end}])
@@ -196,24 +196,24 @@ class Answer:
         content = {"message": message} if self.request.chat else {"text": message["content"]}
         logprobs = concatenate([part.logprobs for part in parts if part.logprobs is not None])
         tokens = [token for part in parts for token in part.tokens or ()] if self.request.explain else None
-        end = end_of(logprobs, last, tokens)
+        end = choice_end(logprobs, last, tokens)
         return {"index": last.index, **content, **end}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        name = "chat.completion.chunk" if self.request.chat else "text_completion"
-        return {**self._head(name), "choices": choices, **self._running_usage()}
-
-    def _running_usage(self) -> dict[str, Any]:
-        """Of a chunk before the last: what is counted so far, or null."""
-        if not self.request.include_usage:
-            return {}
-        return {"usage": self.usage() if self.request.continuous_usage else None}
+        request = self.request
+        chunk = {
+            **self._head("chat.completion.chunk" if request.chat else "text_completion"),
+            "choices": choices,
+        }
+        if request.include_usage:  # before the last chunk what is counted so far, or null
+            chunk["usage"] = self.usage() if request.continuous_usage else None
+        return chunk
 
     def _head(self, name: str) -> dict[str, Any]:
         return {"id": self.id, "object": name, "created": self.created, "model": self.model}
 
 
-def end_of(logprobs: Any, last: ChoiceDelta, tokens: list[dict[str, Any]] | None) -> dict[str, Any]:
+def choice_end(logprobs: Any, last: ChoiceDelta, tokens: list[dict[str, Any]] | None) -> dict[str, Any]:
     """The fields of a choice after its text."""
     end = {"logprobs": logprobs, "finish_reason": last.finish_reason, "stop_reason": last.stop_reason}
     return end if tokens is None else {**end, "speculation": {"tokens": tokens}}

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from speculon.core.errors import InvalidParameter, SpeculonError
@@ -19,22 +20,15 @@ from speculon.server.access_log import AccessRecord
 from speculon.server.answer import Answer
 from speculon.server.app_state import AppState
 from speculon.server.completions import read_chat, read_completion, render
-from speculon.server.errors import RESPONSES, answer_to, failure, first_of
+from speculon.server.errors import RESPONSES, Failure, misfit
 from speculon.server.middleware import RequestMiddleware
 from speculon.server.model import ServedModel
-from speculon.server.model_routes import add_loads, add_models
-from speculon.server.request import GenerationRequest, pool_of
+from speculon.server.request import GenerationRequest, pool_digest
 from speculon.server.response_events import ResponseAnswer
-from speculon.server.response_schemas import ResponseObject, ResponseRequest
-from speculon.server.responses import NOT_STORED, read_response
-from speculon.server.streaming import EventStream, unless_gone
+from speculon.server.responses import NOT_STORED, ResponseObject, ResponseRequest, read_response
+from speculon.server.streaming import EventStream, event_stream, unless_gone
 
-STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "Whole, or with stream = true as server-sent events",
-        "content": {"text/event-stream": {}},
-    }
-}
+WHOLE_OR_STREAMED = "Whole, or with stream = true as server-sent events"
 Read = Callable[[ServedModel], GenerationRequest]
 Make = Callable[..., Answer]
 
@@ -53,8 +47,6 @@ def create_app(state: AppState, version: str) -> FastAPI:
         )
     add_errors(app)
     add_operations(app, state)
-    add_models(app, state)
-    add_loads(app, state)
     add_completions(app, state)
     add_responses(app, state)
     add_refusals(app)
@@ -64,7 +56,7 @@ def create_app(state: AppState, version: str) -> FastAPI:
 
 
 def add_completions(app: FastAPI, state: AppState) -> None:
-    responses = RESPONSES | STREAMED
+    responses = RESPONSES | event_stream(WHOLE_OR_STREAMED)
 
     @app.post("/v1/completions", responses=responses, response_model=answer_schemas.CompletionResponse)
     async def completions(body: schemas.CompletionRequest, request: Request) -> Response:
@@ -82,7 +74,7 @@ def add_completions(app: FastAPI, state: AppState) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidParameter("prompt", body.prompt, "give this or messages, and not both")
         async with state.pool.use(body.model) as pooled:
-            tokens = await state.read(partial(tokens_of, body, pooled.model))
+            tokens = await state.read(partial(read_tokens, body, pooled.model))
             return answer_schemas.TokenizeResponse(
                 tokens=tokens, count=len(tokens), max_model_len=pooled.model.max_context
             )
@@ -99,26 +91,21 @@ def add_completions(app: FastAPI, state: AppState) -> None:
             return answer_schemas.DetokenizeResponse(prompt=await state.read(decode))
 
 
-def tokens_of(body: schemas.TokenizeRequest, model: ServedModel) -> list[int]:
+def read_tokens(body: schemas.TokenizeRequest, model: ServedModel) -> list[int]:
     if body.messages is not None:
         return model.tokenizer.encode(render(body.messages, [], model), add_special_tokens=False)
     return model.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
 
 
 def add_pools(app: FastAPI, state: AppState) -> None:
-    responses: dict[int | str, dict[str, Any]] = {
-        **RESPONSES,
-        404: {**RESPONSES[404], "description": "Nothing is remembered"},
-    }
-
-    @app.delete("/v1/speculation/pools", status_code=204, responses=responses)
+    @app.delete("/v1/speculation/pools", status_code=204, responses=missing("Nothing is remembered"))
     async def forget(request: Request, pool: str | None = None, model: str | None = None) -> Response:
         """Delete the earlier answers that drafts may come from: those to a user, or all to this API key."""
         state.pool.check_open()
         # a misspelt parameter must not delete everything
         if len(items := request.query_params.multi_items()) > (pool is not None) + (model is not None):
             raise InvalidParameter("query", [name for name, _ in items], "takes pool and model, each once")
-        digest = None if pool is None else pool_of(pool)
+        digest = None if pool is None else pool_digest(pool)
         async with state.pool.use(model) as pooled:  # loaded for it: a state folder may have some
             if not await pooled.engine.forget_pools(request.state.tenant, digest):
                 raise HTTPException(404, "nothing is remembered under this name and API key")
@@ -126,12 +113,7 @@ def add_pools(app: FastAPI, state: AppState) -> None:
 
 
 def add_capture(app: FastAPI, state: AppState) -> None:
-    responses: dict[int | str, dict[str, Any]] = {
-        **RESPONSES,
-        404: {**RESPONSES[404], "description": "Nothing is captured"},
-    }
-
-    @app.delete("/v1/speculation/capture", status_code=204, responses=responses)
+    @app.delete("/v1/speculation/capture", status_code=204, responses=missing("Nothing is captured"))
     async def forget(request: Request) -> Response:
         """Delete the texts that were captured of this API key."""
         if names := list(request.query_params):  # with a user's name, too, everything would be deleted
@@ -142,6 +124,10 @@ def add_capture(app: FastAPI, state: AppState) -> None:
         except OSError as error:
             raise HTTPException(500, f"it could not be deleted: {error.strerror or error}") from None
         return Response(status_code=204)
+
+
+def missing(text: str) -> dict[int | str, dict[str, Any]]:
+    return RESPONSES | {404: {**RESPONSES[404], "description": text}}
 
 
 def add_operations(app: FastAPI, state: AppState) -> None:
@@ -179,11 +165,13 @@ def add_operations(app: FastAPI, state: AppState) -> None:
     )
     async def metrics() -> Response:
         """Counters for Prometheus."""
-        return Response(*state.metrics.page())
+        return Response(state.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
 
 def add_responses(app: FastAPI, state: AppState) -> None:
-    @app.post("/v1/responses", responses=RESPONSES | STREAMED, response_model=ResponseObject)
+    described = RESPONSES | event_stream(WHOLE_OR_STREAMED)
+
+    @app.post("/v1/responses", responses=described, response_model=ResponseObject)
     async def responses(body: ResponseRequest, request: Request) -> Response:
         """Answer a conversation, as output items."""
         make = partial(ResponseAnswer, body)
@@ -209,22 +197,22 @@ def add_refusals(app: FastAPI) -> None:
 
 
 def add_errors(app: FastAPI) -> None:
-    def refuse(request: Request, logged: str, status: int, message: str, *more: str | None) -> JSONResponse:
+    def refuse(request: Request, failure: Failure, logged: str) -> JSONResponse:
         request.state.record.reason = logged
-        return failure(status, message, *more)
+        return failure.response()
 
     @app.exception_handler(SpeculonError)
     async def refused(request: Request, error: SpeculonError) -> JSONResponse:
-        return refuse(request, error.for_log, *answer_to(error))
+        return refuse(request, Failure.of(error), error.for_log)
 
     @app.exception_handler(RequestValidationError)
     async def unreadable(request: Request, error: RequestValidationError) -> JSONResponse:
-        fault = first_of(error.errors())
-        return refuse(request, fault.logged, 400, fault.message, None, fault.name, fault.feature)
+        return refuse(request, *misfit(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
-        response = refuse(request, str(error.detail), error.status_code, str(error.detail))
+        text = str(error.detail)
+        response = refuse(request, Failure(error.status_code, text), text)
         response.headers.update(error.headers or {})
         if response.headers.get("allow") == "GET":
             response.headers["allow"] = "GET, HEAD"  # the middleware answers it as a GET
@@ -237,9 +225,8 @@ async def respond(
     """One HTTP answer, whole or streamed. However it ends, its requests in the engine end with it."""
     record: AccessRecord = request.state.record
     answer_id = prefix + secrets.token_hex(12)
-    answer = await unless_gone(request, begin(state, name, answer_id, request.state.tenant, read, make))
-    record.answer = answer
-    state.begin(record)
+    beginning = state.begin(record, request.state.tenant, answer_id, name, read, make)
+    answer = await unless_gone(request, beginning)
     if answer.request.stream:
         return EventStream(answer, record, state.keep)
     try:
@@ -248,20 +235,6 @@ async def respond(
         return response
     finally:
         answer.close()
-
-
-async def begin(
-    state: AppState, name: str | None, answer_id: str, tenant: str, read: Read, make: Make
-) -> Answer:
-    """Reads the request against its model, which may have to be loaded, and submits it to the engine."""
-    state.pool.check_open()
-    async with state.pool.use(name) as pooled:
-        model = pooled.model
-        generation = await state.read(partial(read, model))
-        pooled.check_room(generation)  # no other request comes in between: `submit` takes its place at once
-        answer = make(answer_id, generation, model, tenant)
-        await answer.submit(pooled.engine)
-        return answer
 
 
 async def whole(answer: Answer, record: AccessRecord) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from time import time
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -16,29 +17,37 @@ from speculon.server.answer import Answer
 from speculon.server.capture import Capture
 from speculon.server.metrics import Metrics
 from speculon.server.middleware import OPEN_PATHS
+from speculon.server.model import ServedModel
+from speculon.server.request import GenerationRequest
 
 if TYPE_CHECKING:
-    from speculon.operations.pool.pool import ModelPool
+    from speculon.server.pool.pool import ModelPool
 
 T = TypeVar("T")
 
 log = logging.getLogger("speculon.server")
 
 
-class Observer(Protocol):
-    """Follows the answers of a server, from open to close of the server."""
-
-    def open(self) -> None: ...
+class RequestLog(Protocol):
     def begin(self, record: AccessRecord) -> None: ...
     def end(self, record: AccessRecord) -> None: ...
-    async def close(self) -> None: ...
+
+
+class Administration(Protocol):
+    """What the administration sees of a server: its requests, its start and its end."""
+
+    @property
+    def requests(self) -> RequestLog: ...
+    def open(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class AppState:
     """The models behind HTTP, and what they have in common. They load while the port is open already."""
 
     def __init__(self, pool: ModelPool):
-        self.pool, self.config, self.observers = pool, pool.config, list[Observer]()
+        self.pool, self.config = pool, pool.config
+        self.admin: Administration | None = None  # set where it is on
         self.capture = Capture.of(self.config)
         self.metrics = Metrics(pool.models, self.capture)
         self.started = int(time())
@@ -47,15 +56,16 @@ class AppState:
 
     @asynccontextmanager
     async def lifespan(self, app: Any) -> AsyncIterator[None]:
-        for observer in self.observers:
-            observer.open()
+        if self.admin is not None:
+            self.admin.open()
         loading = asyncio.create_task(self.pool.start())
         try:
             yield
         finally:
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
-            await asyncio.gather(*(one.close() for one in self.observers), return_exceptions=True)
+            if self.admin is not None:
+                self.admin.close()
             await self.pool.stop()
             self._reader.shutdown(wait=False, cancel_futures=True)
             if self.capture is not None:
@@ -73,17 +83,37 @@ class AppState:
         if self.capture is not None:
             self.capture.take(answer)
 
-    def begin(self, record: AccessRecord) -> None:
-        """The engine has admitted the record's answer."""
-        for observer in self.observers:
-            observer.begin(record)
+    async def begin(
+        self,
+        record: AccessRecord,
+        tenant: str,
+        answer_id: str,
+        model: str | None,
+        read: Callable[[ServedModel], GenerationRequest],
+        make: Callable[..., Answer] = Answer,
+    ) -> Answer:
+        """Reads a request against its model, which may have to be loaded, and submits it to the engine.
+
+        The record has the answer once the engine has admitted it.
+        """
+        self.pool.check_open()
+        async with self.pool.use(model) as pooled:
+            served = pooled.model
+            request = await self.read(partial(read, served))
+            pooled.check_room(request)  # no other request comes in between: `submit` takes its place at once
+            answer = make(answer_id, request, served, tenant)
+            await answer.submit(pooled.engine)
+        record.answer = answer
+        if self.admin is not None:
+            self.admin.requests.begin(record)
+        return answer
 
     def finish(self, record: AccessRecord) -> None:
         """Counts one request. Answers and refusals leave a log line; probes and scrapes do not."""
         record.close()
         self.metrics.observe(record)
-        for observer in self.observers:
-            observer.end(record)
+        if self.admin is not None:
+            self.admin.requests.end(record)
         if record.answer is None and (record.status < 400 or record.route in OPEN_PATHS):
             return
         level = logging.ERROR if record.status >= 500 else logging.INFO

@@ -1,33 +1,42 @@
 """Captured traffic: a server's own requests and answers, as lines to train drafters on.
 
-Each API key has a folder, named by a digest of the key. A fault here loses lines and never an answer. Half a
-line, which a kill may leave, is cut off at the next start.
+A line is JSON, one per choice, as trainers read chats and completions. A prompt is kept as bytes, open at its
+end, where the reply follows: as objects a long conversation would take many times its size meanwhile. Each
+API key has a folder, named by a digest of the key. A fault here loses lines and never an answer. Half a line,
+which a kill may leave, is cut off at the next start.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
 import os
 import re
 from asyncio import Future
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from speculon.core.config.serve import ServeConfig
 from speculon.core.errors import ConfigError
+from speculon.decoding.text.deltas import merge_deltas
 from speculon.server.answer import Answer
-from speculon.server.capture_format import is_complete, lines_of
 from speculon.server.middleware import tenant_of
+from speculon.server.model import ServedModel
+from speculon.server.request import text_of
+from speculon.server.schemas import ChatRequest, CompletionRequest, Message, Sampling, Tool
 
 GB = 2**30
 FILE_BYTES = 2**26  # at most; also a sixteenth of the limit, since files are deleted as a whole
 BLOCK = 2**12
 # of answers that wait for a slow disk, roughly; beyond that they are lost, and counted
 PENDING_BYTES = 2**26
+COMPLETE = ("stop", "length", "tool_calls")  # finish reasons; not `abort`, not `error`
 LABEL = re.compile(r"[0-9a-f]{32}")
 NAME = re.compile(r"\d{8,}\.jsonl")
 
@@ -55,14 +64,14 @@ class Files:
         root.mkdir(mode=0o700, exist_ok=True)
         if not os.access(root, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        found = [
+        paths = [
             path
             for path in root.glob("*/*.jsonl")
             if LABEL.fullmatch(path.parent.name) and NAME.fullmatch(path.name)
         ]
-        for path in sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name)):
+        for path in sorted(paths, key=lambda path: (path.stat().st_mtime_ns, path.name)):
             self._note(path, mend(path))
-        self._number = max((int(path.stem) for path in found), default=0)
+        self._number = max((int(path.stem) for path in paths), default=0)
 
     def append(self, label: str, line: bytes) -> bool:
         """False for a line that is larger than the limit."""
@@ -221,3 +230,94 @@ def mend(path: Path) -> int:
             log.warning("capture: half a line is cut off at the end of %s", path)
             file.truncate(keep)
     return keep
+
+
+# the format of lines
+
+
+def chat_prompt(body: ChatRequest, tools: list[Tool], model: ServedModel) -> tuple[bytes, ...]:
+    """A conversation as it was sent, up to where the reply comes; empty where it is not captured."""
+    as_sent = body.messages and body.add_generation_prompt is not False
+    if not as_sent or not may_be_captured(body, model):
+        return ()
+    fields: dict[str, Any] = {}
+    if tools:
+        fields["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+    if body.chat_template_kwargs:
+        fields["chat_template_kwargs"] = body.chat_template_kwargs
+    fields["messages"] = [message_fields(message) for message in body.messages or ()]
+    return (as_json(fields)[:-2] + b", ",)
+
+
+def completion_prompts(
+    body: CompletionRequest, prompts: list[list[int]], model: ServedModel
+) -> tuple[bytes, ...]:
+    """Each prompt as text; empty where they are not captured."""
+    # with unknown ids the engine refuses the request
+    known = all(token < model.vocab_size for ids in prompts for token in ids)
+    if not known or not may_be_captured(body, model):
+        return ()
+    texts: list[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt or [None]
+    if body.suffix or not isinstance(texts[0], str):
+        texts = [model.tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
+    return tuple(as_json({"prompt": text})[:-1] + b", " for text in texts)
+
+
+def may_be_captured(body: Sampling, model: ServedModel) -> bool:
+    """Whether settings and client allow it: `store` is not false, `speculation.pool` not empty."""
+    refused = body.store is False or (body.speculation is not None and body.speculation.pool == "")
+    return model.config.capture is not None and not refused
+
+
+def message_fields(message: Message) -> dict[str, Any]:
+    """Text and tool calls. Of the fields beyond OpenAI's only `reasoning_content`: others may be large."""
+    fields = message.model_dump(include={"role", "name", "tool_call_id"}, exclude_none=True)
+    fields["content"] = None if message.content is None else text_of(message.content)
+    if isinstance(reasoning := (message.model_extra or {}).get("reasoning_content"), str):
+        fields["reasoning_content"] = reasoning
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": call.type,
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    return fields
+
+
+def is_complete(answer: Answer) -> bool:
+    """Whether every choice ended by itself; aborted and failed requests are not captured."""
+    return all(choice.finish_reason in COMPLETE for choice in answer.choices)
+
+
+def lines_of(answer: Answer, key: str) -> Iterator[bytes]:
+    """One line per choice that has tokens; `key` is the label of the API key."""
+    request = answer.request
+    for choice in answer.choices:
+        if not choice.tokens:
+            continue
+        prompt, message = choice.index // request.params.n, merge_deltas(choice.deltas)
+        meta = {
+            "id": answer.id,
+            "index": choice.index,
+            "time": answer.created,
+            "model": answer.model,
+            "key": key,
+            "finish_reason": choice.finish_reason,
+            "temperature": request.params.temperature,
+            "prompt_tokens": len(request.prompts[prompt]),
+            "tokens": choice.tokens,
+        }
+        start, end = request.captured_prompts[prompt], as_json(meta)[1:] + b"\n"
+        if request.chat:
+            yield start + as_json(message) + b"], " + end
+        else:
+            text = as_json({"completion": message["content"][choice.echoed :]})
+            yield start + text[1:-1] + b", " + end
+
+
+def as_json(value: Any) -> bytes:
+    """As UTF-8. Half a surrogate pair, which names and ids may have, becomes a question mark."""
+    return json.dumps(value, ensure_ascii=False).encode(errors="replace")

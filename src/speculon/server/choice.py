@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import repeat, zip_longest
@@ -12,7 +12,6 @@ from speculon.core.telemetry import RequestStats
 from speculon.core.types import Finish, TokenLogprobs
 from speculon.decoding.sequence import Event
 from speculon.decoding.text.deltas import Delta
-from speculon.decoding.text.tags import TaggedStream, special_tags, without_tags
 from speculon.decoding.text.thinking import AnswerStart
 from speculon.decoding.text.tokenizer import Stream, Tokenizer, shared_length
 from speculon.server.request import GenerationRequest
@@ -130,13 +129,13 @@ class Choice:
         """In the form of the endpoint; those of a chat are of its answer's tokens, not of a thinking's."""
         if self._request.chat:
             each = zip(logprobs, places, answers, strict=True)
-            return {"content": [self._token(one, place) for one, place, answer in each if answer]}
-        table = self._table(logprobs, [place.moved(self.echoed) for place in places])
+            return {"content": [self._token(logprob, place) for logprob, place, answer in each if answer]}
+        table = self._table(logprobs, [Place(self.echoed + place.start, place.first) for place in places])
         return {key: echoed[key] + table[key] for key in table} if echoed else table
 
-    def _token(self, one: TokenLogprobs, place: Place) -> dict[str, Any]:
-        top = [self._token_logprob(token, logprob, place.first) for token, logprob in one.top]
-        return {**self._token_logprob(one.token, one.logprob, place.first), "top_logprobs": top}
+    def _token(self, chosen: TokenLogprobs, place: Place) -> dict[str, Any]:
+        top = [self._token_logprob(token, logprob, place.first) for token, logprob in chosen.top]
+        return {**self._token_logprob(chosen.token, chosen.logprob, place.first), "top_logprobs": top}
 
     def _token_logprob(self, token: int, logprob: float, first: bool) -> dict[str, Any]:
         name, data = self._tokenizer.token_name(token, first), self._tokenizer.token_bytes(token, first)
@@ -147,22 +146,22 @@ class Choice:
         tokens: list[str] = []
         chosen: list[float] = []
         tops: list[dict[str, float]] = []
-        for one, place in zip(logprobs, places, strict=True):
-            values = {one.token: one.logprob, **dict(one.top)}
+        for entry, place in zip(logprobs, places, strict=True):
+            values = {entry.token: entry.logprob, **dict(entry.top)}
             names = self._names(values, place.first)
-            tokens.append(names[one.token])
-            chosen.append(max(one.logprob, MIN_LOGPROB))
+            tokens.append(names[entry.token])
+            chosen.append(max(entry.logprob, MIN_LOGPROB))
             tops.append({names[token]: max(value, MIN_LOGPROB) for token, value in values.items()})
         starts = [place.start for place in places]
         return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": starts}
 
     def _names(self, tokens: Iterable[int], first: bool) -> dict[int, str]:
         """Of each token; one whose name an earlier one has gets its id."""
-        found: dict[str, int] = {}
+        names: dict[str, int] = {}
         for token in tokens:
             name = self._tokenizer.token_name(token, first)
-            found[f"token_id:{token}" if name in found else name] = token
-        return {token: name for name, token in found.items()}
+            names[f"token_id:{token}" if name in names else name] = token
+        return {token: name for name, token in names.items()}
 
 
 class Place(NamedTuple):
@@ -170,9 +169,6 @@ class Place(NamedTuple):
 
     start: int  # characters before it
     first: bool  # whether nothing shown stands before it
-
-    def moved(self, by: int) -> Place:
-        return Place(self.start + by, self.first)
 
 
 def decode(
@@ -187,3 +183,65 @@ def decode(
         places.append(Place(stream.length, stream.first))
         texts.append(stream.push([token]) + ("" if answer else stream.release()))
     return texts, places
+
+
+# Tags that are special tokens: parsers see them, and the texts of an answer do not show them.
+
+
+class TaggedStream:
+    """A stream of a text without special tokens, in which the tags among them are written.
+
+    Stop strings are found in the text without tags, as the engine finds them and clients see it.
+    """
+
+    def __init__(self, stream: Stream, tags: Mapping[str, int]):
+        self._stream = stream
+        self._tags = {token: tag for tag, token in tags.items()}
+        self._held: list[tuple[int, str]] = []  # tags not returned yet, and the characters before each
+        self._returned = 0  # characters, without tags
+
+    @property
+    def length(self) -> int:
+        return self._stream.length
+
+    @property
+    def first(self) -> bool:
+        return self._stream.first
+
+    def push(self, ids: Seq[int]) -> str:
+        return "".join(self._push(token) for token in ids)
+
+    def release(self) -> str:
+        return self._tagged(self._stream.release())
+
+    def flush(self, stop: str | int | None = None) -> str:
+        return self._tagged(self._stream.flush(stop))
+
+    def _push(self, token: int) -> str:
+        if token in self._tags:
+            self._held.append((self.length + self._stream.unfinished, self._tags[token]))
+        return self._tagged(self._stream.push([token]))
+
+    def _tagged(self, text: str) -> str:
+        """`text`, which goes on from what was returned, with the tags that stand in it or at its ends."""
+        begun, tagged = self._returned, ""
+        self._returned += len(text)
+        while self._held and self._held[0][0] <= self._returned:
+            at, tag = self._held.pop(0)
+            tagged, text, begun = tagged + text[: at - begun] + tag, text[at - begun :], at
+        return tagged + text
+
+
+def special_tags(tokenizer: Tokenizer, tags: Iterable[str]) -> dict[str, int]:
+    """The ids of those tags that are special tokens, which texts leave out."""
+    ids = {tag: tokenizer.token_id(tag) for tag in tags}
+    return {tag: token for tag, token in ids.items() if token in tokenizer.special_ids}
+
+
+def without_tags(deltas: list[Delta], tags: Seq[str]) -> list[Delta]:
+    """The deltas without special tokens in their texts."""
+    for delta in deltas:
+        for key in delta.keys() & {"content", "reasoning_content"}:
+            for tag in tags:
+                delta[key] = delta[key].replace(tag, "")
+    return [delta for delta in deltas if any(delta.values())]

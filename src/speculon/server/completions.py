@@ -10,9 +10,7 @@ from typing import Any
 
 from speculon.core.config import Structured
 from speculon.core.errors import InvalidParameter
-from speculon.decoding.text.deltas import ReplyParser, TextParser
-from speculon.decoding.text.reasoning import THINKING_TAGS, ThinkingParser, thinking_of
-from speculon.decoding.text.tags import special_tags
+from speculon.decoding.text.deltas import THINKING_TAGS, ReplyParser, TextParser, ThinkingParser, thinking_of
 from speculon.decoding.text.tokenizer import sure_text
 from speculon.decoding.text.tool_calls import (
     CLOSE,
@@ -25,12 +23,20 @@ from speculon.decoding.text.tool_calls import (
     tagged_call,
 )
 from speculon.decoding.text.tool_schemas import TOOLS, calls_grammar, calls_schema, check_size, fitted
-from speculon.server.capture_format import chat_prompt, completion_prompts
-from speculon.server.constraints import Form, form_of
+from speculon.server.capture import chat_prompt, completion_prompts
+from speculon.server.choice import special_tags
 from speculon.server.infill import Infill
 from speculon.server.model import ServedModel
-from speculon.server.request import GenerationRequest, common_fields, sampling_of, text_of, under_either
-from speculon.server.schemas import ChatRequest, CompletionRequest, Message, NamedTool, Sampling, Tool
+from speculon.server.request import (
+    Form,
+    GenerationRequest,
+    common_fields,
+    form_of,
+    read_sampling,
+    text_of,
+    under_either,
+)
+from speculon.server.schemas import ChatRequest, CompletionRequest, Message, NamedTool, Tool
 
 DEFAULT_TOKENS = 16  # max_tokens of a completion, as OpenAI
 # For checkpoints whose template has no known form of tool calls: for a reply that may call, and one that
@@ -47,14 +53,15 @@ CALLS_PROMPT = (
 
 def read_completion(body: CompletionRequest, model: ServedModel) -> GenerationRequest:
     prompt_logprobs = body.logprobs if body.echo else None
-    infill = Infill.of(model, body.suffix) if body.suffix else None
+    infill = Infill(model, body.suffix) if body.suffix else None
     if infill and body.echo:
         raise InvalidParameter("echo", True, "not together with suffix")
-    sent = prompts_of(body)
+    sent = sent_prompts(body)
     prompts = read_prompts(sent, model, infill, special=body.add_special_tokens is not False)
-    max_tokens = model.max_tokens(max_tokens_of(body), prompts, DEFAULT_TOKENS, body.min_tokens)
+    requested = under_either(body, "max_tokens", "max_completion_tokens")
+    max_tokens = model.max_tokens(requested, prompts, DEFAULT_TOKENS, body.min_tokens)
     form = form_of(body)
-    params = sampling_of(
+    params = read_sampling(
         body, model, form, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs
     )
     if prompt_logprobs is not None and max_tokens == 1:
@@ -69,13 +76,13 @@ def read_completion(body: CompletionRequest, model: ServedModel) -> GenerationRe
         params=params,
         form=form,
         prompt_name="prompt_token_ids" if body.prompt is None else "prompt",
-        echo=tuple(prompt_text(one, model) for one in sent) if body.echo else (),
+        echo=tuple(prompt_text(text, model) for text in sent) if body.echo else (),
         captured_prompts=completion_prompts(body, prompts, model),
         **common_fields(body, model),
     )
 
 
-def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
+def sent_prompts(body: CompletionRequest) -> list[str | list[int]]:
     """A text, several texts, a list of ids or several lists, as a list of prompts."""
     if (body.prompt is None) == (body.prompt_token_ids is None):
         raise InvalidParameter("prompt", body.prompt, "give this or prompt_token_ids, and not both")
@@ -88,8 +95,8 @@ def read_prompts(
 ) -> list[list[int]]:
     """Their token ids; `special`: with the tokens that the tokenizer adds, which infilling has none of."""
     add = special and infill is None
-    ids = [model.encode(one, add_special_tokens=add) if isinstance(one, str) else one for one in sent]
-    return ids if infill is None else [infill.prompt(one) for one in ids]
+    prompts = [model.encode(text, add_special_tokens=add) if isinstance(text, str) else text for text in sent]
+    return prompts if infill is None else [infill.prompt(before) for before in prompts]
 
 
 def prompt_text(sent: str | list[int], model: ServedModel) -> str:
@@ -102,14 +109,18 @@ def prompt_text(sent: str | list[int], model: ServedModel) -> str:
 
 
 def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:
-    body, requested = with_thinking(body), max_tokens_of(body)
     if body.top_logprobs and not body.logprobs:
         raise InvalidParameter("top_logprobs", body.top_logprobs, "only with logprobs = true")
-    parser, form = read_tools(body, model)
-    tools = tools_in_use(body)
+    thinks = under_either(body, "enable_thinking", "think")
+    if thinks is not None:  # a variable of the template, unless that is given, too
+        variables = {"enable_thinking": thinks, **(body.chat_template_kwargs or {})}
+        body = body.model_copy(update={"chat_template_kwargs": variables})
+    requested = under_either(body, "max_tokens", "max_completion_tokens")
+    tools = [] if body.tool_choice == "none" else body.tools or []
+    parser, form = read_tools(body, tools, model)
     prompts = [conversation(body, tools, model)]
     thinking = thinking_of(model.tokenizer, prompts[0])
-    params = sampling_of(
+    params = read_sampling(
         body,
         model,
         form,
@@ -141,33 +152,16 @@ def conversation(body: ChatRequest, tools: list[Tool], model: ServedModel) -> li
     return model.encode(text, add_special_tokens=body.add_special_tokens is True)
 
 
-def with_thinking(body: ChatRequest) -> ChatRequest:
-    """`enable_thinking` or `think` as the template's variable, unless that is given, too."""
-    thinks = under_either(body, "enable_thinking", "think")
-    if thinks is None:
-        return body
-    variables = {"enable_thinking": thinks, **(body.chat_template_kwargs or {})}
-    return body.model_copy(update={"chat_template_kwargs": variables})
-
-
-def max_tokens_of(body: Sampling) -> int | None:
-    limit: int | None = under_either(body, "max_tokens", "max_completion_tokens")
-    return limit
-
-
-def tools_in_use(body: ChatRequest) -> list[Tool]:
-    return [] if body.tool_choice == "none" else body.tools or []
-
-
-Reading = tuple[Callable[[], ReplyParser], Form | None]
-
-
-def read_tools(body: ChatRequest, model: ServedModel) -> Reading:
+def read_tools(
+    body: ChatRequest, tools: list[Tool], model: ServedModel
+) -> tuple[Callable[[], ReplyParser], Form | None]:
     """How the reply is parsed, and its form: that of a forced call, or the client's."""
-    tools, choice, form = tools_in_use(body), body.tool_choice or "auto", form_of(body)
+    choice, form = body.tool_choice or "auto", form_of(body)
+    named = choice.function.name if isinstance(choice, NamedTool) else None
     if not tools:
         if choice not in ("none", "auto"):
-            raise InvalidParameter("tool_choice", shown(choice), "needs tools")
+            sent = choice.model_dump() if isinstance(choice, NamedTool) else choice
+            raise InvalidParameter("tool_choice", sent, "needs tools")
         return TextParser, form
     if form is not None and choice != "auto":
         raise InvalidParameter(form.name, form.value, "not together with a forced tool call")
@@ -175,8 +169,7 @@ def read_tools(body: ChatRequest, model: ServedModel) -> Reading:
     written = parser_for(model.tokenizer.chat_template)
     if choice == "auto" and written is not None:  # in the model's own form
         return partial(written, None if parallel else 1), form
-    named = choice.function.name if isinstance(choice, NamedTool) else None
-    functions = functions_of(tools, named)
+    functions = callable_functions(tools, named)
     if named is not None:
         (function,) = functions
         return partial(NamedCallParser, named), form_of_calls(functions, json_schema=function["parameters"])
@@ -184,11 +177,11 @@ def read_tools(body: ChatRequest, model: ServedModel) -> Reading:
         return ForcedCallsParser, form_of_calls(functions, json_schema=calls_schema(functions, parallel))
     tags = special_tags(model.tokenizer, (OPEN, CLOSE, *THINKING_TAGS))
     free = sorted(model.tokenizer.special_ids.difference(tags.values()))
-    grammar = calls_grammar(functions, parallel, free, schema_of(form), tags)
+    grammar = calls_grammar(functions, parallel, free, json_schema_in(form), tags)
     return partial(TaggedCallsParser, None if parallel else 1), form_of_calls(functions, grammar=grammar)
 
 
-def functions_of(tools: Seq[Tool], named: str | None) -> list[dict[str, Any]]:
+def callable_functions(tools: Seq[Tool], named: str | None) -> list[dict[str, Any]]:
     """The functions that may be called, with parameters that a grammar can say.
 
     Raises `InvalidParameter` where these are not the client's, though it relies on them.
@@ -199,14 +192,16 @@ def functions_of(tools: Seq[Tool], named: str | None) -> list[dict[str, Any]]:
     if not functions:
         raise InvalidParameter("tool_choice.function.name", named, "is not among the tools")
     check_size(functions)
-    return [fitted(one, exact=named is not None or one.get("strict") is True) for one in functions]
+    return [
+        fitted(function, exact=named is not None or function.get("strict") is True) for function in functions
+    ]
 
 
 def form_of_calls(functions: list[dict[str, Any]], **fields: Any) -> Form:
     return Form(TOOLS, [function["name"] for function in functions], Structured(**fields))
 
 
-def schema_of(form: Form | None) -> dict[str, Any] | None:
+def json_schema_in(form: Form | None) -> dict[str, Any] | None:
     """The form of the text as a JSON schema; None for free text."""
     if form is None:
         return None
@@ -214,10 +209,6 @@ def schema_of(form: Form | None) -> dict[str, Any] | None:
     if kind not in ("json_schema", "json_object"):
         raise InvalidParameter(form.name, form.value, "not together with tools: it is no JSON")
     return {"type": "object"} if kind == "json_object" else {} if value is True else value
-
-
-def shown(choice: Any) -> Any:
-    return choice.model_dump() if isinstance(choice, NamedTool) else choice
 
 
 def render(
@@ -259,19 +250,19 @@ def generic_messages(
     messages: list[dict[str, Any]], functions: list[dict[str, Any]], tools_prompt: str
 ) -> list[dict[str, Any]]:
     """A conversation without fields for tools: one system message, calls in tags, results from the user."""
-    found: list[dict[str, Any]] = []
+    written: list[dict[str, Any]] = []
     if functions:
         lines = [as_json(tool["function"]) for tool in functions]
-        found.append({"role": "system", "content": "\n".join([tools_prompt, *lines])})
+        written.append({"role": "system", "content": "\n".join([tools_prompt, *lines])})
     last = ""
     for message in map(generic_message, messages):
         # templates may allow one system message, and no two messages of the user in a row
-        if found and (last, message["role"]) in (("", "system"), ("tool", "tool")):
-            found[-1]["content"] += "\n" + message["content"]
+        if written and (last, message["role"]) in (("", "system"), ("tool", "tool")):
+            written[-1]["content"] += "\n" + message["content"]
         else:
-            found.append({**message, "role": "user"} if message["role"] == "tool" else message)
+            written.append({**message, "role": "user"} if message["role"] == "tool" else message)
         last = message["role"]
-    return found
+    return written
 
 
 def generic_message(message: dict[str, Any]) -> dict[str, Any]:

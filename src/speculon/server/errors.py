@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from fastapi.responses import JSONResponse
 
@@ -71,38 +71,37 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-def failure(
-    status: int,
-    message: str,
-    code: str | None = None,
-    param: str | None = None,
-    feature: str | None = None,
-) -> JSONResponse:
-    return JSONResponse(body_of(status, message, code, param, feature), status, HEADERS.get(status))
+class Failure(NamedTuple):
+    """An error as clients get it."""
 
+    status: int
+    message: str
+    code: str | None = None
+    param: str | None = None  # the field that it is about
+    feature: str | None = None  # beyond OpenAI's shape: the row of the capability table that denies it
 
-def body_of(
-    status: int,
-    message: str,
-    code: str | None = None,
-    param: str | None = None,
-    feature: str | None = None,
-) -> dict[str, Any]:
-    """`feature` is beyond OpenAI's shape, and there only where the capability table denies what is asked."""
-    error_type = ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    error = {"message": clean(message), "type": error_type, "param": param and clean(param), "code": code}
-    return {"error": error | ({"feature": feature} if feature else {})}
+    @classmethod
+    def of(cls, error: SpeculonError) -> Self:
+        status, code = next((status, code) for kind, status, code in TABLE if isinstance(error, kind))
+        return cls(status, str(error), code, param_of(error), error.feature)
+
+    def body(self) -> dict[str, Any]:
+        other = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {
+            "message": clean(self.message),
+            "type": ERROR_TYPES.get(self.status, other),
+            "param": self.param and clean(self.param),
+            "code": self.code,
+        }
+        return {"error": error | ({"feature": self.feature} if self.feature else {})}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status, HEADERS.get(self.status))
 
 
 def clean(text: str) -> str:
     """Half a surrogate pair in a refused text is shown as its escape."""
     return text.encode(errors="backslashreplace").decode()
-
-
-def answer_to(error: SpeculonError) -> tuple[int, str, str | None, str | None, str | None]:
-    """(status, message, code, param, feature), as `body_of` takes them."""
-    status, code = next((status, code) for cls, status, code in TABLE if isinstance(error, cls))
-    return status, str(error), code, param_of(error), error.feature
 
 
 def param_of(error: SpeculonError) -> str | None:
@@ -111,42 +110,38 @@ def param_of(error: SpeculonError) -> str | None:
     return next((name for cls, name in FIELDS if isinstance(error, cls)), None)
 
 
-class Fault(NamedTuple):
-    """Why a body does not fit its schema."""
+def misfit(errors: Iterable[Any]) -> tuple[Failure, str]:
+    """Why a body does not fit its schema, and the message for the log.
 
-    message: str
-    name: str | None  # of the field
-    logged: str  # the message for the log
-    feature: str | None = None  # the row of the capability table whose limit it is beyond
-
-
-def first_of(errors: Iterable[Any]) -> Fault:
-    """Of a union's branches the one of the right type counts, or the one that got furthest."""
+    Of a union's branches the one of the right type counts, or the one that got furthest.
+    """
 
     def rank(error: Any) -> tuple[bool, int, bool, bool]:
         code = error["type"]
         right_type = not code.endswith("_type")
         return code.startswith("too_"), len(error["loc"]), code != "extra_forbidden", right_type
 
-    found = max(errors, key=rank)
-    parts = [str(part) for part in found["loc"] if part != "body"]
+    error = max(errors, key=rank)
+    parts = [str(part) for part in error["loc"] if part != "body"]
     name = ".".join(part for i, part in enumerate(parts) if i == 0 or not BRANCHES.match(part))
-    if not parts and isinstance(found["input"], bytes):
-        message = "the body must come with content-type application/json"
-        return Fault(message, None, message)
-    if found["type"] == "json_invalid":
-        message = f"the body is no JSON: {found['ctx']['error']} at character {parts[0]}"
-        return Fault(message, None, message)
+    shown, feature = name or "body", None
     limits = {"extra_forbidden": "unknown or unsupported field", "missing": "is needed"}
-    if limit := limits.get(found["type"]):
-        logged = f"{name_for_log(name or 'body')}: {limit}"
-        return Fault(f"{name or 'body'}: {limit}", name or None, logged)
-    message = f"{name or 'body'} = {shorten(found['input'])}: {found['msg']}"
-    logged = without_text(name or "body", found["input"], found["msg"])
-    return Fault(message, name or None, logged, limit_of(name, found["type"]))
+    if not parts and isinstance(error["input"], bytes):
+        name, message = "", "the body must come with content-type application/json"
+        logged = message
+    elif error["type"] == "json_invalid":
+        name, message = "", f"the body is no JSON: {error['ctx']['error']} at character {parts[0]}"
+        logged = message
+    elif limit := limits.get(error["type"]):
+        message, logged = f"{shown}: {limit}", f"{name_for_log(shown)}: {limit}"
+    else:
+        message = f"{shown} = {shorten(error['input'])}: {error['msg']}"
+        logged = without_text(shown, error["input"], error["msg"])
+        feature = capability_row(name, error["type"])
+    return Failure(400, message, None, name or None, feature), logged
 
 
-def limit_of(name: str, fault: str) -> str | None:
+def capability_row(name: str, fault: str) -> str | None:
     """The row of the capability table with the limit of a field, where that is the fault."""
     field = name.removeprefix("speculation.")
     known = field in RequestSpeculation.model_fields or name in SamplingParams.model_fields

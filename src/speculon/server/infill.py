@@ -33,36 +33,26 @@ FORMS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
 class Infill:
-    """Makes prompts from the texts before a cursor; the text after it is the same for all of them."""
+    """Makes prompts from the texts before a cursor; the text after it is the same for all of them.
 
-    opening: list[int]  # tokens that begin every prompt
-    prefix: int
-    after: list[int]  # with the token before it
-    middle: list[int]
-    suffix_first: bool
-    stops: tuple[int, ...]  # no middle has one of these tokens
+    Raises `InvalidParameter` about `suffix` where the tokenizer has no form's tokens.
+    """
 
-    @classmethod
-    def of(cls, model: ServedModel, suffix: str) -> Infill:
-        """Raises `InvalidParameter` about `suffix` where the tokenizer has no form's tokens."""
+    def __init__(self, model: ServedModel, suffix: str):
         form, ids = find_form(model.tokenizer, suffix)
+        self._form, self._ids = form, ids
+        self._opening = model.tokenizer.encode("")  # tokens that begin every prompt
+        self._after = [ids[form.suffix], *continuation(model, suffix)]
         end = model.tokenizer.token_id(form.end) if form.end else None
-        return cls(
-            opening=model.tokenizer.encode(""),
-            prefix=ids[form.prefix],
-            after=[ids[form.suffix], *continuation(model, suffix)],
-            middle=[ids[form.middle]] if form.middle else [],
-            suffix_first=form.suffix_first,
-            stops=(*ids.values(), *(() if end is None else (end,))),
-        )
+        self.stops = (*ids.values(), *(() if end is None else (end,)))  # no middle has one of these tokens
 
     def prompt(self, before: list[int]) -> list[int]:
         """`before` are the tokens before the cursor, without those that begin every prompt."""
-        parts = [[self.prefix, *before], self.after]
-        first, second = reversed(parts) if self.suffix_first else parts
-        return [*self.opening, *first, *second, *self.middle]
+        form, parts = self._form, [[self._ids[self._form.prefix], *before], self._after]
+        first, second = reversed(parts) if form.suffix_first else parts
+        middle = [self._ids[form.middle]] if form.middle else []
+        return [*self._opening, *first, *second, *middle]
 
 
 def find_form(tokenizer: Tokenizer, suffix: str) -> tuple[Form, dict[str, int]]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -18,10 +17,18 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from speculon.core.telemetry import EngineCounters, MonitorCounts, RequestStats
-from speculon.core.types import Load, Reason
-from speculon.engine.messages import Ready
+from speculon.core.types import Reason
 from speculon.server.access_log import AccessRecord
 from speculon.server.capture import Capture
+
+if TYPE_CHECKING:
+    from speculon.engine.client import EngineClient
+    from speculon.operations.cluster.messages import ReplicaStatistics
+    from speculon.server.pool.pooled import PooledModel
+
+    Engine = EngineClient | ReplicaStatistics
+
+F = TypeVar("F", CounterMetricFamily, GaugeMetricFamily)
 
 # upper bounds of buckets
 MATCH_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -29,41 +36,8 @@ MODEL_STATES = ("unloaded", "loading", "loaded", "draining", "failed")
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
-class EngineStatistics(Protocol):
-    """What the metrics read of an engine, or of a replica."""
-
-    @property
-    def counters(self) -> EngineCounters: ...
-    @property
-    def load(self) -> Load: ...
-    @property
-    def facts(self) -> Ready | None: ...
-    @property
-    def restarts(self) -> int: ...
-    @property
-    def resumed(self) -> int: ...
-    @property
-    def open_requests(self) -> int: ...
-
-
-class ModelStatistics(Protocol):
-    """What the metrics read of `PooledModel`."""
-
-    loads: int
-    failures: int
-    evictions: int
-    load_seconds: float
-
-    @property
-    def shown_state(self) -> str: ...
-    @property
-    def engine(self) -> EngineStatistics: ...
-    @property
-    def held(self) -> int: ...
-
-
 class Metrics:
-    def __init__(self, models: Mapping[str, ModelStatistics], capture: Capture | None = None):
+    def __init__(self, models: Mapping[str, PooledModel], capture: Capture | None = None):
         self._registry = CollectorRegistry()
         self._registry.register(PoolCollector(models))
         if capture is not None:
@@ -94,55 +68,53 @@ class Metrics:
         for gap in record.gaps:
             self._gap.observe(gap)
 
-    def page(self) -> tuple[bytes, int, Mapping[str, str], str]:
-        """(content, status, headers, media type)."""
-        return generate_latest(self._registry), 200, {}, CONTENT_TYPE_LATEST
+    def page(self) -> bytes:
+        return generate_latest(self._registry)
 
 
 class PoolCollector(Collector):
     """The series of each model's engine under its label `model`, and those of the pool."""
 
-    def __init__(self, models: Mapping[str, ModelStatistics]):
+    def __init__(self, models: Mapping[str, PooledModel]):
         self._models = models
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}  # one for all models: a name has one type and one text
         for name, model in self._models.items():
-            for labels, engine in engines_of(model.engine):
-                for metric in EngineCollector(engine, name).collect():
-                    samples = [with_labels(sample, name, labels) for sample in metric.samples]
-                    metric.samples = []
-                    families.setdefault(metric.name, metric).samples += samples
+            for labels, engine in replicas_or_engine(model.engine):
+                for metric in engine_metrics(engine, name):
+                    samples, metric.samples = metric.samples, []
+                    family = families.setdefault(metric.name, metric)
+                    family.samples += [with_labels(sample, name, labels) for sample in samples]
         yield from families.values()
         yield from self._pool()
 
     def _pool(self) -> Iterator[Metric]:
         models = self._models.items()
-        loads = by({name: model.loads for name, model in models})
+        loads = {name: model.loads for name, model in models}
         yield counter("model_loads", "loads that succeeded", loads, "model")
-        failures = by({name: model.failures for name, model in models})
+        failures = {name: model.failures for name, model in models}
         yield counter("model_failures", "loads that failed, and engines that ended", failures, "model")
-        evictions = by({name: model.evictions for name, model in models})
+        evictions = {name: model.evictions for name, model in models}
         yield counter("model_evictions", "times that it was ended for another model", evictions, "model")
-        seconds, held, state = (
-            GaugeMetricFamily("speculon_model_load_seconds", "time of the latest load", labels=["model"]),
-            GaugeMetricFamily("speculon_model_memory_bytes", "share of the memory", labels=["model"]),
-            GaugeMetricFamily("speculon_model_state", "1 for its state", labels=["model", "state"]),
-        )
-        for name, model in models:
-            seconds.add_metric([name], model.load_seconds)
-            held.add_metric([name], model.held)
-            for possible in MODEL_STATES:
-                state.add_metric([name, possible], float(model.shown_state == possible))
-        yield from (seconds, held, state)
+        seconds = {name: model.load_seconds for name, model in models}
+        yield gauge("model_load_seconds", "time of the latest load", seconds, "model")
+        held = {name: model.held for name, model in models}
+        yield gauge("model_memory_bytes", "share of the memory", held, "model")
+        states = {
+            (name, state): float(model.shown_state == state)
+            for name, model in models
+            for state in MODEL_STATES
+        }
+        yield gauge("model_state", "1 for its state", states, "model", "state")
 
 
-def engines_of(engine: EngineStatistics) -> list[tuple[dict[str, str], EngineStatistics]]:
+def replicas_or_engine(engine: Engine) -> list[tuple[dict[str, str], Engine]]:
     """(labels, engine) of each replica, else of the engine itself."""
-    replicas: Mapping[str, EngineStatistics] | None = getattr(engine, "replicas", None)
+    replicas: Mapping[str, Engine] | None = getattr(engine, "replicas", None)
     if replicas is None:
         return [({}, engine)]
-    return [({"replica": name}, one) for name, one in replicas.items()]
+    return [({"replica": name}, replica) for name, replica in replicas.items()]
 
 
 def with_labels(sample: Sample, model: str, more: Mapping[str, str]) -> Sample:
@@ -150,138 +122,126 @@ def with_labels(sample: Sample, model: str, more: Mapping[str, str]) -> Sample:
     return sample._replace(labels={**labels, **more})
 
 
-class EngineCollector(Collector):
+def engine_metrics(engine: Engine, model: str) -> Iterator[Metric]:
     """The engine's cumulative counters; the tokens and rounds of a sequence count once it has ended."""
+    counters = engine.counters
+    yield from vllm_metrics(counters.totals, model)
+    yield from sum_metrics(counters)
+    yield from draft_metrics(counters.totals)
+    yield from proposal_metrics(counters)
+    yield from decision_metrics(counters.totals)
+    yield from state_metrics(engine)
+    yield from monitor_metrics(counters.monitor)
 
-    def __init__(self, engine: EngineStatistics, model: str):
-        self._engine, self._model = engine, model
 
-    def collect(self) -> Iterator[Metric]:
-        counters = self._engine.counters
-        yield from self._vllm(counters)
-        yield from self._totals(counters)
-        yield from self._drafts(counters.totals)
-        yield from self._proposals(counters)
-        yield from self._decisions(counters.totals)
-        yield from self._state(counters)
-        yield from self._monitor(counters.monitor)
-
-    def _totals(self, counters: EngineCounters) -> Iterator[Metric]:
-        totals = counters.totals
-        for name, text, value in (
-            ("sequences", "sequences that have ended", counters.finished.total()),
-            ("prompt_tokens", "tokens of prompts", counters.prompt_tokens),
-            ("prompt_tokens_cached", "found in the prefix cache, by every sample", totals.cached_tokens),
-            ("generated_tokens", "output tokens", totals.emitted),
-            ("stop_tokens", "stop tokens, which end texts and are no part of them", totals.stop_tokens),
-            ("target_calls", "target calls, counted once per sequence", totals.target_calls),
-            ("speculative_rounds", "of these, with drafts to verify", totals.rounds),
-            ("preemptions", "sequences that had to wait for pages", totals.preemptions),
-            ("steps", "steps of the engine", counters.steps),
-            ("step_rows", "rows computed in them", counters.rows),
-            ("integrity_checks", "checks, when idle, that every KV page is accounted for", counters.checks),
-        ):
-            yield counter(name, text, {(): value})
-        parts = by({part: ms / 1e3 for part, ms in counters.profile.items()})
-        yield counter("step_seconds", "time in steps, by part", parts, "part")
-        restored = by(counters.restored)
-        yield counter("restored", "pools and policies kept by an earlier process", restored, "part")
-
-    def _drafts(self, totals: RequestStats) -> Iterator[Metric]:
-        drafted, accepted = by(totals.drafted_from), by(totals.accepted_from)
-        yield counter("draft_tokens", "draft tokens verified, by source", drafted, "source")
-        yield counter("accepted_tokens", "draft tokens accepted, by source", accepted, "source")
-        text = "drafts measured in shadow, not verified, by method"
-        yield counter("shadow_rounds", text, by(totals.watched), "method")
-        drafted, accepted = by(by_method(totals.watched_at)), by(by_method(totals.stood_at))
-        yield counter("shadow_draft_tokens", "tokens of these drafts, by method", drafted, "method")
-        text = "of these, equal to the tokens committed, by method"
-        yield counter("shadow_accepted_tokens", text, accepted, "method")
-        yield counter("span_outcomes", "how drafted spans ended", by(totals.outcomes), "outcome")
-
-    def _proposals(self, counters: EngineCounters) -> Iterator[Metric]:
-        yield counter("proposals", "proposals, one per sequence", by(counters.proposals), "method")
-        seconds = {method: ms / 1e3 for method, ms in counters.proposal_ms.items()}
-        yield counter("proposal_seconds", "time of proposals", by(seconds), "method")
-        stops: dict[tuple[str, ...], float] = {
-            (method, stop): n
-            for method, counts in counters.totals.stops.items()
-            for stop, n in counts.items()
-        }
-        text = "proposals, by method and by why they ended"
-        yield counter("proposal_stops", text, stops, "method", "stop")
-        text = "tokens of context that a lookup matched"
-        yield histogram("match_tokens", text, counters.totals.matches, "method", MATCH_TOKENS)
-
-    def _decisions(self, totals: RequestStats) -> Iterator[Metric]:
-        reasons = by({reason.value: totals.reasons[reason.value] for reason in Reason})
-        yield counter("plain_rounds", "rounds without speculation, by reason", reasons, "reason")
-        changes: dict[tuple[str, ...], float] = {(*change,): n for change, n in totals.changes.items()}
-        text = "rounds whose method differs from the sequence's last round"
-        yield counter("changes", text, changes, "from", "to", "reason")
-        text = "accepted drafts as policies estimated them, before verification"
-        yield counter("expected_accepted_tokens", text, {(): totals.expected})
-        text = "cost of these drafts' rows, in tokens"
-        yield counter("draft_price_tokens", text, {(): totals.price})
-        prompts: dict[tuple[str, ...], float] = {
-            (*map(str, prompt),): count for prompt, count in totals.prompts.items()
-        }
-        text = "sequences that ended, by prompt class, its marker, and matches before lookups are verified"
-        yield counter("prompts", text, prompts, "class", "marker", "cold_matches")
-        saved = (totals.saved_ms or 0.0) / 1e3  # a gauge: a counter that falls is taken for a restart
-        yield gauge("saved_seconds", "estimate of the time saved by speculation; may be negative", saved)
-
-    def _state(self, counters: EngineCounters) -> Iterator[Metric]:
-        load, facts = self._engine.load, self._engine.facts
-        text = "processes of the engine that were started after one that died or hung"
-        yield counter("engine_restarts", text, {(): self._engine.restarts})
-        text = "requests that such a process continued"
-        yield counter("requests_resumed", text, {(): self._engine.resumed})
-        yield gauge("history_pools", "pools of earlier answers", counters.pools)
-        yield gauge("history_pool_tokens", "tokens in them", counters.pool_tokens)
-        yield gauge("requests_open", "requests that have not ended", self._engine.open_requests)
-        yield gauge("sequences_running", "sequences in the batch", load.running)
-        yield gauge("sequences_waiting", "sequences waiting for a place in the batch", load.waiting)
-        if facts is not None:
-            used = facts.pages - load.free_pages
-            yield gauge("kv_pages", "pages of the KV pool", facts.pages)
-            yield gauge("kv_pages_held", "of these, held by sequences; cached pages count as free", used)
-            yield gauge("kv_usage_ratio", "share of the pages that sequences hold", used / facts.pages)
-
-    def _monitor(self, counts: MonitorCounts) -> Iterator[Metric]:
-        for name, text, value in (
-            ("replayed", "answers that were written again without speculation", counts.replayed),
-            ("equal", "of these, equal to the answer", counts.equal),
-            ("ties", "of these, different where two tokens are nearly equal", counts.ties),
-            ("faults", "of these, different without such a tie", counts.faults),
-            ("dropped", "answers that were to be replayed, and were not", counts.dropped),
-            ("seconds", "time of replays", counts.ms / 1e3),
-        ):
-            yield counter(f"monitor_{name}", text, {(): value})
-        yield gauge("monitor_waiting", "answers that wait for their replay", counts.waiting)
-        yield gauge("monitor_tie_limit_nats", "regret below which a difference is a tie", counts.limit)
-
-    def _vllm(self, counters: EngineCounters) -> Iterator[Metric]:
-        """Four counters under vLLM's names, for dashboards made for vLLM."""
-        totals, labels = counters.totals, (self._model, "0")
-        for name, text, value in (
-            ("drafts", "drafts", totals.rounds),
-            ("draft_tokens", "draft tokens", totals.drafted_at.total()),
-            ("accepted_tokens", "accepted tokens", totals.accepted),
-        ):
-            family = CounterMetricFamily(
-                f"vllm:spec_decode_num_{name}", f"Number of {text}.", labels=["model_name", "engine"]
-            )
-            family.add_metric(labels, value)
-            yield family
+def vllm_metrics(totals: RequestStats, model: str) -> Iterator[Metric]:
+    """Four counters under vLLM's names, for dashboards made for vLLM."""
+    for name, text, value in (
+        ("drafts", "drafts", totals.rounds),
+        ("draft_tokens", "draft tokens", totals.drafted_at.total()),
+        ("accepted_tokens", "accepted tokens", totals.accepted),
+    ):
         family = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Accepted tokens per draft position.",
-            labels=["model_name", "engine", "position"],
+            f"vllm:spec_decode_num_{name}", f"Number of {text}.", labels=["model_name", "engine"]
         )
-        for position, accepted in sorted(totals.accepted_at.items()):
-            family.add_metric((*labels, str(position)), accepted)
-        yield family
+        yield filled(family, {(model, "0"): value})
+    family = CounterMetricFamily(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Accepted tokens per draft position.",
+        labels=["model_name", "engine", "position"],
+    )
+    yield filled(family, {(model, "0", at): count for at, count in sorted(totals.accepted_at.items())})
+
+
+def sum_metrics(counters: EngineCounters) -> Iterator[Metric]:
+    totals = counters.totals
+    for name, text, value in (
+        ("sequences", "sequences that have ended", counters.finished.total()),
+        ("prompt_tokens", "tokens of prompts", counters.prompt_tokens),
+        ("prompt_tokens_cached", "found in the prefix cache, by every sample", totals.cached_tokens),
+        ("generated_tokens", "output tokens", totals.emitted),
+        ("stop_tokens", "stop tokens, which end texts and are no part of them", totals.stop_tokens),
+        ("target_calls", "target calls, counted once per sequence", totals.target_calls),
+        ("speculative_rounds", "of these, with drafts to verify", totals.rounds),
+        ("preemptions", "sequences that had to wait for pages", totals.preemptions),
+        ("steps", "steps of the engine", counters.steps),
+        ("step_rows", "rows computed in them", counters.rows),
+        ("integrity_checks", "checks, when idle, that every KV page is accounted for", counters.checks),
+    ):
+        yield counter(name, text, value)
+    parts = {part: ms / 1e3 for part, ms in counters.profile.items()}
+    yield counter("step_seconds", "time in steps, by part", parts, "part")
+    yield counter("restored", "pools and policies kept by an earlier process", counters.restored, "part")
+
+
+def draft_metrics(totals: RequestStats) -> Iterator[Metric]:
+    yield counter("draft_tokens", "draft tokens verified, by source", totals.drafted_from, "source")
+    yield counter("accepted_tokens", "draft tokens accepted, by source", totals.accepted_from, "source")
+    text = "drafts measured in shadow, not verified, by method"
+    yield counter("shadow_rounds", text, totals.watched, "method")
+    drafted, accepted = by_method(totals.watched_at), by_method(totals.stood_at)
+    yield counter("shadow_draft_tokens", "tokens of these drafts, by method", drafted, "method")
+    text = "of these, equal to the tokens committed, by method"
+    yield counter("shadow_accepted_tokens", text, accepted, "method")
+    yield counter("span_outcomes", "how drafted spans ended", totals.outcomes, "outcome")
+
+
+def proposal_metrics(counters: EngineCounters) -> Iterator[Metric]:
+    yield counter("proposals", "proposals, one per sequence", counters.proposals, "method")
+    seconds = {method: ms / 1e3 for method, ms in counters.proposal_ms.items()}
+    yield counter("proposal_seconds", "time of proposals", seconds, "method")
+    stops = {
+        (method, stop): n for method, counts in counters.totals.stops.items() for stop, n in counts.items()
+    }
+    text = "proposals, by method and by why they ended"
+    yield counter("proposal_stops", text, stops, "method", "stop")
+    text = "tokens of context that a lookup matched"
+    yield histogram("match_tokens", text, counters.totals.matches, "method", MATCH_TOKENS)
+
+
+def decision_metrics(totals: RequestStats) -> Iterator[Metric]:
+    reasons = {reason.value: totals.reasons[reason.value] for reason in Reason}
+    yield counter("plain_rounds", "rounds without speculation, by reason", reasons, "reason")
+    text = "rounds whose method differs from the sequence's last round"
+    yield counter("changes", text, totals.changes, "from", "to", "reason")
+    text = "accepted drafts as policies estimated them, before verification"
+    yield counter("expected_accepted_tokens", text, totals.expected)
+    yield counter("draft_price_tokens", "cost of these drafts' rows, in tokens", totals.price)
+    text = "sequences that ended, by prompt class, its marker, and matches before lookups are verified"
+    yield counter("prompts", text, totals.prompts, "class", "marker", "cold_matches")
+    saved = (totals.saved_ms or 0.0) / 1e3  # a gauge: a counter that falls is taken for a restart
+    yield gauge("saved_seconds", "estimate of the time saved by speculation; may be negative", saved)
+
+
+def state_metrics(engine: Engine) -> Iterator[Metric]:
+    counters, load, facts = engine.counters, engine.load, engine.facts
+    text = "processes of the engine that were started after one that died or hung"
+    yield counter("engine_restarts", text, engine.restarts)
+    yield counter("requests_resumed", "requests that such a process continued", engine.resumed)
+    yield gauge("history_pools", "pools of earlier answers", counters.pools)
+    yield gauge("history_pool_tokens", "tokens in them", counters.pool_tokens)
+    yield gauge("requests_open", "requests that have not ended", engine.open_requests)
+    yield gauge("sequences_running", "sequences in the batch", load.running)
+    yield gauge("sequences_waiting", "sequences waiting for a place in the batch", load.waiting)
+    if facts is not None:
+        used = facts.pages - load.free_pages
+        yield gauge("kv_pages", "pages of the KV pool", facts.pages)
+        yield gauge("kv_pages_held", "of these, held by sequences; cached pages count as free", used)
+        yield gauge("kv_usage_ratio", "share of the pages that sequences hold", used / facts.pages)
+
+
+def monitor_metrics(counts: MonitorCounts) -> Iterator[Metric]:
+    for name, text, value in (
+        ("replayed", "answers that were written again without speculation", counts.replayed),
+        ("equal", "of these, equal to the answer", counts.equal),
+        ("ties", "of these, different where two tokens are nearly equal", counts.ties),
+        ("faults", "of these, different without such a tie", counts.faults),
+        ("dropped", "answers that were to be replayed, and were not", counts.dropped),
+        ("seconds", "time of replays", counts.ms / 1e3),
+    ):
+        yield counter(f"monitor_{name}", text, value)
+    yield gauge("monitor_waiting", "answers that wait for their replay", counts.waiting)
+    yield gauge("monitor_tie_limit_nats", "regret below which a difference is a tie", counts.limit)
 
 
 class CaptureCollector(Collector):
@@ -293,16 +253,12 @@ class CaptureCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         capture = self._capture
         yield gauge("capturing", "1 while traffic is captured, 0 after a fault of the disk", capture.open)
-        yield counter("captured_choices", "choices written, a line each", {(): capture.written})
-        yield counter("captured_bytes", "bytes of these lines", {(): capture.bytes})
+        yield counter("captured_choices", "choices written, a line each", capture.written)
+        yield counter("captured_bytes", "bytes of these lines", capture.bytes)
         text = "choices that were not written: the disk failed or was too slow"
-        yield counter("capture_lost_choices", text, {(): capture.lost})
+        yield counter("capture_lost_choices", text, capture.lost)
         text = "bytes of captured files, in blocks of the disk, earlier processes included"
         yield gauge("capture_disk_bytes", text, capture.disk_bytes)
-
-
-def by(counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:
-    return {(name,): count for name, count in counts.items()}
 
 
 def by_method(counts: Mapping[tuple[str, int], int]) -> Mapping[str, int]:
@@ -310,10 +266,20 @@ def by_method(counts: Mapping[tuple[str, int], int]) -> Mapping[str, int]:
     return {method: sum(n for (name, _), n in counts.items() if name == method) for method, _ in counts}
 
 
-def counter(name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
-    family = CounterMetricFamily(f"speculon_{name}", text, labels=labels)
-    for key, value in values.items():
-        family.add_metric(key, value)
+Values = float | Mapping[Any, float]  # one, or by label, or by a tuple of labels
+
+
+def counter(name: str, text: str, values: Values, *labels: str) -> Metric:
+    return filled(CounterMetricFamily(f"speculon_{name}", text, labels=labels), values)
+
+
+def gauge(name: str, text: str, values: Values, *labels: str) -> Metric:
+    return filled(GaugeMetricFamily(f"speculon_{name}", text, labels=labels), values)
+
+
+def filled(family: F, values: Values) -> F:
+    for key, value in values.items() if isinstance(values, Mapping) else [((), values)]:
+        family.add_metric([str(label) for label in ((key,) if isinstance(key, str) else key)], value)
     return family
 
 
@@ -330,7 +296,3 @@ def histogram(
         buckets.append(("+Inf", float(sum(counts.values()))))
         family.add_metric([key], buckets, sum(value * n for value, n in counts.items()))
     return family
-
-
-def gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"speculon_{name}", text, value=value)

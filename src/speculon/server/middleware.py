@@ -11,22 +11,17 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from speculon.core.config.serve import ServeConfig
 from speculon.core.logs import path_for_log
 from speculon.server.access_log import AccessRecord
-from speculon.server.errors import failure
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
+from speculon.server.errors import Failure
 
 OPEN_PATHS = ("/health", "/ready", "/live", "/ping")  # probes have no key
 ADMIN = "/admin"  # has a key of its own, which `AdminGate` checks
@@ -43,20 +38,33 @@ class ClientGone(Exception):
 
 
 class RequestMiddleware:
-    def __init__(self, app: App, config: ServeConfig, finish: Callable[[AccessRecord], None]):
+    def __init__(self, app: ASGIApp, config: ServeConfig, finish: Callable[[AccessRecord], None]):
         self._app, self._config, self._finish = app, config, finish
         self._admin = config.admin
         self._keys = [key.get_secret_value().encode() for key in config.api_key]
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
-        record, token = record_of(scope, headers), token_of(headers)
+        record, token = begin_record(scope, headers), api_key(headers)
         scope.setdefault("state", {}).update(record=record, tenant=tenant_of(token))
-        send = with_request_id(send, record)
+
+        def begin(response: Message) -> None:
+            record.status = response["status"]
+            MutableHeaders(scope=response)["x-request-id"] = record.request_id
+
+        send = on_start(send, begin)
         try:
-            await self._handle(scope, headers, token, record, receive, send)
+            body = await self._body(scope, headers, token, receive)
+            if isinstance(body, Failure):
+                record.reason = body.message
+                send = lingering(receive, send, self._config.body_timeout)
+                await body.response()(scope, receive, send)
+            else:
+                # a HEAD is answered as a GET; the connection leaves out the body of the answer
+                inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+                await self._app(inner, replay(body, receive), send)
         except ClientGone:
             record.status = CLIENT_GONE
         except asyncio.CancelledError:  # the server ends, and the client reads nothing
@@ -65,45 +73,28 @@ class RequestMiddleware:
             log.exception("%s: a fault inside the server", record.request_id)
             started, record.reason = record.status, type(error).__name__
             if not started:  # otherwise only the connection can still be cut
-                await failure(500, "a fault inside the server; its log says more")(scope, receive, send)
+                response = Failure(500, "a fault inside the server; its log says more").response()
+                await response(scope, receive, send)
             record.status = 500
         finally:
             self._finish(record)
 
-    async def _handle(
-        self,
-        scope: Message,
-        headers: Headers,
-        token: bytes,
-        record: AccessRecord,
-        receive: Receive,
-        send: Send,
-    ) -> None:
-        async def refuse(status: int, message: str, code: str) -> None:
-            record.reason = message
-            response = failure(status, message, code)
-            await response(scope, receive, lingering(receive, send, self._config.body_timeout))
-
+    async def _body(self, scope: Scope, headers: Headers, token: bytes, receive: Receive) -> bytes | Failure:
+        """The body of a request that may enter; else why it is refused."""
+        config = self._config
         if not self._may_enter(scope, token):
-            return await refuse(
-                401,
-                "a valid API key is needed, as a bearer token or in the header api-key",
-                "invalid_api_key",
-            )
+            needed = "a valid API key is needed, as a bearer token or in the header api-key"
+            return Failure(401, needed, "invalid_api_key")
         try:
-            async with asyncio.timeout(self._config.body_timeout):
+            async with asyncio.timeout(config.body_timeout):
                 body = await self._read(headers, receive)
         except TimeoutError:
-            message = f"the body did not arrive within {self._config.body_timeout:g} s"
-            return await refuse(408, message, "body_timeout")
+            return Failure(408, f"the body did not arrive within {config.body_timeout:g} s", "body_timeout")
         if body is None:
-            message = f"the body is larger than {self._config.max_body_mb:g} MB"
-            return await refuse(413, message, "body_too_large")
-        # a HEAD is answered as a GET; the connection leaves out the body of the answer
-        inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
-        await self._app(inner, replay(body, receive), send)
+            return Failure(413, f"the body is larger than {config.max_body_mb:g} MB", "body_too_large")
+        return body
 
-    def _may_enter(self, scope: Message, token: bytes) -> bool:
+    def _may_enter(self, scope: Scope, token: bytes) -> bool:
         if not self._keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
             return True
         if self._admin and under_admin(scope["path"]):
@@ -132,16 +123,15 @@ def under_admin(path: str) -> bool:
     return path == ADMIN or path.startswith(ADMIN + "/")
 
 
-def with_request_id(send: Send, record: AccessRecord) -> Send:
-    """Adds the header `x-request-id`, and notes the status."""
+def on_start(send: Send, change: Callable[[Message], None]) -> Send:
+    """Calls `change` with the beginning of a response, which has its status and headers."""
 
-    async def send_with_id(message: Message) -> None:
+    async def send_changed(message: Message) -> None:
         if message["type"] == "http.response.start":
-            record.status = message["status"]
-            MutableHeaders(scope=message)["x-request-id"] = record.request_id
+            change(message)
         await send(message)
 
-    return send_with_id
+    return send_changed
 
 
 def lingering(receive: Receive, send: Send, seconds: float) -> Send:
@@ -160,12 +150,15 @@ def lingering(receive: Receive, send: Send, seconds: float) -> Send:
     return send_and_drain
 
 
-def token_of(headers: Headers) -> bytes:
-    """The API key: the bearer token, else that of the first of `KEY_HEADERS`; empty where there is none."""
+def bearer_token(headers: Headers) -> bytes:
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    bearer = token.strip() if scheme.lower() == "bearer" else ""
-    others = (headers.get(name, "").strip() for name in KEY_HEADERS)
-    return (bearer or next(filter(None, others), "")).encode("latin-1")
+    return token.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+
+
+def api_key(headers: Headers) -> bytes:
+    """The API key: the bearer token, else that of the first of `KEY_HEADERS`; empty where there is none."""
+    others = (headers.get(name, "").strip().encode("latin-1") for name in KEY_HEADERS)
+    return bearer_token(headers) or next(filter(None, others), b"")
 
 
 def tenant_of(token: bytes) -> str:
@@ -173,15 +166,15 @@ def tenant_of(token: bytes) -> str:
     return hashlib.sha256(b"speculon tenant " + token).hexdigest()
 
 
-def record_of(scope: Message, headers: Headers) -> AccessRecord:
+def begin_record(scope: Scope, headers: Headers) -> AccessRecord:
     """Metrics are labelled with the route, not with the path: a client must not create labels."""
     requested = headers.get("x-request-id", "")
     request_id = requested if REQUEST_ID.fullmatch(requested) else secrets.token_hex(8)
     routes = scope["app"].routes
-    found = (route.path for route in routes if route.matches(scope)[0] != Match.NONE)
+    fitting = (route.path for route in routes if route.matches(scope)[0] != Match.NONE)
     known = {part for route in routes for part in route.path.split("/")}
     path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")
-    return AccessRecord(request_id, next(found, "other"), path_for_log(path, known)[:LOGGED_PATH])
+    return AccessRecord(request_id, next(fitting, "other"), path_for_log(path, known)[:LOGGED_PATH])
 
 
 def replay(body: bytes, receive: Receive) -> Receive:

@@ -63,9 +63,9 @@ class ServedModel:
         if requested is None:
             own = self.sampling.get("max_tokens")
             defaults = (default, self.max_new_tokens) if own is None else (int(own),)
-            usual = min((one for one in defaults if one is not None), default=self.max_context)
+            usual = min((length for length in defaults if length is not None), default=self.max_context)
             limits = (max(usual, min_tokens or 0), limit, self.max_context - longest)
-            return min(one for one in limits if one is not None)
+            return min(length for length in limits if length is not None)
         if limit is not None and requested > limit:
             refusal = InvalidParameter("max_tokens", requested, f"at most {limit} on this server")
             raise refusal.about("limits.max_request_tokens")

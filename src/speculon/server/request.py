@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from speculon.core.config import RequestSpeculation, SamplingParams
+from speculon.core.config import RequestSpeculation, SamplingParams, Structured
 from speculon.core.errors import InvalidParameter
 from speculon.decoding.text.deltas import ReplyParser, TextParser
 from speculon.engine.admission import read_prediction
-from speculon.server.constraints import Form
 from speculon.server.model import ServedModel
 from speculon.server.schemas import Content, Sampling
+
+# vLLM's field -> our field, in `structured_outputs` and in the fields that begin with `guided_`
+NAMES = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+
+
+class Form(NamedTuple):
+    """What a body asks of the text."""
+
+    name: str  # of the body's field
+    value: Any  # of it, as an error shows it
+    structured: Structured
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,30 +57,36 @@ class GenerationRequest:
             return error.renamed(self.prompt_name)
         if self.form is None or not error.name.startswith("structured"):
             return error
-        found = InvalidParameter(self.form.name, self.form.value, error.limit)
-        found.feature = error.feature
-        return found
+        refusal = InvalidParameter(self.form.name, self.form.value, error.limit)
+        refusal.feature = error.feature
+        return refusal
 
 
-def sampling_of(body: Sampling, model: ServedModel, form: Form | None = None, **more: Any) -> SamplingParams:
+def read_sampling(body: Sampling, model: ServedModel, form: Form | None, **more: Any) -> SamplingParams:
     """The fields that both routes share, the form of the text, and `more`; a field that is not set keeps the
     model's default, else ours.
 
     Raises `InvalidParameter`.
     """
-    check_best_of(body)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise InvalidParameter("best_of", body.best_of, "must equal n: all choices are returned")
     names = set(SamplingParams.model_fields) & (set(Sampling.model_fields) - {"logit_bias"})
     fields = {name: value for name in names if (value := getattr(body, name)) is not None}
     if (penalty := under_either(body, "repetition_penalty", "repeat_penalty")) is not None:
         fields["repetition_penalty"] = penalty
     if body.logit_bias:
         fields["logit_bias"] = read_biases(body.logit_bias)
-    if "stop" in fields:
-        fields["stop"] = stops_of(fields["stop"])
+    if body.stop is not None:  # empty ones are left out, as other servers do
+        fields["stop"] = [text for text in ([body.stop] if isinstance(body.stop, str) else body.stop) if text]
     if form is not None:
         fields["structured"] = form.structured
-    given = {name: value for name, value in more.items() if value is not None}
-    return SamplingParams(**{**defaults_of(body, model, given.get("max_tokens")), **fields, **given})
+    fields |= {name: value for name, value in more.items() if value is not None}
+    defaults = dict(model.sampling)
+    if getattr(body, "logprobs", None) is False:  # `more` leaves out what is off
+        defaults.pop("logprobs", None)
+    if "max_tokens" in fields and "min_tokens" in defaults:
+        defaults["min_tokens"] = min(defaults["min_tokens"], fields["max_tokens"])
+    return SamplingParams(**{**defaults, **fields})
 
 
 def under_either(body: Sampling, name: str, other: str) -> Any:
@@ -80,24 +97,53 @@ def under_either(body: Sampling, name: str, other: str) -> Any:
     return second if first is None else first
 
 
-def check_best_of(body: Sampling) -> None:
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise InvalidParameter("best_of", body.best_of, "must equal n: all choices are returned")
+def form_of(body: Sampling) -> Form | None:
+    """The one form of a body, or None. Two forms, and forms that are wrong, are refused by name."""
+    forms = [*response_format(body), *structured_outputs(body)]
+    guided = [(f"guided_{name}", field) for name, field in NAMES.items()]
+    forms += [(name, field, value) for name, field in guided if (value := getattr(body, name)) is not None]
+    if not forms:
+        return None
+    if len(forms) > 1:
+        (first, *_), (name, _, value), *_ = forms
+        raise InvalidParameter(name, value, f"not together with {first}")
+    name, field, value = forms[0]
+    if field == "json_schema" and isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise InvalidParameter(name, value, f"is no JSON: {error}") from None
+    try:
+        return Form(name, value, Structured(**{field: value}))
+    except InvalidParameter as error:
+        raise error.renamed(name) from None
 
 
-def defaults_of(body: Sampling, model: ServedModel, max_tokens: int | None) -> dict[str, Any]:
-    """The model's own defaults, as far as they fit what the request sets."""
-    found = dict(model.sampling)
-    if getattr(body, "logprobs", None) is False:  # `more` leaves out what is off
-        found.pop("logprobs", None)
-    if max_tokens is not None and "min_tokens" in found:
-        found["min_tokens"] = min(found["min_tokens"], max_tokens)
-    return found
+def response_format(body: Sampling) -> list[tuple[str, str, Any]]:
+    """(name, our field, value) of `response_format`."""
+    form = body.response_format
+    if form is None or form.type == "text":
+        return []
+    if form.type == "json_object":
+        return [("response_format", "json_object", True)]
+    if form.json_schema is None:
+        raise InvalidParameter("response_format.json_schema", None, "is needed with type json_schema")
+    return [("response_format.json_schema", "json_schema", form.json_schema.schema_)]
 
 
-def stops_of(stop: str | list[str]) -> list[str]:
-    """Stop strings; empty ones are left out, as other servers do."""
-    return [text for text in ([stop] if isinstance(stop, str) else stop) if text]
+def structured_outputs(body: Sampling) -> list[tuple[str, str, Any]]:
+    if body.structured_outputs is None:
+        return []
+    fields = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+    forms = [
+        (f"structured_outputs.{name}", NAMES.get(name, name), value)
+        for name, value in fields.items()
+        if value is not False
+    ]
+    if not forms:
+        names = ", ".join([*NAMES, "json_object"])
+        raise InvalidParameter("structured_outputs", fields, f"give one of {names}")
+    return forms
 
 
 def read_biases(fields: dict[str, float]) -> dict[int, float]:
@@ -111,15 +157,16 @@ def read_biases(fields: dict[str, float]) -> dict[int, float]:
     return biases
 
 
-def speculation_of(body: Sampling, model: ServedModel) -> RequestSpeculation:
+def read_speculation(body: Sampling, model: ServedModel) -> RequestSpeculation:
     """What a request sets of its speculation, with the model's own defaults."""
-    requested = body.speculation
     fields: dict[str, Any] = {} if model.speculation is None else {"defaults": model.speculation}
-    if requested:
-        fields |= requested.model_dump(exclude={"stats", "explain"}, exclude_none=True)
-    pool = fields.get("pool", next((name for name in user_names(body) if name and name.strip()), None))
+    if body.speculation:
+        fields |= body.speculation.model_dump(exclude={"stats", "explain"}, exclude_none=True)
+    # the narrowest first: many users may share a cache key
+    users = (body.safety_identifier, body.user, body.prompt_cache_key)
+    pool = fields.get("pool", next((name for name in users if name and name.strip()), None))
     if pool is not None:
-        fields["pool"] = pool_of(pool)
+        fields["pool"] = pool_digest(pool)
     if body.prediction is None:
         return RequestSpeculation(**fields)
     content, ids = body.prediction.content, body.prediction.token_ids
@@ -132,12 +179,7 @@ def speculation_of(body: Sampling, model: ServedModel) -> RequestSpeculation:
     return speculation.model_copy(update={"prediction": encoded})
 
 
-def user_names(body: Sampling) -> tuple[str | None, ...]:
-    """OpenAI's names of a user, the narrowest first: many users may share a cache key."""
-    return body.safety_identifier, body.user, body.prompt_cache_key
-
-
-def pool_of(name: str) -> str:
+def pool_digest(name: str) -> str:
     """A digest of a pool's name, so that the engine never has the name; the empty name stays empty."""
     return name and hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -147,7 +189,7 @@ def common_fields(body: Sampling, model: ServedModel) -> dict[str, Any]:
     options = body.stream_options
     if options is not None and not body.stream:
         raise InvalidParameter("stream_options", options.model_dump(), "only with stream = true")
-    speculation = speculation_of(body, model)
+    speculation = read_speculation(body, model)
     return {
         "speculation": speculation,
         "method": speculation.method or model.method,

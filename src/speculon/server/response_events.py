@@ -11,7 +11,7 @@ from typing import Any
 
 from speculon.server.answer import Answer
 from speculon.server.choice import ChoiceDelta
-from speculon.server.response_schemas import ResponseRequest
+from speculon.server.responses import ResponseRequest
 
 Item = dict[str, Any]
 Event = dict[str, Any]
@@ -21,6 +21,15 @@ STATUS = {"stop": "completed", "tool_calls": "completed", "length": "incomplete"
 FAULTS = {
     "abort": "the response was ended before it was complete",
     "error": "no token of the vocabulary can follow in this form of the text",
+}
+# type of an item -> beginning of its id, its own fields, and the part that grows
+TEXTS: dict[str, tuple[str, Item, Item]] = {
+    "message": (
+        "msg",
+        {"role": "assistant"},
+        {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
+    ),
+    "reasoning": ("rs", {"summary": []}, {"type": "reasoning_text", "text": ""}),
 }
 TYPES = {"completed": "response.completed", "incomplete": "response.incomplete", "failed": "response.failed"}
 
@@ -54,9 +63,9 @@ class ResponseAnswer(Answer):
         events: list[Event] = []
         for delta in new.deltas:
             if text := delta.get("reasoning_content"):
-                events += self._add_reasoning(text)
+                events += self._add_text("reasoning", text)
             if text := delta.get("content"):
-                events += self._add_text(text)
+                events += self._add_text("message", text)
             for call in delta.get("tool_calls", ()):
                 events += self._add_call(call)
         return events
@@ -64,7 +73,7 @@ class ResponseAnswer(Answer):
     def last_chunks(self) -> list[Event]:
         """Closes the output; without any it is an empty message."""
         status = STATUS.get(self._finish, "failed")
-        events = [] if self._output else self._begin_message()
+        events = [] if self._output else self._begin_text("message")
         events += self._close("completed" if status == "completed" else "incomplete")
         return [*events, self._event(TYPES[status], response=self._response(status))]
 
@@ -81,53 +90,38 @@ class ResponseAnswer(Answer):
     def _finish(self) -> str:
         return self.choices[0].finish_reason or "abort"
 
-    def _add_reasoning(self, text: str) -> list[Event]:
+    def _add_text(self, kind: str, text: str) -> list[Event]:
+        """More of a message, or of the reasoning before it."""
         events: list[Event] = []
-        if self._open is None or self._open["type"] != "reasoning":
-            events += [*self._close("completed"), *self._begin_reasoning()]
-        self._growing["content"][0]["text"] += text
-        more = {"delta": text, **self._explained()}
-        return [*events, self._event("response.reasoning_text.delta", **self._place(0), **more)]
-
-    def _add_text(self, text: str) -> list[Event]:
-        events: list[Event] = []
-        if self._open is None or self._open["type"] != "message":
-            events += [*self._close("completed"), *self._begin_message()]
-        part = self._growing["content"][0]
+        if self._open is None or self._open["type"] != kind:
+            events += [*self._close("completed"), *self._begin_text(kind)]
+        part, more = self._growing["content"][0], dict[str, Any](delta=text)
         part["text"] += text
-        logprobs, self._logprobs = self._logprobs, []
-        part["logprobs"] += logprobs
-        more = {"delta": text, "logprobs": logprobs, **self._explained()}
-        return [*events, self._event("response.output_text.delta", **self._place(0), **more)]
+        if "logprobs" in part:
+            more["logprobs"], self._logprobs = self._logprobs, []
+            part["logprobs"] += more["logprobs"]
+        name = f"response.{part['type']}.delta"
+        return [*events, self._event(name, **self._place(0), **more, **self._explained())]
 
     def _add_call(self, call: dict[str, Any]) -> list[Event]:
         events: list[Event] = []
         function = call["function"]
         if "id" in call:
-            events += [*self._close("completed"), *self._begin_call(call["id"], function["name"])]
+            item = {"id": new_id("fc"), "type": "function_call", "call_id": call["id"]}
+            item |= {"name": function["name"], "arguments": "", "status": "in_progress"}
+            events += [*self._close("completed"), self._begin(item)]
         if arguments := function["arguments"]:
             self._growing["arguments"] += arguments
             more = {"delta": arguments, **self._explained()}
             events.append(self._event("response.function_call_arguments.delta", **self._place(), **more))
         return events
 
-    def _begin_message(self) -> list[Event]:
-        item = {"id": new_id("msg"), "type": "message", "role": "assistant", "status": "in_progress"}
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        return self._begin_parts(item, part)
-
-    def _begin_reasoning(self) -> list[Event]:
-        item = {"id": new_id("rs"), "type": "reasoning", "summary": [], "status": "in_progress"}
-        return self._begin_parts(item, {"type": "reasoning_text", "text": ""})
-
-    def _begin_parts(self, item: Item, part: Item) -> list[Event]:
-        added = self._begin({**item, "content": []})
-        self._growing["content"] = [deepcopy(part)]
-        return [added, self._event("response.content_part.added", **self._place(0), part=part)]
-
-    def _begin_call(self, call_id: str, name: str) -> list[Event]:
-        item = {"id": new_id("fc"), "type": "function_call", "call_id": call_id, "name": name}
-        return [self._begin({**item, "arguments": "", "status": "in_progress"})]
+    def _begin_text(self, kind: str) -> list[Event]:
+        prefix, fields, part = deepcopy(TEXTS[kind])
+        item = {"id": new_id(prefix), "type": kind, **fields, "status": "in_progress", "content": []}
+        added = self._begin(item)
+        item["content"] = [part]
+        return [added, self._event("response.content_part.added", **self._place(0), part=deepcopy(part))]
 
     def _begin(self, item: Item) -> Event:
         self._output.append(item)
@@ -196,17 +190,15 @@ class ResponseAnswer(Answer):
             "previous_response_id": None,
             "store": False,  # whatever the body says: no response is stored
             **self._settings(),
-            **self._speculation(status),
+            **({} if status == "in_progress" else self._statistics()),
         }
 
     def _settings(self) -> dict[str, Any]:
         """What the request asked for, with the defaults of this server."""
         body, params = self._body, self.request.params
-        form = body.text.format if body.text and body.text.format else None
-        shown = form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}
-        if shown["type"] != "json_schema":
-            shown = {"type": shown["type"]}
-        tools = [tool.model_dump() for tool in body.tools or ()]
+        form = {"type": "text"}
+        if body.text and body.text.format:
+            form = body.text.format.model_dump(by_alias=True, exclude_none=True)
         choice = body.tool_choice or "auto"
         return {
             "instructions": body.instructions,
@@ -216,9 +208,9 @@ class ResponseAnswer(Answer):
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "reasoning": {"effort": None, "summary": None},
             "temperature": params.temperature,
-            "text": {"format": shown},
+            "text": {"format": form if form["type"] == "json_schema" else {"type": form["type"]}},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": tools,
+            "tools": [tool.model_dump() for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
@@ -235,10 +227,8 @@ class ResponseAnswer(Answer):
             "total_tokens": usage["total_tokens"],
         }
 
-    def _speculation(self, status: str) -> dict[str, Any]:
+    def _statistics(self) -> dict[str, Any]:
         """Statistics and the fate of all tokens, where they are asked for."""
-        if status == "in_progress":
-            return {}
         stats = self.speculation() if self.request.include_stats else {}
         tokens = {"tokens": self._tokens} if self.request.explain else {}
         return {"speculation": {**stats, **tokens}} if stats or tokens else {}

@@ -1,26 +1,29 @@
-"""`/v1/responses`: its body as that of a chat, or a refusal by name."""
+"""`/v1/responses`: OpenAI's fields as far as this server has them; a body is read as that of a chat."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from speculon.core.errors import InvalidParameter
 from speculon.server.completions import read_chat
 from speculon.server.model import ServedModel
 from speculon.server.request import GenerationRequest
-from speculon.server.response_schemas import (
-    FunctionTool,
-    Item,
-    NamedFunctionTool,
-    Parts,
-    ResponseRequest,
-    TextFormat,
-)
 from speculon.server.schemas import (
+    AS_WHOLE,
+    FIRST,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    MAX_TOP_LOGPROBS,
+    Body,
     ChatRequest,
     Common,
+    Count,
+    Extensible,
     Function,
     FunctionCall,
     JsonSchema,
@@ -28,6 +31,7 @@ from speculon.server.schemas import (
     MessageToolCall,
     NamedFunction,
     NamedTool,
+    OfFunction,
     ResponseFormat,
     Tool,
 )
@@ -47,6 +51,91 @@ NAMES = {
 }
 
 
+class Part(Extensible):
+    type: Literal["input_text", "output_text", "reasoning_text", "text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+
+
+Parts = str | Annotated[list[Part], FIRST, Field(max_length=MAX_PARTS)]
+
+
+class Item(Extensible):
+    """A message, the thinking before it, a call of a function, or what the function returned."""
+
+    type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: Parts | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: Parts | None = None
+
+
+# `type` is the first field of both: of several faults the first is named
+class FunctionTool(Function, OfFunction):
+    pass
+
+
+class NamedFunctionTool(NamedFunction, OfFunction):
+    pass
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = "schema"
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Body):
+    format: TextFormat | None = None
+    verbosity: str | None = None  # ignored
+
+
+class ResponseStreamOptions(Body):
+    include_obfuscation: bool = False  # ignored
+
+
+Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+
+class ResponseRequest(Common):
+    input: str | Annotated[list[Item], FIRST, Field(min_length=1, max_length=MAX_MESSAGES)]
+    instructions: str | None = Field(None, description="a system message before the input")
+    max_output_tokens: Count | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), AS_WHOLE] | None = None
+    include: Annotated[list[Include], FIRST] | None = Field(None, max_length=8)
+    tools: Annotated[list[FunctionTool], FIRST] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    store: bool | None = Field(None, description="no response is stored; false: it is not captured either")
+    previous_response_id: str | None = Field(None, description="refused: no response is stored")
+    conversation: str | dict[str, Any] | None = Field(None, description="refused: no response is stored")
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    # without an effect on the text
+    metadata: dict[str, str] | None = Field(None, max_length=16)
+    reasoning: dict[str, Any] | None = None
+    max_tool_calls: Count | None = None
+    service_tier: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class ResponseObject(Extensible):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete", "failed"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
 def read_response(body: ResponseRequest, model: ServedModel) -> GenerationRequest:
     for name in ("previous_response_id", "conversation"):
         if (value := getattr(body, name)) is not None:
@@ -55,7 +144,7 @@ def read_response(body: ResponseRequest, model: ServedModel) -> GenerationReques
         raise InvalidParameter("stream_options", body.stream_options.model_dump(), "only with stream = true")
     check_echo(body)
     try:
-        request = read_chat(chat_of(body), model)
+        request = read_chat(as_chat(body), model)
     except InvalidParameter as error:
         raise error.renamed(NAMES.get(error.name, error.name)) from None
     form, prompt_name = request.form, NAMES.get(request.prompt_name, request.prompt_name)
@@ -72,22 +161,27 @@ def check_echo(body: ResponseRequest) -> None:
             raise InvalidParameter(name, None, "has a value that JSON cannot hold") from None
 
 
-def chat_of(body: ResponseRequest) -> ChatRequest:
+def as_chat(body: ResponseRequest) -> ChatRequest:
     """The same request as a chat. Its parts were checked with the body, so they are not checked again."""
     with_logprobs = body.top_logprobs is not None or LOGPROBS in (body.include or ())
+    functions = [Function(**tool.model_dump(exclude={"type"})) for tool in body.tools or ()]
+    tools = [Tool(type="function", function=function) for function in functions] or None
+    choice: Any = body.tool_choice
+    if isinstance(choice, NamedFunctionTool):
+        choice = NamedTool(type="function", function=NamedFunction(name=choice.name))
     return ChatRequest.model_construct(
         **{name: getattr(body, name) for name in SAME},
-        messages=messages_of(body),
+        messages=read_messages(body),
         max_completion_tokens=body.max_output_tokens,
         logprobs=with_logprobs,
         top_logprobs=body.top_logprobs,
-        tools=[tool_of(tool) for tool in body.tools] if body.tools else None,
-        tool_choice=choice_of(body.tool_choice),
-        response_format=format_of(body.text.format) if body.text and body.text.format else None,
+        tools=tools,
+        tool_choice=choice,
+        response_format=read_format(body.text.format) if body.text and body.text.format else None,
     )
 
 
-def messages_of(body: ResponseRequest) -> list[Message]:
+def read_messages(body: ResponseRequest) -> list[Message]:
     items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     messages = [Message(role="system", content=body.instructions)] if body.instructions else []
     for i, item in enumerate(items):
@@ -100,18 +194,20 @@ def add_item(messages: list[Message], item: Item, name: str) -> None:
     thinking to what comes right after it.
     """
     if item.type == "reasoning":
-        if text := text_of(item.content or ""):
+        if text := plain_text(item.content or ""):
             messages.append(Message(role="assistant", reasoning_content=text))
     elif item.type == "function_call":
         if not messages or messages[-1].role != "assistant":
             messages.append(Message(role="assistant"))
         last = messages[-1]
-        messages[-1] = last.model_copy(update={"tool_calls": [*(last.tool_calls or ()), call_of(item, name)]})
+        messages[-1] = last.model_copy(
+            update={"tool_calls": [*(last.tool_calls or ()), read_call(item, name)]}
+        )
     elif item.type == "function_call_output":
-        content = text_of(needed(item, "output", name))
+        content = plain_text(needed(item, "output", name))
         messages.append(Message(role="tool", tool_call_id=needed(item, "call_id", name), content=content))
     else:
-        role, content = needed(item, "role", name), text_of(needed(item, "content", name))
+        role, content = needed(item, "role", name), plain_text(needed(item, "content", name))
         if role == "assistant" and messages and is_thinking(messages[-1]):
             messages[-1] = messages[-1].model_copy(update={"content": content})
         else:
@@ -123,7 +219,7 @@ def is_thinking(message: Message) -> bool:
     return message.content is None and not message.tool_calls and bool(message.model_extra)
 
 
-def call_of(item: Item, name: str) -> MessageToolCall:
+def read_call(item: Item, name: str) -> MessageToolCall:
     function, arguments = needed(item, "name", name), needed(item, "arguments", name)
     return MessageToolCall(
         id=needed(item, "call_id", name), function=FunctionCall(name=function, arguments=arguments)
@@ -136,21 +232,11 @@ def needed(item: Item, field: str, name: str) -> Any:
     return value
 
 
-def text_of(parts: Parts) -> str:
+def plain_text(parts: Parts) -> str:
     return parts if isinstance(parts, str) else "".join(part.text or part.refusal or "" for part in parts)
 
 
-def tool_of(tool: FunctionTool) -> Tool:
-    return Tool(type="function", function=Function(**tool.model_dump(exclude={"type"})))
-
-
-def choice_of(choice: str | NamedFunctionTool | None) -> Any:
-    if not isinstance(choice, NamedFunctionTool):
-        return choice
-    return NamedTool(type="function", function=NamedFunction(name=choice.name))
-
-
-def format_of(form: TextFormat) -> ResponseFormat:
+def read_format(form: TextFormat) -> ResponseFormat:
     if form.schema_ is None:
         return ResponseFormat(type=form.type)
     return ResponseFormat(type=form.type, json_schema=JsonSchema(name=form.name, schema=form.schema_))

@@ -69,7 +69,7 @@ class Body(BaseModel):
         """Leaves out unknown fields: those that are null, and of the others all but one, which is enough to
         refuse a body.
         """
-        known = names_of(cls)
+        known = field_names(cls)
         if not isinstance(value, dict) or value.keys() <= known:
             return value
         unknown = next((name for name, part in value.items() if name not in known and part is not None), None)
@@ -77,7 +77,7 @@ class Body(BaseModel):
 
 
 @cache
-def names_of(body: type[BaseModel]) -> frozenset[str]:
+def field_names(body: type[BaseModel]) -> frozenset[str]:
     """Of its fields, as clients send them."""
     return frozenset(field.alias or name for name, field in body.model_fields.items())
 
@@ -239,13 +239,13 @@ class Sampling(Ignored, Common):
 ManyTokenIds = Annotated[list[TokenIds], FIRST, Field(min_length=1, max_length=MAX_PROMPTS)]
 
 
-def one_of(*names: str) -> ConfigDict:
+def needs_one(*names: str) -> ConfigDict:
     """The description of a body that needs one of these fields."""
     return ConfigDict(json_schema_extra={"oneOf": [{"required": [name]} for name in names]})
 
 
 class CompletionRequest(Sampling):
-    model_config = one_of("prompt", "prompt_token_ids")
+    model_config = needs_one("prompt", "prompt_token_ids")
 
     prompt: (
         str
@@ -290,8 +290,11 @@ class Function(Body):
     cache_control: CacheControl = None
 
 
-class Tool(Body):
+class OfFunction(Body):
     type: Literal["function"]
+
+
+class Tool(OfFunction):
     function: Function
     cache_control: CacheControl = None
 
@@ -300,13 +303,12 @@ class NamedFunction(Body):
     name: str
 
 
-class NamedTool(Body):
-    type: Literal["function"]
+class NamedTool(OfFunction):
     function: NamedFunction
 
 
 class ChatRequest(Sampling):
-    model_config = one_of("messages", "prompt_token_ids")
+    model_config = needs_one("messages", "prompt_token_ids")
 
     messages: Annotated[list[Message], FIRST] | None = Field(None, max_length=MAX_MESSAGES)
     prompt_token_ids: TokenIds | None = Field(None, description="in place of `messages`")

@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 from speculon.core.errors import EngineError, SpeculonError
 from speculon.server.access_log import AccessRecord
 from speculon.server.answer import Answer
-from speculon.server.errors import answer_to, body_of
+from speculon.server.errors import Failure
 from speculon.server.middleware import CLIENT_GONE, ClientGone
 
 T = TypeVar("T")
@@ -56,9 +56,14 @@ class EventStream(StreamingResponse):
         yield answer.DONE
 
     def _error_line(self, error: SpeculonError) -> bytes:
-        failure = answer_to(error)
-        self._record.status, self._record.reason = failure[0], error.for_log
-        return line(self._answer.failure(body_of(*failure)))
+        failure = Failure.of(error)
+        self._record.status, self._record.reason = failure.status, error.for_log
+        return line(self._answer.failure(failure.body()))
+
+
+def event_stream(description: str) -> dict[int | str, dict[str, Any]]:
+    """The answer of a route, as OpenAPI describes it."""
+    return {200: {"description": description, "content": {"text/event-stream": {}}}}
 
 
 def line(chunk: dict[str, Any]) -> bytes:

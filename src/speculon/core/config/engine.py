@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from tomllib import TOMLDecodeError
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
+    InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
     TomlConfigSettingsSource,
 )
 
-from speculon.core.checked import file_in_folder, invalid_parameter, nearest, new_or_there
+from speculon.core.checked import FilePath, FolderPath, invalid_parameter, nearest
 from speculon.core.config.file import CACHE, FILE, MODELS, VARIABLE, place, settings_file, syntax_error
 from speculon.core.config.serve import ServeConfig
 from speculon.core.config.speculation import SpeculationConfig
@@ -77,7 +78,7 @@ class EngineConfig(BaseSettings):
         "most 5 % of what is free",
     )
     prefix_cache: bool = Field(True, description="keep full pages for prompts that begin alike")
-    events: Path | None = Field(
+    events: FilePath | None = Field(
         None,
         description="file for a JSON line per round: numbers, reasons, request ids; no text, no token ids",
     )
@@ -91,7 +92,7 @@ class EngineConfig(BaseSettings):
         None,
         description="at start, measure costs for up to two seconds; None: under policy goodput",
     )
-    state: Path | None = Field(
+    state: FolderPath | None = Field(
         None,
         description="folder that keeps, across restarts, earlier answers as token ids, and what policy "
         "goodput has measured",
@@ -116,27 +117,14 @@ class EngineConfig(BaseSettings):
 
     file: ClassVar[str] = FILE
 
-    @field_validator("events")
-    @classmethod
-    def _can_be_a_file(cls, value: Path | None) -> Path | None:
-        return file_in_folder(value)
-
-    @field_validator("state")
-    @classmethod
-    def _can_be_a_folder(cls, value: Path | None) -> Path | None:
-        return new_or_there(value)
-
     def __init__(self, /, **values: Any):
         refuse_unknown_variables()
         try:
-            super().__init__(**values)
+            with readable():
+                super().__init__(**values)
         except ValidationError as error:
             wrong = with_table(invalid_parameter(error, type(self)))
             raise ConfigError(f"{origin(wrong.name, values)}{wrong}") from None
-        except SettingsError as error:
-            raise ConfigError(f"{error}: {error.__cause__}") from None
-        except (TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-            raise syntax_error(error) from None
 
     @classmethod
     def settings_customise_sources(
@@ -147,30 +135,32 @@ class EngineConfig(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        file_settings = TomlConfigSettingsSource(settings_cls, toml_file=settings_file())
-        return (FirstOf(settings_cls, init_settings, env_settings, file_settings),)
+        sources = (init_settings, env_settings, TomlConfigSettingsSource(settings_cls, settings_file()))
+        return (InitSettingsSource(settings_cls, first_of(source() for source in sources)),)
 
 
-class FirstOf(PydanticBaseSettingsSource):
+@contextmanager
+def readable() -> Iterator[None]:
+    """Raises `ConfigError` where the environment or the settings file cannot be read."""
+    try:
+        yield
+    except SettingsError as error:
+        raise ConfigError(f"{error}: {error.__cause__}") from None
+    except (TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise syntax_error(error) from None
+
+
+def first_of(sources: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Each field from the first source that sets it. Tables are merged, but no field that is a table."""
-
-    def __init__(self, settings_cls: type[BaseSettings], *sources: PydanticBaseSettingsSource):
-        super().__init__(settings_cls)
-        self._sources = sources
-
-    def __call__(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for source in self._sources:
-            for name, value in source().items():
-                before = found.get(name)
-                if name in TABLES and isinstance(before, dict) and isinstance(value, dict):
-                    found[name] = {**value, **before}
-                else:
-                    found.setdefault(name, value)
-        return found
-
-    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
-        raise NotImplementedError  # of sources that look fields up one by one
+    fields: dict[str, Any] = {}
+    for source in sources:
+        for name, value in source.items():
+            before = fields.get(name)
+            if name in TABLES and isinstance(before, dict) and isinstance(value, dict):
+                fields[name] = {**value, **before}
+            else:
+                fields.setdefault(name, value)
+    return fields
 
 
 TABLES: Mapping[str, type[BaseModel]] = {"speculation": SpeculationConfig, "serve": ServeConfig}
@@ -216,5 +206,5 @@ def origin(name: str, keywords: Mapping[str, Any]) -> str:
     variables = {"__".join((variable_of(keys[0]), *map(str.upper, keys[1:]))), variable_of(keys[0])}
     if value is not None or variables & os.environ.keys():
         return ""
-    found = place(keys)
-    return f"{found}: " if found else ""
+    line = place(keys)
+    return f"{line}: " if line else ""

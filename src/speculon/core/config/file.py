@@ -43,7 +43,7 @@ def place(keys: Sequence[str], path: Path | None = None) -> str | None:
 
 def line_of(text: str, keys: Sequence[str]) -> int | None:
     """The line that sets a key, or a key of it, or else the innermost table or inline table around it."""
-    found, depth, table = None, 0, list[str]()
+    setting_line, depth, table = None, 0, list[str]()
     for number, line in enumerate(text.splitlines(), 1):
         if header := TABLE.match(line):
             path = table = parts(header[1])
@@ -53,8 +53,8 @@ def line_of(text: str, keys: Sequence[str]) -> int | None:
             continue
         shared = path[: len(keys)]
         if len(shared) > depth and shared == list(keys[: len(shared)]):
-            found, depth = number, len(shared)
-    return found
+            setting_line, depth = number, len(shared)
+    return setting_line
 
 
 def parts(dotted: str) -> list[str]:

@@ -46,12 +46,11 @@ class Structured(Checked):
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Structured:
-        fields = type(self).model_fields
-        given = [name for name in fields if getattr(self, name) not in (None, False)]
         if self.json_schema is False:
             raise InvalidParameter("json_schema", False, "no text matches it")
-        if len(given) != 1:
-            raise InvalidParameter("fields", given, f"give exactly one of {', '.join(fields)}")
+        if len(self._chosen) != 1:
+            limit = f"give exactly one of {', '.join(type(self).model_fields)}"
+            raise InvalidParameter("fields", list(self._chosen), limit)
         return self
 
     @field_validator("json_schema", "choice")
@@ -69,10 +68,15 @@ class Structured(Checked):
         return value
 
     @property
+    def _chosen(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: value for name, value in values.items() if value not in (None, False)}
+
+    @property
     def constraint(self) -> tuple[str, Any]:
         """The field that is given, and its value."""
-        fields = ((name, getattr(self, name)) for name in type(self).model_fields)
-        return next((name, value) for name, value in fields if value not in (None, False))
+        ((name, value),) = self._chosen.items()
+        return name, value
 
 
 class Thinking(Checked):

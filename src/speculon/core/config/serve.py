@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode
 
-from speculon.core.checked import Checked, file_in_folder, new_or_there
+from speculon.core.checked import Checked, FilePath, FolderPath
 from speculon.core.errors import InvalidParameter
 
 Keys = Annotated[tuple[SecretStr, ...], NoDecode]
@@ -29,7 +29,7 @@ class ServeConfig(Checked):
     models_dir: Path | None = Field(
         None, description="folder whose subfolders are served, too, each under its name; drafters are not"
     )
-    models_file: Path | None = Field(
+    models_file: FilePath | None = Field(
         None,
         description="settings of each model; None: speculon-models.toml beside speculon.toml, if it is there",
     )
@@ -88,7 +88,7 @@ class ServeConfig(Checked):
     )
     log_format: Literal["text", "json"] = Field("text", description="form of the log line of each request")
 
-    capture: Path | None = Field(
+    capture: FolderPath | None = Field(
         None,
         description="folder that stores prompts and answers, to train drafters on; None: off",
     )
@@ -101,16 +101,6 @@ class ServeConfig(Checked):
     capture_key: Keys = Field(
         (), description="API keys whose texts are stored, given like api_key; none: all"
     )
-
-    @field_validator("models_file")
-    @classmethod
-    def _can_be_a_file(cls, value: Path | None) -> Path | None:
-        return file_in_folder(value)
-
-    @field_validator("capture")
-    @classmethod
-    def _can_be_a_folder(cls, value: Path | None) -> Path | None:
-        return new_or_there(value)
 
     @field_validator("api_key", "capture_key", mode="before")
     @classmethod

@@ -1,10 +1,17 @@
-"""What a reply adds to an assistant's message, as the API streams it."""
+"""What a reply adds to an assistant's message, as the API streams it: a text, and a thinking before it."""
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
+
+from speculon.core.config import Thinking
+from speculon.decoding.text.tokenizer import Tokenizer
+
+THINKING_TAGS = (Thinking().start, Thinking().end)
+TAIL = 16  # tokens of a prompt's end that may hold a tag
 
 Delta = dict[str, Any]  # of an assistant's message: content, reasoning_content, tool_calls
 
@@ -75,3 +82,79 @@ def merge_deltas(deltas: Seq[Delta]) -> Delta:
     if reasoning:
         message["reasoning_content"] = reasoning
     return {**message, "tool_calls": calls} if calls else message
+
+
+def thinking_of(tokenizer: Tokenizer, prompt: Seq[int]) -> Thinking | None:
+    """How the reply to a prompt may think; None where it does not.
+
+    A template opens the thinking, leaves that to the model, or closes an empty one, where it is switched off.
+    """
+    tags = Thinking()
+    known = any(tag in tokenizer.chat_template for tag in THINKING_TAGS)
+    if not known and tokenizer.token_id(tags.end) is None:
+        return None
+    tail = [token for token in prompt[-TAIL:] if token < tokenizer.vocab_size]  # the engine refuses others
+    end = tokenizer.decode(tail, skip_special_tokens=False).rstrip()
+    return None if end.endswith(tags.end) else Thinking(opened=end.endswith(tags.start))
+
+
+class ThinkingParser:
+    """The thinking as `reasoning_content`, and the answer after it as another parser reads it.
+
+    Blanks around the tags are neither.
+    """
+
+    def __init__(self, thinking: Thinking, answer: Callable[[], ReplyParser]):
+        self._thinking, self._answer = thinking, answer()
+        self.tags = (*self._answer.tags, thinking.start, thinking.end)
+        self._held = ""
+        self._state = self._after_blanks = self._begin
+
+    @property
+    def called(self) -> bool:
+        return self._answer.called
+
+    def push(self, text: str) -> list[Delta]:
+        self._held += text
+        return self._state()
+
+    def end(self, cut: bool) -> list[Delta]:
+        rest = self._held.rstrip() if self._state == self._reason else self._held
+        deltas = reasoning_delta(rest) if self._state == self._reason else self._answer.push(rest)
+        return deltas + self._answer.end(cut)
+
+    # Each state takes what it can of `_held`.
+
+    def _begin(self) -> list[Delta]:
+        """An opened thinking may be opened once more by the model."""
+        text, start = self._held.lstrip(), self._thinking.start
+        if start.startswith(text) and text != start:
+            return []
+        begun = text.startswith(start)
+        if begun or self._thinking.opened:
+            self._held = text.removeprefix(start)
+            self._state, self._after_blanks = self._skip_blanks, self._reason
+        else:
+            self._state = self._pass_on
+        return self._state()
+
+    def _skip_blanks(self) -> list[Delta]:
+        self._held = self._held.lstrip()
+        if not self._held:
+            return []
+        self._state = self._after_blanks
+        return self._state()
+
+    def _reason(self) -> list[Delta]:
+        text, ending, rest = self._held.partition(self._thinking.end)
+        if ending:
+            self._held = rest
+            self._state, self._after_blanks = self._skip_blanks, self._pass_on
+            return reasoning_delta(text.rstrip()) + self._state()
+        certain = text[: len(text) - partial_tag(text, self._thinking.end)].rstrip()
+        self._held = text[len(certain) :]
+        return reasoning_delta(certain)
+
+    def _pass_on(self) -> list[Delta]:
+        text, self._held = self._held, ""
+        return self._answer.push(text)

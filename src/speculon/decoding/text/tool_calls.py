@@ -235,21 +235,21 @@ class Nesting:
 
         Raw line breaks in strings are escaped. A tag ends an object that lacks its bracket.
         """
-        found = []
+        chars = []
         for i, char in enumerate(text):
             if self._string:
                 self._string = self._escaped or char != '"'
                 self._escaped = char == "\\" and not self._escaped
-                found.append(json.dumps(char)[1:-1] if char < " " else char)
+                chars.append(json.dumps(char)[1:-1] if char < " " else char)
                 continue
             if char == "<":  # no JSON has it outside of strings
-                return "".join(found), i
-            found.append(char)
+                return "".join(chars), i
+            chars.append(char)
             self._string = char == '"'
             self._depth += (char in "{[") - (char in "}]")
             if self._depth == 0 and char in "}]":
-                return "".join(found), i + 1
-        return "".join(found), None
+                return "".join(chars), i + 1
+        return "".join(chars), None
 
 
 # a part of a template's source -> the parser of its tool calls
@@ -269,10 +269,10 @@ def parser_for(template: str) -> type[CallsParser] | None:
 
 def may_be_call(text: str) -> bool:
     """Whether an object that begins so may be a call, by its first key."""
-    found = FIRST_KEY.match(text)
-    if found is None:
+    match = FIRST_KEY.match(text)
+    if match is None:
         return False
-    key, closed = found[1] or "", found[2]
+    key, closed = match[1] or "", match[2]
     return key in KEYS if closed else any(name.startswith(key) for name in KEYS)
 
 
@@ -284,15 +284,10 @@ def read_call(text: str) -> tuple[str, str] | None:
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
-    given = next((call[key] for key in ("arguments", "parameters") if key in call), ...)
-    if given is ...:
+    arguments = next((call[key] for key in ("arguments", "parameters") if key in call), ...)
+    if arguments is ...:
         return None if call.keys() - WITHOUT_ARGUMENTS else (call["name"], "{}")
-    return call["name"], arguments_of(given)
-
-
-def arguments_of(value: Any) -> str:
-    """Arguments as JSON; none are an empty object."""
-    return as_json(value) if value not in (None, "") else "{}"
+    return call["name"], "{}" if arguments in (None, "") else as_json(arguments)
 
 
 def as_json(value: Any) -> str:

@@ -150,12 +150,12 @@ def fitted(function: Mapping[str, Any], exact: bool) -> dict[str, Any]:
     Raises `InvalidParameter` where they are not `exact` then, though they must be.
     """
     parameters = function.get("parameters") or ANY_OBJECT
-    found, left_out = expressible(json.dumps(parameters), exact)
+    schema, left_out = expressible(json.dumps(parameters), exact)
     if exact and left_out:
         name, keywords = function["name"], ", ".join(left_out)
         limit = f"the parameters of {name}: a grammar cannot guarantee {keywords}"
         raise InvalidParameter(TOOLS, name, limit)
-    return {**function, "parameters": json.loads(found)}
+    return {**function, "parameters": json.loads(schema)}
 
 
 @lru_cache(KEPT)
@@ -165,14 +165,14 @@ def expressible(schema: str, exact: bool) -> tuple[str, tuple[str, ...]]:
     if callable_with(root, EXACT if exact else STYLE):
         return schema, ()
     left_out: dict[str, None] = {}
-    found = relaxed(root, root, left_out)
-    if not callable_with(found, STYLE):
-        found, left_out = ANY_OBJECT, {NO_SCHEMA: None}
+    rest = relaxed(root, root, left_out)
+    if not callable_with(rest, STYLE):
+        rest, left_out = ANY_OBJECT, {NO_SCHEMA: None}
     if not exact:
         names = ", ".join(name_for_log(keyword.removeprefix("$")) for keyword in left_out)
         log.warning("the grammar of a tool with a schema of %d characters leaves out %s", len(schema), names)
     # alternatives are not left out: more than one of them may fit
-    return json.dumps(found), tuple(left_out) or ("oneOf",)
+    return json.dumps(rest), tuple(left_out) or ("oneOf",)
 
 
 def callable_with(parameters: Any, style: Any) -> bool:
@@ -213,22 +213,22 @@ def relaxed(schema: Any, root: Any, left_out: dict[str, None], depth: int = 1) -
     def below(part: Any) -> Any:
         return relaxed(part, root, left_out, depth + 1)
 
-    found: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
     for keyword, value in schema.items():
         if keyword in BY_NAME and isinstance(value, Mapping):
-            kept = [name for name in value if keyword != PATTERNS or alone(keyword, json.dumps({name: {}}))]
-            found[keyword] = {name: below(value[name]) for name in kept}
-            if len(kept) < len(value):
+            names = [name for name in value if keyword != PATTERNS or alone(keyword, json.dumps({name: {}}))]
+            rest[keyword] = {name: below(value[name]) for name in names}
+            if len(names) < len(value):
                 left_out[keyword] = None
         elif keyword in (*LISTED, *ALONE) and isinstance(value, list) and value:
-            found[keyword] = [below(one) for one in value]
+            rest[keyword] = [below(part) for part in value]
         elif keyword in ALONE and isinstance(value, Mapping):
-            found[keyword] = below(value)
+            rest[keyword] = below(value)
         elif points_into(root, value) if keyword == "$ref" else alone(keyword, json.dumps(value)):
-            found[keyword] = value
+            rest[keyword] = value
         else:
             left_out[keyword] = None
-    return found
+    return rest
 
 
 def points_into(root: Any, reference: Any) -> bool:

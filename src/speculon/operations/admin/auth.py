@@ -6,24 +6,19 @@ import hashlib
 import hmac
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from time import monotonic
-from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import cookie_parser
+from starlette.datastructures import MutableHeaders
+from starlette.requests import HTTPConnection
 from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from speculon.core.config.serve import ServeConfig, is_loopback
-from speculon.server.errors import failure
-from speculon.server.middleware import ADMIN, under_admin
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
-LoginPage = Callable[[Headers, str | None], str]
+from speculon.operations.admin.ui.login import login_page
+from speculon.server.errors import Failure
+from speculon.server.middleware import ADMIN, bearer_token, on_start, under_admin
 
 PREFIX = ADMIN
 SESSION_SECONDS = 12 * 3600.0
@@ -85,23 +80,23 @@ class AdminGate:
     Without a key, on loopback, a page opens a session by itself; a socket needs that session.
     """
 
-    def __init__(self, app: App, config: ServeConfig, login_page: LoginPage | None = None):
-        self._app, self._config, self._login_page = app, config, login_page
+    def __init__(self, app: ASGIApp, config: ServeConfig):
+        self._app, self._config = app, config
         self._key = config.admin_key.get_secret_value().encode() if config.admin_key is not None else None
         self.sessions, self.failures = Sessions(), Failures()
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             return await self._socket(scope, receive, send)
         if scope["type"] != "http" or not under_admin(scope["path"]):
             return await self._app(scope, receive, send)
-        await self._request(scope, receive, unframed(send))
+        await self._request(scope, receive, on_start(send, forbid_frames))
 
-    async def _socket(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def _socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A socket is refused, before it opens, without a session or with another site's origin."""
-        headers = Headers(scope=scope)
-        token = session_of(scope, headers)
-        mine = under_admin(scope["path"]) and self._same_site(scope, headers, origin_needed=True)
+        connection = HTTPConnection(scope)
+        token = session_token(connection)
+        mine = under_admin(scope["path"]) and self._same_site(connection, origin_needed=True)
         if not mine or not self.sessions.valid(token):
             await receive()  # websocket.connect
             return await send({"type": "websocket.close", "code": 4403})
@@ -114,128 +109,119 @@ class AdminGate:
 
         await self._app(scope, while_valid, send)
 
-    async def _request(self, scope: Message, receive: Receive, send: Send) -> None:
-        headers, path = Headers(scope=scope), scope["path"]
-        if not self._same_site(scope, headers):
-            return await failure(403, OTHER_SITE, "other_site")(scope, receive, send)
+    async def _request(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection, path = HTTPConnection(scope), scope["path"]
+        if not self._same_site(connection):
+            return await Failure(403, OTHER_SITE, "other_site").response()(scope, receive, send)
         if path == PREFIX:
             return await RedirectResponse(PREFIX + "/", 307)(scope, receive, send)
         if path in (PREFIX + "/login", PREFIX + "/logout"):
-            response = await self._login_or_out(scope, headers, receive)
+            response = await self._login_or_out(connection, receive)
             return await response(scope, receive, send)
-        bearer = bearer_of(headers)
+        bearer = bearer_token(connection.headers)
         if bearer and self._key is not None:
-            address = address_of(scope)
+            address = client_address(connection)
             if self.failures.blocked(address):
-                return await failure(429, TOO_MANY, "too_many_failures")(scope, receive, send)
+                return await Failure(429, TOO_MANY, "too_many_failures").response()(scope, receive, send)
             if self._is_key(bearer):
                 return await self._app(scope, receive, send)
             self.failures.add(address)
-        elif self.sessions.valid(session_of(scope, headers)):
+        elif self.sessions.valid(session_token(connection)):
             return await self._app(scope, receive, send)
         elif self._key is None:
             return await self._app(scope, receive, self._with_session(scope, send))
         if path.startswith(PREFIX + "/api/") or scope["method"] not in SAFE:
-            return await failure(401, NO_SESSION, "no_admin_session")(scope, receive, send)
+            return await Failure(401, NO_SESSION, "no_admin_session").response()(scope, receive, send)
         await RedirectResponse(PREFIX + "/login", 303)(scope, receive, send)
 
-    def _same_site(self, scope: Message, headers: Headers, *, origin_needed: bool = False) -> bool:
+    def _same_site(self, connection: HTTPConnection, *, origin_needed: bool = False) -> bool:
         """Against DNS rebinding (Host) and forged requests (Origin). Browsers send Origin with changes."""
+        headers = connection.headers
         host, origin = headers.get("host", ""), headers.get("origin")
         try:
             name, of_page = urlsplit(f"//{host}").hostname or "", urlsplit(origin or "").netloc
         except ValueError:
             return False
         # without a key, a name that an attacker's DNS points here is another site
-        if self._key is None and not (is_loopback(name) and is_loopback(address_of(scope))):
+        if self._key is None and not (is_loopback(name) and is_loopback(client_address(connection))):
             return False
         # a proxy on this machine would open it to everyone
         if self._key is None and any(header in headers for header in FORWARDED):
             return False
         if origin is None:
             sent_by = headers.get("sec-fetch-site", "none")
-            return not origin_needed and (scope["method"] in SAFE or sent_by in ("none", "same-origin"))
+            return not origin_needed and (
+                connection.scope["method"] in SAFE or sent_by in ("none", "same-origin")
+            )
         return of_page == host or origin in self._config.cors_origins
 
-    async def _login_or_out(self, scope: Message, headers: Headers, receive: Receive) -> Response:
-        method, path = scope["method"], scope["path"]
+    async def _login_or_out(self, connection: HTTPConnection, receive: Receive) -> Response:
+        method, path = connection.scope["method"], connection.scope["path"]
         if path == PREFIX + "/logout":
             if method != "POST":
-                return failure(405, "log out with POST", "method_not_allowed")
-            self.sessions.close(session_of(scope, headers))
+                return Failure(405, "log out with POST", "method_not_allowed").response()
+            self.sessions.close(session_token(connection))
             response: Response = RedirectResponse(PREFIX + "/login", 303)
-            response.delete_cookie(cookie_name(scope), path=PREFIX)
+            response.delete_cookie(cookie_name(connection.scope), path=PREFIX)
             return response
         if self._key is None:
             return RedirectResponse(PREFIX + "/", 303)
         if method != "POST":
-            return self._page(headers, None, 200)
-        address = address_of(scope)
+            return page(connection, None, 200)
+        address = client_address(connection)
         if self.failures.blocked(address):
-            return self._page(headers, "too_many", 429)
+            return page(connection, "too_many", 429)
         body = (await receive()).get("body", b"")  # whole: the middleware in front has read it
-        given = parse_qs(body.decode("utf-8", "replace")).get("key", [""])[0]
-        if not self._is_key(given.encode()):
+        sent = parse_qs(body.decode("utf-8", "replace")).get("key", [""])[0]
+        if not self._is_key(sent.encode()):
             self.failures.add(address)
-            return self._page(headers, "wrong", 401)
+            return page(connection, "wrong", 401)
         response = RedirectResponse(PREFIX + "/", 303)
-        response.headers.append("set-cookie", self._cookie(scope))
+        response.headers.append("set-cookie", self._cookie(connection.scope))
         return response
 
-    def _page(self, headers: Headers, fault: str | None, status: int) -> Response:
-        text = self._login_page(headers, fault) if self._login_page is not None else NO_SESSION
-        policy = "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; frame-ancestors 'none'"
-        return HTMLResponse(text, status, {"content-security-policy": policy, "cache-control": "no-store"})
-
-    def _is_key(self, given: bytes) -> bool:
+    def _is_key(self, sent: bytes) -> bool:
         # digests have one length: the time does not tell that of the key
-        return self._key is not None and hmac.compare_digest(sha256(given), sha256(self._key))
+        return self._key is not None and hmac.compare_digest(sha256(sent), sha256(self._key))
 
-    def _cookie(self, scope: Message) -> str:
+    def _cookie(self, scope: Scope) -> str:
         secure = "; Secure" if scope.get("scheme") == "https" else ""
         value = f"{cookie_name(scope)}={self.sessions.open()}"
         return f"{value}; Path={PREFIX}; Max-Age={SESSION_SECONDS:.0f}; HttpOnly; SameSite=Strict{secure}"
 
-    def _with_session(self, scope: Message, send: Send) -> Send:
+    def _with_session(self, scope: Scope, send: Send) -> Send:
         """Adds a session's cookie to a page. Programs that call the API keep none."""
         if scope["path"].startswith((PREFIX + "/api/", PREFIX + "/_nicegui")):
             return send
 
-        async def send_with_cookie(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).append("set-cookie", self._cookie(scope))
-            await send(message)
+        def add_cookie(response: Message) -> None:
+            MutableHeaders(scope=response).append("set-cookie", self._cookie(scope))
 
-        return send_with_cookie
+        return on_start(send, add_cookie)
 
 
-def unframed(send: Send) -> Send:
+def page(connection: HTTPConnection, fault: str | None, status: int) -> Response:
+    policy = "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; frame-ancestors 'none'"
+    headers = {"content-security-policy": policy, "cache-control": "no-store"}
+    return HTMLResponse(login_page(connection, fault), status, headers)
+
+
+def forbid_frames(response: Message) -> None:
     """No page of another site may show these pages within its own."""
-
-    async def send_unframed(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            MutableHeaders(scope=message)["x-frame-options"] = "DENY"
-        await send(message)
-
-    return send_unframed
+    MutableHeaders(scope=response)["x-frame-options"] = "DENY"
 
 
-def cookie_name(scope: Message) -> str:
+def cookie_name(scope: Scope) -> str:
     """Cookies of a host are those of all its ports: two servers there have a name each."""
     return f"speculon_admin_{(scope.get('server') or ('', 0))[1] or 0}"
 
 
-def session_of(scope: Message, headers: Headers) -> str:
-    return cookie_parser(headers.get("cookie", "")).get(cookie_name(scope), "")
+def session_token(connection: HTTPConnection) -> str:
+    return connection.cookies.get(cookie_name(connection.scope), "")
 
 
-def bearer_of(headers: Headers) -> bytes:
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    return token.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
-
-
-def address_of(scope: Message) -> str:
-    return (scope.get("client") or ("", 0))[0]
+def client_address(connection: HTTPConnection) -> str:
+    return connection.client.host if connection.client else ""
 
 
 def digest(token: str) -> bytes:

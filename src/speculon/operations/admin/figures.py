@@ -1,20 +1,19 @@
-"""What the charts show: differences of the overview. One snapshot a second for all pages."""
+"""What the overview shows: sums of the engines' counters, and their differences from second to second."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from time import monotonic
 
-from speculon.core.telemetry import RequestStats
-from speculon.operations.admin.overview import of_method, ratio
-from speculon.operations.admin.schemas import Counts, Overview
+from speculon.core.telemetry import EngineCounters, RequestStats
+from speculon.engine.client import EngineClient
+from speculon.operations.admin.schemas import Counts, Engine, MethodCounts, MonitorView, Overview
 
 INTERVAL = 1.0  # seconds between two snapshots
 MOST_PAUSE = 5.0  # seconds; after a longer one the charts begin anew
 POINTS = 180
-NOTHING = of_method("", RequestStats(), 0)
 
 
 @dataclass(frozen=True)
@@ -54,11 +53,13 @@ class Figures:
 
 def point(before: Overview, after: Overview, seconds: float) -> Point:
     """The interval's differences. Counters of an engine that was restarted fall: then 0, and None."""
-    old, new, was = before.totals, after.totals, {one.method: one for one in before.totals.methods}
-    methods = {one.method: (was.get(one.method, NOTHING), one) for one in new.methods}
+    old, new, was = before.totals, after.totals, {counts.method: counts for counts in before.totals.methods}
+    nothing = method_counts("", RequestStats(), 0)
+    methods = {counts.method: (was.get(counts.method, nothing), counts) for counts in new.methods}
     return Point(
         after.time,
-        max(0.0, (sent(after) - sent(before)) / seconds),
+        max(0.0, sum(model.tokens for model in after.models) - sum(model.tokens for model in before.models))
+        / seconds,
         ratio(generated(new) - generated(old), new.target_calls - old.target_calls),
         ratio(new.drafted - old.drafted, new.rounds - old.rounds),
         {name: ratio(b.accepted - a.accepted, b.drafted - a.drafted) for name, (a, b) in methods.items()},
@@ -70,6 +71,67 @@ def generated(counts: Counts) -> int:
     return counts.emitted + counts.stop_tokens
 
 
-def sent(now: Overview) -> int:
-    """Tokens of all models."""
-    return sum(model.tokens for model in now.models)
+def engine_view(engine: EngineClient) -> Engine | None:
+    facts, load, counters = engine.facts, engine.load, engine.counters
+    if facts is None:
+        return None
+    return Engine(
+        **dict(sum_counts([counters])),
+        sequences_running=load.running,
+        sequences_waiting=load.waiting,
+        pages=facts.pages,
+        pages_free=load.free_pages,
+        page_tokens=facts.page_tokens,
+        restarts=engine.restarts,
+        steps=counters.steps,
+        cost_curve=engine.costs,
+        memory_bytes=facts.memory,
+        monitor=MonitorView.model_validate(counters.monitor, from_attributes=True),
+    )
+
+
+def sum_counts(engines: Iterable[EngineCounters]) -> Counts:
+    """The sum over engines."""
+    totals, proposals = RequestStats(), Counter[str]()
+    for counters in engines:
+        totals.add(counters.totals)
+        proposals.update(counters.proposals)
+    drafted, positions = totals.drafted_at.total(), sorted(totals.drafted_at)
+    return Counts(
+        emitted=totals.emitted,
+        stop_tokens=totals.stop_tokens,
+        target_calls=totals.target_calls,
+        rounds=totals.rounds,
+        drafted=drafted,
+        accepted=totals.accepted,
+        acceptance_rate=ratio(totals.accepted, drafted),
+        tokens_per_target_call=ratio(totals.generated, totals.target_calls),
+        saved_seconds=None if totals.saved_ms is None else totals.saved_ms / 1e3,
+        methods=[
+            method_counts(method, totals, proposals[method])
+            for method in sorted({*totals.drafted_from, *proposals})
+        ],
+        per_position=[totals.accepted_at[i] / totals.drafted_at[i] for i in positions],
+        drafts_at=[totals.drafted_at[i] for i in positions],
+        plain_rounds=dict(totals.reasons),
+    )
+
+
+def method_counts(method: str, totals: RequestStats, proposals: int) -> MethodCounts:
+    drafted, rounds = totals.drafted_from[method], totals.rounds_from[method]
+    accepted, tokens = totals.accepted_from[method], totals.generated_from[method]
+    return MethodCounts(
+        method=method,
+        proposals=proposals,
+        drafted=drafted,
+        accepted=accepted,
+        acceptance_rate=ratio(accepted, drafted),
+        rounds=rounds,
+        tokens=tokens,
+        tokens_per_target_call=ratio(tokens, rounds),
+    )
+
+
+def ratio(part: float, whole: float) -> float | None:
+    """Without a whole there is no ratio."""
+    return part / whole if whole > 0 else None

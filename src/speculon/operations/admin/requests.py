@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from time import perf_counter, time
+from typing import NamedTuple
 
 from speculon.core.errors import InvalidRequest, UnknownRequest
 from speculon.decoding.sequence import Event
@@ -18,18 +19,23 @@ MOST_TOKENS = 4096  # of each request, whose prompt and answer can be shown
 WINDOW = 5.0  # seconds of a rate
 SAMPLES = 64
 
-Row = tuple[int, str, str | None, int | None, float | None, int | None]
+
+class Row(NamedTuple):
+    """A token as it is kept: `TokenRow` without its text."""
+
+    id: int
+    fate: str
+    source: str | None
+    position: int | None
+    logprob: float | None
+    rank: int | None
 
 
 @dataclass
-class Kept:
+class Entry:
     """A request, and what is kept of its text."""
 
-    id: str
-    request_id: str
-    model: str
     tokenizer: Tokenizer
-    explained: bool
     prompt: list[int]  # its beginning; empty: texts are not kept
     running: tuple[AccessRecord, Answer] | None  # until its end: they hold the whole texts
     rows: dict[int, list[Row]] = field(default_factory=dict)  # of each choice
@@ -39,13 +45,13 @@ class Kept:
 
     def note(self, events: list[Event]) -> None:
         assert self.running is not None
-        kept, answer = sum(map(len, self.rows.values())), self.running[1]
+        room, answer = MOST_TOKENS - sum(map(len, self.rows.values())), self.running[1]
         for event in events:
-            rows = rows_of(event)
-            room = max(0, MOST_TOKENS - kept)
-            self.rows.setdefault(answer.choice_of(event).index, []).extend(rows[:room])
-            self.dropped += len(rows) - len(rows[:room])
-            kept += len(rows[:room])
+            rows = token_rows(event)
+            kept = rows[:room]
+            self.rows.setdefault(answer.choice_of(event).index, []).extend(kept)
+            self.dropped += len(rows) - len(kept)
+            room -= len(kept)
 
 
 class RequestLog:
@@ -53,8 +59,8 @@ class RequestLog:
 
     def __init__(self, texts: bool, recent: int = RECENT):
         self.texts = texts
-        self._running: dict[str, Kept] = {}  # by the answer's id
-        self._recent: deque[Kept] = deque(maxlen=recent)
+        self._running: dict[str, Entry] = {}  # by the answer's id
+        self._recent: deque[Entry] = deque(maxlen=recent)
         self._ended_tokens: Counter[str] = Counter()  # by model
         self._samples: deque[tuple[float, dict[str, int]]] = deque(maxlen=SAMPLES)
 
@@ -63,28 +69,26 @@ class RequestLog:
         answer = record.answer
         assert answer is not None
         prompt = answer.request.prompts[0][:MOST_TOKENS] if self.texts else []
-        explain, id = answer.request.explain, answer.id
-        names = (id, record.request_id, answer.model)
-        kept = Kept(*names, answer.tokenizer, explain, prompt, (record, answer))
+        entry = Entry(answer.tokenizer, prompt, (record, answer))
         if self.texts:
-            record.watch = kept.note
-        self._running[answer.id] = kept
+            record.watch = entry.note
+        self._running[answer.id] = entry
 
     def end(self, record: AccessRecord) -> None:
         answer = record.answer
-        kept = None if answer is None else self._running.pop(answer.id, None)
-        if kept is None:
+        if answer is None or (entry := self._running.pop(answer.id, None)) is None:
             return
-        self._ended_tokens[kept.model] += record.answer.tokens if record.answer is not None else 0
-        kept.ended = self._view(kept)
-        kept.running = record.watch = None
-        self._recent.appendleft(kept)
+        self._ended_tokens[answer.model] += answer.tokens
+        entry.ended = self._view(entry)
+        entry.running = record.watch = None
+        self._recent.appendleft(entry)
 
     def tokens_by_model(self) -> dict[str, int]:
-        found = Counter(self._ended_tokens)
-        for kept in self._running.values():
-            found[kept.model] += kept.running[1].tokens if kept.running is not None else 0
-        return found
+        tokens = Counter(self._ended_tokens)
+        for entry in self._running.values():
+            if entry.running is not None:
+                tokens[entry.running[1].model] += entry.running[1].tokens
+        return tokens
 
     def rates(self) -> dict[str, float]:
         """Tokens per second by model since the oldest sample of the last seconds; each call adds one."""
@@ -101,53 +105,50 @@ class RequestLog:
 
     def views(self) -> list[RequestView]:
         """Those that run, then the latest that have ended, each newest first."""
-        running = [self._view(kept) for kept in reversed(self._running.values())]
-        return running + [kept.ended for kept in self._recent if kept.ended is not None]
+        return [self._view(entry) for entry in (*reversed(self._running.values()), *self._recent)]
 
-    def find(self, request_id: str) -> Kept:
+    def find(self, request_id: str) -> Entry:
         """By the answer's id, or by that of the header. Raises `UnknownRequest`."""
-        for kept in (*self._running.values(), *self._recent):
-            if request_id in (kept.id, kept.request_id):
-                return kept
+        for entry in (*self._running.values(), *self._recent):
+            view = self._view(entry)
+            if request_id in (view.id, view.request_id):
+                return entry
         raise UnknownRequest(f"request {request_id!r}: neither running nor among the latest")
 
     def view(self, request_id: str) -> RequestView:
-        """With the beginning of the prompt and the answer, where texts are kept. Raises `UnknownRequest`."""
-        kept = self.find(request_id)
-        view = kept.ended or self._view(kept)
+        """With the beginning of the prompt and the answer, where texts are entry. Raises `UnknownRequest`."""
+        entry = self.find(request_id)
+        view = self._view(entry)
         if not self.texts:
             return view
-        tokenizer = kept.tokenizer
-        context = tokenizer.context(kept.prompt)
-        answers = [tokenizer.continuation(context, [row[0] for row in rows]) for rows in kept.rows.values()]
-        return view.model_copy(update={"prompt": tokenizer.decode(kept.prompt), "answer": "\n".join(answers)})
+        tokenizer = entry.tokenizer
+        context = tokenizer.context(entry.prompt)
+        answers = [tokenizer.continuation(context, [row.id for row in rows]) for rows in entry.rows.values()]
+        return view.model_copy(
+            update={"prompt": tokenizer.decode(entry.prompt), "answer": "\n".join(answers)}
+        )
 
     def tokens(self, request_id: str) -> TokenView:
         """The tokens of a request that asked for `speculation.explain`. Raises `InvalidRequest`."""
-        kept = self.find(request_id)
+        entry = self.find(request_id)
         if not self.texts:
             raise InvalidRequest("texts are not shown: admin_texts is off")
-        if not kept.explained:
+        view = self._view(entry)
+        if not view.explained:
             raise InvalidRequest(f"request {request_id!r} did not set speculation.explain")
-        text = kept.tokenizer.token_text
-        choices = [
-            [
-                TokenRow(id=i, text=text(i), fate=fate, source=source, position=at, logprob=lp, rank=rank)
-                for i, fate, source, at, lp, rank in kept.rows[index]
-            ]
-            for index in sorted(kept.rows)
-        ]
         return TokenView(
-            id=kept.id,
-            model=kept.model,
-            complete=kept.ended is not None,
-            choices=choices,
-            dropped=kept.dropped,
+            id=view.id,
+            model=view.model,
+            complete=view.state == "ended",
+            choices=[with_texts(entry.rows[index], entry.tokenizer) for index in sorted(entry.rows)],
+            dropped=entry.dropped,
         )
 
-    def _view(self, kept: Kept) -> RequestView:
-        assert kept.running is not None
-        record, answer = kept.running
+    def _view(self, entry: Entry) -> RequestView:
+        if entry.ended is not None:
+            return entry.ended
+        assert entry.running is not None
+        record, answer = entry.running
         ended = answer.id not in self._running
         return RequestView(
             id=answer.id,
@@ -155,7 +156,7 @@ class RequestLog:
             model=answer.model,
             route=record.route,
             state="ended" if ended else "running",
-            started=kept.began,
+            started=entry.began,
             seconds=record.seconds if ended else perf_counter() - record.started,
             first_token_seconds=record.first_token,
             status=record.status,
@@ -167,14 +168,18 @@ class RequestLog:
         )
 
 
-def rows_of(event: Event) -> list[Row]:
+def token_rows(event: Event) -> list[Row]:
     """The tokens of an event: a correction has the position of the draft that it replaces."""
     accepted, rows = len(event.sources), list[Row]()
     logprobs = event.logprobs or ()
     for i, (token, fate) in enumerate(zip(event.tokens, event.fates, strict=True)):
         source = event.sources[i] if i < accepted else None
         position = i if i < accepted or fate == "correction" else None
-        found = logprobs[i] if i < len(logprobs) else None
-        logprob, rank = (None, None) if found is None else (found.logprob, found.rank)
-        rows.append((token, fate, source, position, logprob, rank))
+        logprob, rank = (logprobs[i].logprob, logprobs[i].rank) if i < len(logprobs) else (None, None)
+        rows.append(Row(token, fate, source, position, logprob, rank))
     return rows
+
+
+def with_texts(rows: list[Row], tokenizer: Tokenizer) -> list[TokenRow]:
+    """With the texts of the tokens."""
+    return [TokenRow(text=tokenizer.token_text(row.id), **row._asdict()) for row in rows]

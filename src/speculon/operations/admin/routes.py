@@ -19,25 +19,23 @@ from speculon.operations.admin.schemas import (
     TokenView,
 )
 from speculon.operations.admin.service import Admin
-from speculon.operations.admin.ui.login import login_page
 from speculon.server.app_state import AppState
 from speculon.server.errors import RESPONSES
-from speculon.server.model_routes import progress
+from speculon.server.pool.model_routes import progress
 
 
 def add_admin(app: FastAPI, state: AppState) -> Admin:
     """The routes of an administration, and what guards them."""
     admin = Admin(state, app.version)
     # within the middleware of requests, so that refusals are logged, too
-    app.user_middleware.append(Middleware(AdminGate, config=state.config, login_page=login_page))
+    app.user_middleware.append(Middleware(AdminGate, config=state.config))
     router = APIRouter(prefix="/admin/api", responses=RESPONSES)  # `AdminGate` guards it
-    add_looks(router, admin)
-    add_models(router, admin, state)
+    add_routes(router, admin, state)
     app.router.routes.extend(router.routes)  # an included router hides their paths from the access log
     return admin
 
 
-def add_looks(router: APIRouter, admin: Admin) -> None:
+def add_routes(router: APIRouter, admin: Admin, state: AppState) -> None:
     @router.get("/overview")
     async def overview() -> Overview:
         """Counters of every model."""
@@ -63,8 +61,6 @@ def add_looks(router: APIRouter, admin: Admin) -> None:
         """The latest lines of the log, the oldest first."""
         return admin.ring.latest(lines)
 
-
-def add_models(router: APIRouter, admin: Admin, state: AppState) -> None:
     @router.get("/models")
     async def models() -> list[ModelView]:
         """Every model with its settings."""

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from speculon.operations.cluster.engine import ReplicatedEngine
 from speculon.operations.cluster.routing import LOAD, POOL, PREFIX
-from speculon.server.metrics import by, counter, gauge
+from speculon.server.metrics import counter, gauge
 
 
 class ClusterCollector(Collector):
@@ -25,10 +25,10 @@ class ClusterCollector(Collector):
         yield gauge("replicas", "replicas that serve", len(engine.replicas))
         text = "requests sent to replicas, by what chose the replica"
         routed = {name: routing.routed[name] for name in (PREFIX, POOL, LOAD)}
-        yield counter("routed_requests", text, by(routed), "by")
+        yield counter("routed_requests", text, routed, "by")
         text = "choices in which a replica was at its limit"
-        yield counter("routing_passed_over", text, {(): routing.passed_over})
+        yield counter("routing_passed_over", text, routing.passed_over)
         yield gauge("routing_blocks", "prefixes that the router knows", routing.blocks)
         yield gauge("routing_pools", "users that the router knows", routing.pools)
         text = "requests that another replica continued"
-        yield counter("requests_moved", text, {(): engine.resumed})
+        yield counter("requests_moved", text, engine.resumed)

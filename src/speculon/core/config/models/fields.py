@@ -52,15 +52,13 @@ SAMPLING, POOL = "sampling", "pool"
 OF_SERVER = ("served_model_name",)  # the rest of ServeConfig is about the whole server
 
 
-def homes() -> Mapping[str, Home]:
-    found = {name: Home(EngineConfig, "") for name in EngineConfig.model_fields if name not in TABLES}
-    found |= {name: Home(SpeculationConfig, "speculation") for name in SpeculationConfig.model_fields}
-    found |= {name: Home(ServeConfig, "serve") for name in OF_SERVER}
-    found |= {name: Home(SamplingParams, SAMPLING) for name in SamplingParams.model_fields}
-    return found | {name: Home(PoolSettings, POOL) for name in PoolSettings.model_fields}
-
-
-HOMES: Mapping[str, Home] = MappingProxyType(homes())
+HOMES: Mapping[str, Home] = MappingProxyType(
+    {name: Home(EngineConfig, "") for name in EngineConfig.model_fields if name not in TABLES}
+    | {name: Home(SpeculationConfig, "speculation") for name in SpeculationConfig.model_fields}
+    | {name: Home(ServeConfig, "serve") for name in OF_SERVER}
+    | {name: Home(SamplingParams, SAMPLING) for name in SamplingParams.model_fields}
+    | {name: Home(PoolSettings, POOL) for name in PoolSettings.model_fields}
+)
 
 
 def needs_new_worker(field: str) -> bool:
@@ -88,6 +86,10 @@ def home_of(field: str, value: Any = None) -> Home:
     raise InvalidParameter(field, value, f"unknown field{nearest(field, HOMES)}")
 
 
+def default_value(field: str) -> Any:
+    return HOMES[field].model.model_fields[field].get_default(call_default_factory=True)
+
+
 def check_field(field: str, value: Any) -> None:
     """Raises `InvalidParameter` for an unknown field, or a value that is wrong whatever the others are."""
     model = home_of(field, value).model
@@ -101,8 +103,8 @@ def conflict(model: type[BaseModel], values: Mapping[str, Any]) -> str | None:
     error = faults(model, values)
     if error is None:
         return None
-    found = invalid_parameter(error, model)
-    return str(found) if found.name in model.model_fields else found.limit
+    refusal = invalid_parameter(error, model)
+    return str(refusal) if refusal.name in model.model_fields else refusal.limit
 
 
 def faults(model: type[BaseModel], values: Mapping[str, Any]) -> ValidationError | None:

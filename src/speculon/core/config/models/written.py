@@ -28,17 +28,13 @@ def writing(path: Path) -> Iterator[Path]:
     real = path.resolve()
     if not real.parent.is_dir():  # the lock would make it
         raise ConfigError(f"{path}: there is no such folder")
-    lock = FileLock(real.with_name(f".{real.name}.lock"), timeout=LOCK_SECONDS)
     try:
-        lock.acquire()
+        with FileLock(real.with_name(f".{real.name}.lock"), timeout=LOCK_SECONDS):
+            for stale in real.parent.glob(f".{real.name}.*.tmp"):
+                stale.unlink(missing_ok=True)
+            yield real
     except Timeout:
         raise ConfigError(f"{path}: another process has been writing it for {LOCK_SECONDS:g} s") from None
-    try:
-        for stale in real.parent.glob(f".{real.name}.*.tmp"):
-            stale.unlink(missing_ok=True)
-        yield real
-    finally:
-        lock.release()
 
 
 def replace(path: Path, old: str, new: str) -> bool:
@@ -51,12 +47,10 @@ def replace(path: Path, old: str, new: str) -> bool:
             os.fsync(file.fileno())
         os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o644)
         if read_exactly(path) != old:
-            os.unlink(name)
             return False
         os.replace(name, path)
-    except BaseException:
+    finally:
         Path(name).unlink(missing_ok=True)
-        raise
     sync_folder(path.parent)
     return True
 
@@ -78,17 +72,14 @@ def sync_folder(folder: Path) -> None:
         os.close(number)
 
 
-def edited(text: str, top: str, name: str, table: Mapping[str, Any] | None) -> str:
-    """TOML in which `[top.name]` has exactly these fields; None deletes it. Comments and order stay."""
+def edited(text: str, top: str, name: str, table: Mapping[str, Any]) -> str:
+    """TOML in which `[top.name]` has exactly these fields. Comments and order stay."""
     import tomlkit  # takes 50 ms, and readers need it not
 
     document = tomlkit.parse(text)
     if top not in document:
         document.add(top, tomlkit.table(is_super_table=True))
     tables: Any = document[top]
-    if table is None:
-        del tables[name]
-        return tomlkit.dumps(document)
     if name not in tables:
         tables.add(name, tomlkit.table())
     fields = tables[name]
@@ -122,7 +113,7 @@ def plain(field: str, value: Any) -> Any:
     if isinstance(value, BaseModel):
         return plain(field, value.model_dump(exclude_defaults=True))
     if isinstance(value, Mapping) and None not in value.values():
-        return {str(key): plain(field, one) for key, one in value.items()}
+        return {str(key): plain(field, part) for key, part in value.items()}
     if isinstance(value, list | tuple) and None not in value:
-        return [plain(field, one) for one in value]
+        return [plain(field, part) for part in value]
     raise InvalidParameter(field, value, "cannot be written as TOML")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 
 from speculon.core.errors import ConfigError
-from speculon.operations.admin.auth import PREFIX
+from speculon.server.middleware import ADMIN
 
 if TYPE_CHECKING:
     from speculon.server.app_state import AppState
@@ -28,10 +28,9 @@ def mount(app: FastAPI, state: AppState) -> None:
     """Adds `/admin/api` and the pages to the server's application; once per process, as NiceGUI has one."""
     from nicegui import ui
 
-    from speculon.operations.admin.figures import Figures
     from speculon.operations.admin.routes import add_admin
     from speculon.operations.admin.ui import log, models, overview, playground, requests, token_view
-    from speculon.operations.admin.ui.shell import Context, Page, add_page, add_pages
+    from speculon.operations.admin.ui.shell import Page, add_page
 
     pages = (
         Page("overview", "/", "speed", overview.build),
@@ -41,10 +40,9 @@ def mount(app: FastAPI, state: AppState) -> None:
         Page("log", "/log", "subject", log.build),
     )
     admin = add_admin(app, state)
-    context = Context(app, state, Figures(admin.overview), admin)
-    add_pages(pages, context)
-    # reached from a request, and no entry of the navigation
-    add_page(Page("tokens", "/tokens", "token", token_view.build), pages, context)
+    # the tokens are reached from a request, and no entry of the navigation
+    for page in (*pages, Page("tokens", "/tokens", "token", token_view.build)):
+        add_page(page, pages, admin)
     ui.run_with(
-        app, mount_path=PREFIX, title="speculon", binding_refresh_interval=None, show_welcome_message=False
+        app, mount_path=ADMIN, title="speculon", binding_refresh_interval=None, show_welcome_message=False
     )

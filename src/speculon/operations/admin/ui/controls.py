@@ -65,7 +65,7 @@ def empty(field: FieldView, words: Words) -> Control:
     if json_type == "array":
         item = whole if schema.get("items", {}).get("type") == "integer" else str
         chips = ui.input_chips(name, new_value_mode="add-unique")
-        return Control(chips, lambda typed: [item(one) for one in typed] or None, as_texts)
+        return Control(chips, lambda typed: [item(text) for text in typed] or None, as_texts)
     if json_type in ("string", "integer"):
         return Control(ui.input(name), whole if json_type == "integer" else or_none, as_text, one_line=True)
     return Control(ui.textarea(name).props("autogrow"), as_json, as_text)
@@ -73,7 +73,7 @@ def empty(field: FieldView, words: Words) -> Control:
 
 def plain_schema(schema: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """(the schema of a value, whether it may be null)."""
-    types = [one for one in schema.get("anyOf", ()) if one.get("type") != "null"]
+    types = [part for part in schema.get("anyOf", ()) if part.get("type") != "null"]
     return (types[0], True) if len(types) == 1 else (schema, bool(types))
 
 
@@ -102,7 +102,7 @@ def as_text(value: Any) -> str:
 
 
 def as_texts(values: list[Any] | None) -> list[str]:
-    return [str(one) for one in values or ()]
+    return [str(value) for value in values or ()]
 
 
 def or_none(text: str | None) -> str | None:
@@ -115,16 +115,17 @@ def unified(value: float | None) -> float | None:
 
 
 def whole(text: str | None) -> Any:
-    """An integer of any size; other texts as they are, for the server to refuse."""
-    try:
-        return int(text) if text else None
-    except ValueError:
-        return text
+    """An integer of any size."""
+    return parsed(int, text)
 
 
 def as_json(text: str | None) -> Any:
-    """What JSON says; other texts as they are, for the server to refuse."""
+    return parsed(json.loads, text)
+
+
+def parsed(parse: Callable[[str], Any], text: str | None) -> Any:
+    """None for an empty text; one that cannot be parsed stays as it is, for the server to refuse."""
     try:
-        return json.loads(text) if text else None
+        return parse(text) if text else None
     except ValueError:
         return text

@@ -23,14 +23,14 @@ class Row:
 class Drafters(Control):
     """A box for each drafter, at most one of a method; or `auto`, which searches for them at each load."""
 
-    def __init__(self, field: FieldView, found: list[Drafter], model: str, view: View):
+    def __init__(self, field: FieldView, drafters: list[Drafter], model: str, view: View):
         self._model, self._view, self._rows = model, view, list[Row]()
         ui.label(field.name)
         with ui.column().classes("gap-0 w-full").props("role=group") as self._list:
             self._list.props["aria-label"] = field.name
         super().__init__(self._list)
-        for one in with_set(found, field.value):
-            self._add(one)
+        for drafter in with_set(drafters, field.value):
+            self._add(drafter)
         with ui.row().classes("items-center w-full no-wrap"):
             self._path = ui.input(view.words("models.other_drafter")).props("outlined dense").classes("grow")
             self._path.on("keydown.enter", self._examine)
@@ -52,8 +52,8 @@ class Drafters(Control):
         self._value, self._begun = value, self._chosen()
 
     def lock(self) -> None:
-        for one in (*(row.box for row in self._rows), self._path, self._button):
-            one.disable()
+        for shown in (*(row.box for row in self._rows), self._path, self._button):
+            shown.disable()
 
     def _add(self, drafter: Drafter) -> None:
         words = self._view.words
@@ -92,30 +92,34 @@ class Drafters(Control):
             for row in known:
                 row.box.value = row.box.enabled
             return
-        found = await self._view.context.admin.drafters_for(self._model, path)
+        drafters = await self._view.admin.drafters_for(self._model, path)
         self._path.value = ""
-        for one in found:
-            self._add(one)
-            self._rows[-1].box.value = one.refusal is None
+        for drafter in drafters:
+            self._add(drafter)
+            self._rows[-1].box.value = drafter.refusal is None
 
     def _chosen(self) -> dict[str, str]:
         return {row.drafter.method: row.drafter.checkpoint for row in self._rows if row.box.value}
 
 
-def with_set(found: list[Drafter], value: Any) -> list[Drafter]:
+def with_set(drafters: list[Drafter], value: Any) -> list[Drafter]:
     """`auto`, and what is set, each under the method that it is set for; then the others."""
     of_path = {path: method for method, path in value.items()} if isinstance(value, Mapping) else {}
-    known = {one.checkpoint for one in found}
-    unknown = [one for one in dict.fromkeys([AUTO, *paths_of(value)]) if one not in known]
+    known = {drafter.checkpoint for drafter in drafters}
+    unknown = [drafter for drafter in dict.fromkeys([AUTO, *paths_of(value)]) if drafter not in known]
     added = [
-        Drafter(name=one, method="", checkpoint=one, loaded=False, refusal=None, warnings=[])
-        for one in unknown
+        Drafter(name=drafter, method="", checkpoint=drafter, loaded=False, refusal=None, warnings=[])
+        for drafter in unknown
     ]
     return [
-        one.model_copy(
-            update={"method": AUTO if is_search(one.checkpoint) else of_path.get(one.checkpoint, one.method)}
+        drafter.model_copy(
+            update={
+                "method": AUTO
+                if is_search(drafter.checkpoint)
+                else of_path.get(drafter.checkpoint, drafter.method)
+            }
         )
-        for one in [*added, *found]
+        for drafter in [*added, *drafters]
     ]
 
 
@@ -125,4 +129,4 @@ def is_search(checkpoint: str) -> bool:
 
 def paths_of(draft: Any) -> list[str]:
     values = draft.values() if isinstance(draft, Mapping) else [draft]
-    return [one for one in values if isinstance(one, str)]
+    return [value for value in values if isinstance(value, str)]

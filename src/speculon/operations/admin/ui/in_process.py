@@ -1,114 +1,63 @@
-"""Completions by the server's own application, without a socket: its limits and its middleware hold."""
+"""Completions by the server itself, without a socket: counted, logged and limited as those of clients."""
 
 from __future__ import annotations
 
-import asyncio
-import json
+import logging
+import secrets
 from collections.abc import AsyncGenerator
-from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from fastapi import FastAPI
+from pydantic import ValidationError
 
-from speculon.core.config.serve import ServeConfig
+from speculon.core.errors import EngineError, InvalidRequest, SpeculonError
+from speculon.decoding.sequence import Event
+from speculon.server.access_log import AccessRecord
+from speculon.server.answer import Answer
+from speculon.server.app_state import AppState
+from speculon.server.completions import read_completion
+from speculon.server.errors import Failure, misfit
+from speculon.server.middleware import CLIENT_GONE, tenant_of
+from speculon.server.schemas import CompletionRequest
 
 PATH = "/v1/completions"
-WAITING = 64  # messages that may wait for the reader
-EVENT = b"data: "
-DONE = "[DONE]"
+
+log = logging.getLogger("speculon.server")
 
 
-class Refused(Exception):
-    """The server's error of one request. `status` is None where the stream had begun."""
+async def complete(state: AppState, body: dict[str, Any]) -> AsyncGenerator[tuple[Answer, list[Event]]]:
+    """The answer, with what the engine adds to it. To close it ends the request. Raises `SpeculonError`."""
+    record = AccessRecord(secrets.token_hex(8), PATH, PATH, status=CLIENT_GONE)
+    # an administrator needs no API key: the first one is used
+    key = state.config.api_key[0].get_secret_value() if state.config.api_key else ""
+    events: list[Event] = []
 
-    def __init__(self, status: int | None, message: str):
-        super().__init__(message)
-        self.status, self.message = status, message
+    def receive(batch: list[Event]) -> None:
+        record.receive(batch)
+        events.extend(batch)
 
-
-async def stream(app: FastAPI, config: ServeConfig, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
-    """The chunks of a streamed completion. To close it ends the request.
-
-    Raises `Refused`.
-    """
-    messages: asyncio.Queue[Any] = asyncio.Queue(WAITING)
-    calling = asyncio.create_task(call(app, scope_of(config), json.dumps(body).encode(), messages))
     try:
-        status = (await messages.get() or {}).get("status", 500)
-        pending, ended = b"", False
-        while not ended:
-            message = await messages.get()
-            ended = message is None
-            pending += b"" if ended else message.get("body", b"")
-            if status != 200:
-                continue
-            *whole, pending = pending.split(b"\n\n")
-            for text in whole:
-                chunk = chunk_of(text)
-                if chunk is not None:
-                    yield chunk
-        if status != 200:
-            raise Refused(status, message_of(pending))
+        read, answer_id = partial(read_completion, parsed(body)), f"cmpl-{secrets.token_hex(12)}"
+        answer = await state.begin(record, tenant_of(key.encode()), answer_id, body["model"], read)
+        async for _ in answer.deltas(receive):
+            yield answer, events.copy()
+            events.clear()
+        record.status = 200
+    except SpeculonError as error:
+        record.status, record.reason = Failure.of(error).status, error.for_log
+        raise
+    except Exception as error:
+        log.exception("%s: a fault inside the server", record.request_id)
+        record.status, record.reason = 500, type(error).__name__
+        raise EngineError(f"a fault inside the server: {type(error).__name__}") from None
     finally:
-        calling.cancel()
-        await asyncio.gather(calling, return_exceptions=True)
+        if record.answer is not None:
+            record.answer.close()
+        state.finish(record)
 
 
-async def call(app: FastAPI, scope: dict[str, Any], body: bytes, messages: asyncio.Queue[Any]) -> None:
-    """Puts what the application sends, then None."""
-    first = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Any:
-        if first:
-            return first.pop()
-        await asyncio.Event().wait()  # this client never disconnects: its task is cancelled
-
+def parsed(body: dict[str, Any]) -> CompletionRequest:
     try:
-        await app(scope, receive, messages.put)
-    finally:
-        # a full queue has no reader any more where the task was cancelled
-        with suppress(asyncio.QueueFull):
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                messages.put_nowait(None)
-            else:
-                await messages.put(None)
-
-
-def scope_of(config: ServeConfig) -> dict[str, Any]:
-    """An administrator needs no API key: the first one is used, and does not leave the process."""
-    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-    if config.api_key:
-        headers.append((b"authorization", b"Bearer " + config.api_key[0].get_secret_value().encode()))
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": PATH,
-        "raw_path": PATH.encode(),
-        "root_path": "",
-        "query_string": b"",
-        "headers": headers,
-        "client": None,
-        "server": None,
-    }
-
-
-def chunk_of(event: bytes) -> dict[str, Any] | None:
-    """The data of one event; None at the end. Raises `Refused`."""
-    text = event.removeprefix(EVENT).decode()
-    if text == DONE:
-        return None
-    chunk: dict[str, Any] = json.loads(text)
-    if "error" in chunk:
-        raise Refused(None, str(chunk["error"]["message"]))
-    return chunk
-
-
-def message_of(body: bytes) -> str:
-    """The message of an error's body, or all of it where it has another form."""
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return body.decode(errors="replace")
+        return CompletionRequest(**body)
+    except ValidationError as error:
+        raise InvalidRequest(misfit(error.errors())[0].message) from None

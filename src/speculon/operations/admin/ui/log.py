@@ -6,8 +6,8 @@ from datetime import datetime
 
 from nicegui import ui
 
-from speculon.operations.admin.lines import MOST_LINES
 from speculon.operations.admin.schemas import LogLine
+from speculon.operations.admin.service import MOST_LINES
 from speculon.operations.admin.ui.shell import View
 
 SECONDS = 1.0
@@ -20,7 +20,7 @@ async def build(view: View) -> None:
 
     def update() -> None:
         nonlocal last
-        lines = view.context.admin.ring.since(last)
+        lines = view.admin.ring.since(last)
         if lines:
             shown.push("\n".join(map(text_of, lines)))
             last = lines[-1].number

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
-from starlette.datastructures import Headers
-from starlette.requests import cookie_parser
+from starlette.requests import HTTPConnection
 
-from speculon.operations.admin.ui.words import Words, language_of
+from speculon.operations.admin.ui.words import words_for
 
 STYLE = (
     ":root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;display:grid;place-items:center;"
@@ -17,11 +16,9 @@ STYLE = (
 )
 
 
-def login_page(headers: Headers, fault: str | None) -> str:
+def login_page(connection: HTTPConnection, fault: str | None) -> str:
     """`fault`: None, `wrong` or `too_many`."""
-    words = Words(
-        language_of(cookies_of(headers).get("speculon_language"), headers.get("accept-language", ""))
-    )
+    words = words_for(connection)
     faults = {"wrong": "login.wrong", "too_many": "login.too_many"}
     alert = f'<p role="alert">{escape(words(faults[fault]))}</p>' if fault is not None else ""
     title, key, enter = (escape(words(name)) for name in ("login.title", "login.key", "login.enter"))
@@ -32,7 +29,3 @@ def login_page(headers: Headers, fault: str | None) -> str:
         f'<label for="key">{key}</label><input id="key" name="key" type="password" required autofocus'
         f' autocomplete="current-password"><button>{enter}</button></form></main></body></html>'
     )
-
-
-def cookies_of(headers: Headers) -> dict[str, str]:
-    return cookie_parser(headers.get("cookie", ""))

@@ -23,15 +23,17 @@ async def build(view: View) -> None:
     async def listed() -> None:
         lines.clear()
         try:
-            found = await view.context.admin.models()
+            models = await view.admin.models()
         except SpeculonError as error:
             ui.label(str(error)).props("role=alert")
             return
-        for model in found:
+        for model in models:
             lines[model.name] = card(model, view, listed.refresh, dialogs)
 
     def states() -> dict[str, tuple[str, str]]:
-        return {name: (one.shown_state, one.stage) for name, one in view.context.state.pool.models.items()}
+        return {
+            name: (model.shown_state, model.stage) for name, model in view.admin.state.pool.models.items()
+        }
 
     shown = states()
     await listed()
@@ -50,7 +52,7 @@ async def build(view: View) -> None:
 
 def card(model: ModelView, view: View, refresh: Any, dialogs: ui.element) -> ui.label:
     """Returns its line of text."""
-    words, admin, pool = view.words, view.context.admin, view.context.state.pool
+    words, admin, pool = view.words, view.admin, view.admin.state.pool
     with ui.card().classes("sp-card").props(f"data-model={json.dumps(model.name)}"):
         with ui.row().classes("items-center"):
             ui.label(model.name).classes("text-lg").props("role=heading aria-level=2")
@@ -67,8 +69,7 @@ def card(model: ModelView, view: View, refresh: Any, dialogs: ui.element) -> ui.
 
             async def load() -> None:
                 try:
-                    async for _ in pool.progress(pool.find(model.name)):  # `update` shows the stages
-                        pass
+                    await pool.load(pool.find(model.name))  # `update` shows the stages
                 except SpeculonError as error:
                     status.text = str(error)
                     return

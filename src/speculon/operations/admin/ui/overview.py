@@ -19,7 +19,7 @@ NOT_KNOWN = "–"
 
 
 async def build(view: View) -> None:
-    words, figures = view.words, view.context.figures
+    words, figures = view.words, view.admin.figures
     with ui.element("div").classes("sp-numbers"):
         labels = {name: number(words(f"overview.{name}")) for name in NUMBERS}
     with ui.element("div").classes("sp-grid"):
@@ -45,10 +45,13 @@ async def build(view: View) -> None:
         now = figures.refresh()
         for name, text in numbers(now, figures, words).items():
             labels[name].set_text(text)
-        rows = [row_of(one) for one in now.totals.methods]
+        rows = [row_of(counts) for counts in now.totals.methods]
         if rows != table.rows:
             table.rows = rows
-        points, engines = list(figures.points), {one.name: one.engine for one in now.models if one.engine}
+        points, engines = (
+            list(figures.points),
+            {model.name: model.engine for model in now.models if model.engine},
+        )
         shown = series_of(points, now.totals, words) | series_of_engines(engines)
         for name, (series, categories) in shown.items():
             show(charts[name], series, categories)
@@ -72,37 +75,37 @@ def chart(title: str, content: dict[str, Any]) -> ui.echart:
 
 
 def numbers(now: Overview, figures: Figures, words: Words) -> dict[str, str]:
-    totals, engines = now.totals, [one.engine for one in now.models if one.engine is not None]
+    totals, engines = now.totals, [model.engine for model in now.models if model.engine is not None]
     running = sum(engine.sequences_running for engine in engines)
     waiting = sum(engine.sequences_waiting for engine in engines)
     saved = totals.saved_seconds
     return {
-        "requests": f"{sum(one.requests_open for one in now.models):,}",
+        "requests": f"{sum(model.requests_open for model in now.models):,}",
         "running": f"{running:,} / {waiting:,}",
         "rate": f"{figures.points[-1].tokens_per_s if figures.points else 0.0:,.1f}",
-        "tokens": f"{sum(one.tokens for one in now.models):,}",
+        "tokens": f"{sum(model.tokens for model in now.models):,}",
         "acceptance": share_text(totals.acceptance_rate),
         "per_call": decimal(totals.tokens_per_target_call),
         "saved": NOT_KNOWN if saved is None else words("overview.seconds", seconds=f"{saved:,.1f}"),
-        "memory": megabytes(sum(one.held_bytes for one in now.models), words),
+        "memory": megabytes(sum(model.held_bytes for model in now.models), words),
         "monitor": verdicts([engine.monitor for engine in engines]),
     }
 
 
-def row_of(one: MethodCounts) -> dict[str, str]:
+def row_of(counts: MethodCounts) -> dict[str, str]:
     return {
-        "method": one.method,
-        "rounds": f"{one.rounds:,}",
-        "drafted": f"{one.drafted:,}",
-        "accepted": f"{one.accepted:,}",
-        "acceptance": share_text(one.acceptance_rate),
-        "per_call": decimal(one.tokens_per_target_call),
+        "method": counts.method,
+        "rounds": f"{counts.rounds:,}",
+        "drafted": f"{counts.drafted:,}",
+        "accepted": f"{counts.accepted:,}",
+        "acceptance": share_text(counts.acceptance_rate),
+        "per_call": decimal(counts.tokens_per_target_call),
     }
 
 
 def verdicts(monitors: list[MonitorView]) -> str:
     """Of answers that were replayed without speculation; by default none is."""
-    counts = [sum(getattr(one, name) for one in monitors) for name in ("equal", "ties", "faults")]
+    counts = [sum(getattr(monitor, name) for monitor in monitors) for name in ("equal", "ties", "faults")]
     return " / ".join(f"{count:,}" for count in counts) if any(counts) else NOT_KNOWN
 
 
@@ -125,7 +128,7 @@ def series_of(
     """Chart -> its series, and the categories of its axis where it has some."""
     shares = [round(100 * share, 1) for share in totals.per_position]
     reasons = sorted(totals.plain_rounds.items(), key=lambda item: -item[1])
-    single, methods = PALETTE[0], [one.method for one in totals.methods]
+    single, methods = PALETTE[0], [counts.method for counts in totals.methods]
     acceptance = [of_method(method, points, lambda p, m=method: percent(p, m)) for method in methods]
     per_call = [of_method(method, points, lambda p, m=method: p.per_call_of.get(m)) for method in methods]
     every = line(words("overview.all"), points, lambda p: p.per_call, GREY)

@@ -12,11 +12,16 @@ from nicegui import ui
 
 from speculon.core.config import MAX_DRAFTS
 from speculon.core.config.speculation import AUTO, OFF
+from speculon.core.errors import SpeculonError
+from speculon.decoding.sequence import Event
+from speculon.operations.admin.requests import token_rows, with_texts
 from speculon.operations.admin.schemas import TokenRow
-from speculon.operations.admin.ui.in_process import Refused, stream
+from speculon.operations.admin.ui.in_process import complete
 from speculon.operations.admin.ui.shell import View
 from speculon.operations.admin.ui.token_view import CSS, KEYS, html_of, legend
-from speculon.operations.pool.pooled import PooledModel
+from speculon.server.answer import Answer
+from speculon.server.errors import Failure
+from speculon.server.pool.pooled import PooledModel
 
 LOOKUPS = ("suffix", "ngram")  # need no checkpoint
 SECONDS = 0.1  # between two updates of a side
@@ -25,7 +30,7 @@ MOST = 2**31
 FIGURES = ("speed", "per_call", "drafted", "accepted")
 
 
-class Answer:
+class Output:
     """One answer as it arrives."""
 
     def __init__(self) -> None:
@@ -35,13 +40,11 @@ class Answer:
         self._first = self._last = 0.0
         self._first_rows = 0
 
-    def push(self, chunk: dict[str, Any]) -> None:
-        self.account = chunk.get("speculation", self.account)
-        for choice in chunk["choices"]:
-            self.reason = choice["finish_reason"] or self.reason
-            new = rows_of(choice["speculation"]["tokens"])
-            if not new:
-                continue
+    def push(self, answer: Answer, events: list[Event]) -> None:
+        new = [row for event in events for row in with_texts(token_rows(event), answer.tokenizer)]
+        self.reason = answer.choices[0].finish_reason
+        self.account = answer.speculation() if self.reason else None
+        if new:
             self._last = perf_counter()
             if not self.rows:
                 self._first, self._first_rows = self._last, len(new)
@@ -110,51 +113,50 @@ class Side:
 
     def speculation(self) -> dict[str, Any]:
         # without a pool: the second side must not draft from the answer of the first
-        fields: dict[str, Any] = {"method": self.method.value, "pool": "", "explain": True, "stats": True}
+        fields: dict[str, Any] = {"method": self.method.value, "pool": "", "explain": True}
         return fields if self.k.value is None else fields | {"num_speculative_tokens": int(self.k.value)}
 
-    async def run(self, body: dict[str, Any]) -> Answer | None:
+    async def run(self, body: dict[str, Any]) -> Output | None:
         """The whole answer; None where the server refused it or it ended early."""
-        context, answer, due = self._view.context, Answer(), 0.0
+        state, output, due = self._view.admin.state, Output(), 0.0
         self._say(self._words("playground.running"))
         try:
-            chunks = stream(context.app, context.state.config, body | {"speculation": self.speculation()})
-            async with aclosing(chunks):
-                async for chunk in chunks:
-                    answer.push(chunk)
+            async with aclosing(complete(state, body | {"speculation": self.speculation()})) as batches:
+                async for answer, events in batches:
+                    output.push(answer, events)
                     if (now := perf_counter()) >= due:
-                        self._show(answer)
+                        self._show(output)
                         due = now + SECONDS
-        except Refused as error:
-            self._show(answer)
-            shown = {"status": error.status or "-", "message": error.message}
-            self._say(self._words("playground.failed", **shown), wrong=True)
+        except SpeculonError as error:
+            self._show(output)
+            status = "-" if output.rows else Failure.of(error).status
+            self._say(self._words("playground.failed", status=status, message=error), wrong=True)
             return None
         except asyncio.CancelledError:
             self._say(self._words("playground.stopped"))
             raise
-        self._show(answer)
-        if answer.reason in (None, "abort"):
+        self._show(output)
+        if output.reason in (None, "abort"):
             self._say(self._words("playground.broken"), wrong=True)
             return None
-        self._say(self._words("playground.ended", reason=answer.reason))
-        return answer
+        self._say(self._words("playground.ended", reason=output.reason))
+        return output
 
     def _say(self, text: str, *, wrong: bool = False) -> None:
         self._status.text = text
         self._status.props(f"role={'alert' if wrong else 'status'}")
 
-    def _show(self, answer: Answer) -> None:
+    def _show(self, output: Output) -> None:
         """Adds the new tokens: full blocks stay as they are."""
-        while self._shown < len(answer.rows):
+        while self._shown < len(output.rows):
             if self._block is None or self._shown % BLOCK == 0:
                 with self._tokens:
                     self._block = ui.html("", sanitize=False).classes("sp-tokens").style("display: inline")
             start = self._shown - self._shown % BLOCK
-            rows = answer.rows[start : start + BLOCK]
+            rows = output.rows[start : start + BLOCK]
             self._block.set_content(html_of(rows, self._words))
             self._shown = start + len(rows)
-        for name, text in answer.figures().items():
+        for name, text in output.figures().items():
             self._figures[name].text = text
 
 
@@ -162,7 +164,7 @@ class Playground:
     """The page's fields, and the run of both sides."""
 
     def __init__(self, view: View):
-        self._view, self._words, self._pool = view, view.words, view.context.state.pool
+        self._view, self._words, self._pool = view, view.words, view.admin.state.pool
         words, names = view.words, list(self._pool.models)
         self._task: asyncio.Task[Any] | None = None
         self._prompt = ui.textarea(words("playground.prompt")).props("outlined autogrow").classes("w-full")
@@ -187,7 +189,7 @@ class Playground:
         self._offer()
 
     def _offer(self) -> None:
-        methods = methods_of(self._pool.models[self._model.value])
+        methods = offered_methods(self._pool.models[self._model.value])
         for side in self._sides:
             side.offer(methods)
 
@@ -241,7 +243,7 @@ class Playground:
         for shown, low, high, optional in wholes:
             fits = optional if shown.value is None else is_whole(shown.value, low, high)
             shown.error = None if fits else self._words("playground.bad_whole", low=low, high=high)
-        return not any(one.error for one in (self._prompt, heat, *(shown for shown, *_ in wholes)))
+        return not any(field.error for field in (self._prompt, heat, *(shown for shown, *_ in wholes)))
 
     def _body(self) -> dict[str, Any]:
         seed = {} if self._seed.value is None else {"seed": int(self._seed.value)}
@@ -250,31 +252,14 @@ class Playground:
             "prompt": self._prompt.value,
             "max_tokens": int(self._max_tokens.value),
             "temperature": float(self._temperature.value),
-            "stream": True,
             "store": False,  # not captured: an administrator's try-out is no traffic of clients
         }
 
 
-def methods_of(model: PooledModel) -> list[str]:
+def offered_methods(model: PooledModel) -> list[str]:
     """Off, auto, the lookups, and the methods that the loaded model drafts with."""
     own = () if model.served is None else (model.served.method,)
     return list(dict.fromkeys((OFF, AUTO, *LOOKUPS, *model.drafters, *own)))
-
-
-def rows_of(tokens: Sequence[dict[str, Any]]) -> list[TokenRow]:
-    """The explained tokens of one event: a correction has the position of the draft that it replaces."""
-    return [
-        TokenRow(
-            id=token["id"],
-            text=token["token"],
-            fate=token["fate"],
-            source=token["source"],
-            position=i if token["source"] is not None or token["fate"] == "correction" else None,
-            logprob=None,
-            rank=None,
-        )
-        for i, token in enumerate(tokens)
-    ]
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:

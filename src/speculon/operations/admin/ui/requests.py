@@ -16,34 +16,34 @@ SECONDS = 2.0
 COLUMNS = ("model", "state", "started", "seconds", "tokens", "account")
 
 
-def account(one: RequestView, words: Words) -> str:
+def account(view: RequestView, words: Words) -> str:
     """Its main figures; those of rounds only where there were some; empty while the request runs."""
-    kept = one.speculation or {}
-    text = str(kept.get("method", ""))
-    if kept.get("rounds"):
-        per_call = f"{kept['tokens_per_target_call']:.2f}"
-        counts = {name: kept[name] for name in ("rounds", "drafted", "accepted")}
+    figures = view.speculation or {}
+    text = str(figures.get("method", ""))
+    if figures.get("rounds"):
+        per_call = f"{figures['tokens_per_target_call']:.2f}"
+        counts = {name: figures[name] for name in ("rounds", "drafted", "accepted")}
         text = words("requests.account_rounds", method=text, per_call=per_call, **counts)
-    if kept.get("saved_ms") is not None:
-        text = words("requests.account_saved", account=text, ms=f"{kept['saved_ms']:,.0f}")
+    if figures.get("saved_ms") is not None:
+        text = words("requests.account_saved", account=text, ms=f"{figures['saved_ms']:,.0f}")
     return text
 
 
-def row_of(one: RequestView, view: View) -> dict[str, Any]:
+def row_of(request: RequestView, view: View) -> dict[str, Any]:
     return {
-        "id": one.id,
-        "link": "/admin/tokens?id=" + quote(one.id, safe="") if one.explained else "",
-        "model": one.model,
-        "state": view.words(f"requests.{one.state}"),
-        "started": datetime.fromtimestamp(one.started).strftime("%H:%M:%S"),
-        "seconds": f"{one.seconds:.2f}",
-        "tokens": one.tokens,
-        "account": account(one, view.words),
+        "id": request.id,
+        "link": "/admin/tokens?id=" + quote(request.id, safe="") if request.explained else "",
+        "model": request.model,
+        "state": view.words(f"requests.{request.state}"),
+        "started": datetime.fromtimestamp(request.started).strftime("%H:%M:%S"),
+        "seconds": f"{request.seconds:.2f}",
+        "tokens": request.tokens,
+        "account": account(request, view.words),
     }
 
 
 async def build(view: View) -> None:
-    words, admin = view.words, view.context.admin
+    words, admin = view.words, view.admin
     search = ui.input(words("requests.filter")).props("clearable outlined dense").classes("w-full")
     columns = [
         {"name": name, "label": words(f"requests.{name}"), "field": name, "align": "left"}
@@ -64,7 +64,7 @@ async def build(view: View) -> None:
     table.bind_filter_from(search, "value")
 
     def update() -> None:
-        rows = [row_of(one, view) for one in admin.requests.views()]
+        rows = [row_of(request, view) for request in admin.requests.views()]
         if rows != table.rows:
             table.rows = rows
 

@@ -27,7 +27,7 @@ class Settings:
     @classmethod
     async def of(cls, name: str, view: View) -> Settings:
         """With the settings as they are now. Raises `ConfigError` where their file has a fault."""
-        admin = view.context.admin
+        admin = view.admin
         return cls(await admin.model(name), await admin.drafters_for(name), view)
 
     def open(self) -> None:
@@ -73,15 +73,15 @@ class Settings:
         self._status.text = words("models.saving_anew", names=", ".join(anew)) if anew else ""
         try:
             # a change that has begun is not cut off by a page that is closed
-            view = await asyncio.shield(self._view.context.admin.change(self._model.name, changes))
+            view = await asyncio.shield(self._view.admin.change(self._model.name, changes))
         except SpeculonError as error:
             refused = self._fields.get((param_of(error) or "").partition(".")[0])
             if refused is not None:
                 refused.refuse(str(error))
             self._status.text = str(error)
             return
-        for one in view.settings:
-            self._fields[one.name].update(one)
+        for setting in view.settings:
+            self._fields[setting.name].update(setting)
         self._status.text = words("models.saved")
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from fastapi import FastAPI
 from nicegui import ui
 from starlette.requests import Request
 
-from speculon.operations.admin.figures import Figures
 from speculon.operations.admin.service import Admin
-from speculon.operations.admin.ui.words import LANGUAGES, Words, language_of
-from speculon.server.app_state import AppState
+from speculon.operations.admin.ui.words import LANGUAGES, Words, words_for
 
 THEMES: dict[str, bool | None] = {"auto": None, "light": False, "dark": True}
 THEME_ICONS = {"auto": "brightness_auto", "light": "light_mode", "dark": "dark_mode"}
@@ -41,22 +38,12 @@ body.desktop .q-hoverable:hover > .q-focus-helper { opacity: .08 !important }
 
 
 @dataclass(frozen=True)
-class Context:
-    """What all pages share."""
-
-    app: FastAPI
-    state: AppState
-    figures: Figures
-    admin: Admin
-
-
-@dataclass(frozen=True)
 class View:
     """What a page is built with."""
 
     words: Words
     theme: str
-    context: Context
+    admin: Admin
 
 
 @dataclass(frozen=True)
@@ -69,29 +56,23 @@ class Page:
     build: Callable[[View], Awaitable[None]]
 
 
-def add_pages(pages: tuple[Page, ...], context: Context) -> None:
-    for page in pages:
-        add_page(page, pages, context)
+def add_page(page: Page, entries: tuple[Page, ...], admin: Admin) -> None:
+    """`entries` are those of the navigation."""
 
-
-def add_page(page: Page, pages: tuple[Page, ...], context: Context) -> None:
     @ui.page(page.route, title="speculon")
     async def shown(request: Request) -> None:
-        view = view_of(request, context)
-        frame(page, pages, view)
+        view = view_for(request, admin)
+        frame(page, entries, view)
         with ui.column().classes("w-full p-2 sm:p-4 gap-4").props("role=main"):
             await page.build(view)
 
 
-def view_of(request: Request, context: Context) -> View:
-    language = language_of(
-        request.cookies.get("speculon_language"), request.headers.get("accept-language", "")
-    )
+def view_for(request: Request, admin: Admin) -> View:
     theme = request.cookies.get("speculon_theme", "auto")
-    return View(Words(language), theme if theme in THEMES else "auto", context)
+    return View(words_for(request), theme if theme in THEMES else "auto", admin)
 
 
-def frame(page: Page, pages: tuple[Page, ...], view: View) -> None:
+def frame(page: Page, entries: tuple[Page, ...], view: View) -> None:
     words = view.words
     ui.add_css(CSS)
     ui.run_javascript(f"document.documentElement.lang = {words.language!r}")
@@ -102,7 +83,7 @@ def frame(page: Page, pages: tuple[Page, ...], view: View) -> None:
     ) as drawer:
         with ui.element("nav") as navigation:
             navigation.props["aria-label"] = words("shell.menu")
-            for entry in pages:
+            for entry in entries:
                 link(entry, words(f"shell.{entry.name}"), current=entry is page)
     with ui.header(elevated=False).classes("items-center gap-2 px-2 py-1 bg-[#004b75]"):
         menu = ui.button(icon="menu", on_click=drawer.toggle).props("flat round color=white")
@@ -111,7 +92,7 @@ def frame(page: Page, pages: tuple[Page, ...], view: View) -> None:
         ui.space()
         theme_button(view)
         language_menu(words)
-        if view.context.state.config.admin_key is not None:
+        if view.admin.state.config.admin_key is not None:
             leave = "fetch('/admin/logout', {method: 'POST'}).finally(() => location.assign('/admin/login'))"
             button = ui.button(icon="logout").props("flat round color=white")
             button.on("click", js_handler=f"() => {leave}")

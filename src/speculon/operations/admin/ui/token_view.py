@@ -104,12 +104,12 @@ def tokens(rows: Sequence[TokenRow], words: Words) -> None:
 async def build(view: View) -> None:
     words, name = view.words, ui.context.client.request.query_params.get("id", "")
     try:
-        found: TokenView = view.context.admin.requests.tokens(name)
+        shown: TokenView = view.admin.requests.tokens(name)
     except SpeculonError as error:
         ui.label(str(error)).props("role=alert")
         return
     legend(words)
-    if found.dropped:
-        ui.label(words("token_view.dropped", count=found.dropped))
-    for rows in found.choices:
+    if shown.dropped:
+        ui.label(words("token_view.dropped", count=shown.dropped))
+    for rows in shown.choices:
         tokens(rows, words)

@@ -6,6 +6,8 @@ import tomllib
 from functools import cache
 from pathlib import Path
 
+from starlette.requests import HTTPConnection
+
 LANGUAGES = {"en": "English", "ko": "한국어", "ja": "日本語", "zh": "中文"}
 DEFAULT = "en"
 FOLDER = Path(__file__).with_name("locales")
@@ -30,6 +32,12 @@ def table() -> dict[str, dict[str, str]]:
         for file in sorted(FOLDER.glob("*.toml"))
         for key, strings in tomllib.loads(file.read_text(encoding="utf-8")).items()
     }
+
+
+def words_for(connection: HTTPConnection) -> Words:
+    """In the language of a browser."""
+    chosen = connection.cookies.get("speculon_language")
+    return Words(language_of(chosen, connection.headers.get("accept-language", "")))
 
 
 def language_of(chosen: str | None, accepted: str) -> str:

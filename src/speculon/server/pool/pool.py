@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from speculon.core.config import EngineConfig
+from speculon.core.config.models import ModelSettings
 from speculon.core.errors import (
     ConfigError,
     EngineError,
@@ -22,10 +23,10 @@ from speculon.core.errors import (
     UnknownModel,
     shorten,
 )
-from speculon.operations.pool.catalogue import Catalogue, OfModel
-from speculon.operations.pool.loader import GB, Loader
-from speculon.operations.pool.pooled import OnStage, PooledModel
 from speculon.server.answer import ABORT_SECONDS
+from speculon.server.pool.catalogue import Catalogue
+from speculon.server.pool.loader import GB, Loader
+from speculon.server.pool.pooled import OnStage, PooledModel
 
 RESERVE = 0.1  # guess: share of free memory that is left to the server itself and to other programs
 ENDS = "the server is about to end"
@@ -50,7 +51,7 @@ class ModelPool:
         self.models = {
             name: PooledModel(
                 name,
-                catalogue.of_model(name),
+                catalogue.settings_of(name),
                 self.loader,
                 on_stage,
                 pinned=name in self.config.pin,
@@ -81,8 +82,8 @@ class ModelPool:
         """The model of a request. Raises `UnknownModel`, with the names that are known."""
         if name is None:
             return self.default
-        if (found := self._names.get(name)) is not None:
-            return self.models[found]
+        if name in self._names:
+            return self.models[self._names[name]]
         names = ", ".join(map(repr, self.models))
         what = f"a drafter of method {self.drafters[name]}; " if name in self.drafters else ""
         raise UnknownModel(f"model = {shorten(name)}: {what}this server serves {names}")
@@ -91,7 +92,7 @@ class ModelPool:
     async def use(self, name: str | None) -> AsyncIterator[PooledModel]:
         """The model of a request, loaded, and not ended before the request is submitted."""
         model = self.find(name)
-        await model.settled.wait()
+        await model.steady.wait()
         if self.single:
             self.check_health()
         await self.load(model)
@@ -110,7 +111,7 @@ class ModelPool:
                 elif model.state == "loaded":  # its end was not noticed yet
                     await model.fail(model.engine.error or NotReady(ENDS))
                 elif model.state == "draining":
-                    await self._change_of(model)
+                    await self._next_change(model)
                 else:
                     model.check_pause()
                     await self._one_load(model)
@@ -142,9 +143,9 @@ class ModelPool:
             await model.drain(self.config.drain_timeout)
             await self._end(model, "on request")
         while model.state == "draining":
-            await self._change_of(model)
+            await self._next_change(model)
 
-    async def replace(self, model: PooledModel, own: OfModel, *, reloads: bool) -> None:
+    async def replace(self, model: PooledModel, own: ModelSettings, *, reloads: bool) -> None:
         """Gives a model other settings. A loaded one is drained and loaded anew where that needs it.
 
         Requests that come meanwhile wait for its end. Where the load fails the old settings are loaded again,
@@ -155,7 +156,7 @@ class ModelPool:
         if not reloads or model.state not in ("loaded", "failed"):
             return self._adopt(model, own)
         old, was_loaded = model.own, model.state == "loaded"
-        model.settled.clear()
+        model.steady.clear()
         try:
             if was_loaded:
                 await model.drain(self.config.drain_timeout)
@@ -169,18 +170,14 @@ class ModelPool:
             self._adopt(model, old)
             model.forgive()
             if was_loaded and not self.draining:
-                await self._load_again(model)
+                try:  # with settings that it was loaded with before: where that fails, it is lost
+                    await self.load(model)
+                finally:
+                    if model.state == "failed":
+                        model.lost.set()
             raise
         finally:
-            model.settled.set()
-
-    async def _load_again(self, model: PooledModel) -> None:
-        """With settings that it was loaded with before: where that fails, it is lost."""
-        try:
-            await self.load(model)
-        finally:
-            if model.state == "failed":
-                model.lost.set()
+            model.steady.set()
 
     def check_aliases(self, model: PooledModel, aliases: tuple[str, ...]) -> None:
         """Raises `InvalidParameter` for a name of another model."""
@@ -188,7 +185,7 @@ class ModelPool:
             if self._names.get(alias, model.name) != model.name:
                 raise InvalidParameter("aliases", alias, f"a name of {self._names[alias]!r}")
 
-    def _adopt(self, model: PooledModel, own: OfModel) -> None:
+    def _adopt(self, model: PooledModel, own: ModelSettings) -> None:
         for alias in model.own.pool.aliases:
             if alias != model.name:
                 self._names.pop(alias, None)
@@ -279,19 +276,18 @@ class ModelPool:
             own = await asyncio.to_thread(self.catalogue.healed, model.name, model.own)
             if own is not model.own:
                 self._adopt(model, own)
-            settings = await self._place(model)
+            await model.load(await self._place(model))
         except SpeculonError as error:
-            if self.single or not isinstance(error, NoRoom):
-                await model.fail(error)
-            else:  # no fault of the model
+            if isinstance(error, NoRoom) and not self.single:  # no fault of the model
                 model.error = error
                 model.enter("unloaded")
+            else:
+                await model.fail(error)
             raise
         except Exception as error:
-            log.exception("%s: its settings or its share of the memory are unknown", model.name)
+            log.exception("%s: the model could not be loaded", model.name)
             await model.fail(EngineError(f"{type(error).__name__}: {error}"))
             raise (model.error or error) from None
-        await model.load(settings)
         if not self.single:
             log.info(
                 "%s is loaded, after %.1f s%s", model.name, model.load_seconds, self._numbers(model.device)
@@ -300,12 +296,12 @@ class ModelPool:
     async def _place(self, model: PooledModel) -> dict[str, Any]:
         """Gives a model its share of its device's memory; returns its settings with that limit."""
         if self.single and self.config.memory_gb is None:
-            return model.settings
+            return model.own.keywords
         async with self._placing:
             device = model.device = await asyncio.to_thread(self.loader.device, model.config)
             if device not in self.memory:
                 self.memory[device] = await self._limit(model)
-            share = await asyncio.to_thread(self.loader.share, model.settings, self.memory[device])
+            share = await asyncio.to_thread(self.loader.share, model.own.keywords, self.memory[device])
             await self._make_room(model, share.bytes)
             model.share = share.bytes
         return share.settings
@@ -320,13 +316,13 @@ class ModelPool:
     async def _make_room(self, model: PooledModel, needed: int) -> None:
         """Ends models without requests, the least recently used first; none where that raises `NoRoom`."""
         device = model.device
-        idle = [one for one in self._on(device) if one.idle and not one.pinned]
-        if needed <= self.free(device) + sum(one.held for one in idle):
-            for one in sorted(idle, key=lambda one: one.used_at):
-                if needed > self.free(device) and one.idle:  # a request may have come meanwhile
-                    one.evictions += 1
-                    one.enter("draining")  # at once: a request that is ready would take it
-                    await asyncio.shield(self._end(one, f"for {model.name}"))
+        idle = [other for other in self._on(device) if other.idle and not other.pinned]
+        if needed <= self.free(device) + sum(other.held for other in idle):
+            for other in sorted(idle, key=lambda other: other.used_at):
+                if needed > self.free(device) and other.idle:  # a request may have come meanwhile
+                    other.evictions += 1
+                    other.enter("draining")  # at once: a request that is ready would take it
+                    await asyncio.shield(self._end(other, f"for {model.name}"))
             if needed <= self.free(device):
                 return
         raise NoRoom(self._refusal(model, needed))
@@ -337,9 +333,9 @@ class ModelPool:
 
     def _refusal(self, model: PooledModel, needed: int) -> str:
         held = [
-            f"{one.name} {gigabytes(one.held)} ({'pinned' if one.pinned else one.state})"
-            for one in self._on(model.device)
-            if one.held
+            f"{other.name} {gigabytes(other.held)} ({'pinned' if other.pinned else other.state})"
+            for other in self._on(model.device)
+            if other.held
         ]
         free, whole = gigabytes(self.free(model.device)), gigabytes(self.memory[model.device])
         room = f"{free} of {whole} GB are free on {model.device}"
@@ -348,7 +344,7 @@ class ModelPool:
     def _numbers(self, device: str) -> str:
         return f"; {gigabytes(self.free(device))} GB are free on {device}" if device in self.memory else ""
 
-    async def _change_of(self, model: PooledModel) -> None:
+    async def _next_change(self, model: PooledModel) -> None:
         with model.watched() as changes:
             await changes.get()
 

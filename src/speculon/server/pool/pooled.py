@@ -11,14 +11,14 @@ from time import monotonic, perf_counter, time
 from typing import Any, Literal
 
 from speculon.core.config import EngineConfig
+from speculon.core.config.models import ModelSettings
 from speculon.core.config.speculation import OFF
-from speculon.core.errors import EngineError, InvalidParameter, LoadFailed, NotReady, QueueFull, SpeculonError
+from speculon.core.errors import InvalidParameter, LoadFailed, NotReady, QueueFull, SpeculonError
 from speculon.engine.async_engine import MOST_PAUSE, STEADY_SECONDS
 from speculon.engine.messages import Ready
-from speculon.operations.pool.catalogue import OfModel
-from speculon.operations.pool.loader import Loader
 from speculon.server.answer import ABORT_SECONDS
 from speculon.server.model import ServedModel, defaults_differ
+from speculon.server.pool.loader import Loader
 from speculon.server.request import GenerationRequest
 
 State = Literal["unloaded", "loading", "loaded", "draining", "failed"]
@@ -35,24 +35,25 @@ class PooledModel:
     def __init__(
         self,
         name: str,
-        own: OfModel,
+        own: ModelSettings,
         loader: Loader,
         on_stage: OnStage | None = None,
         pinned: bool = False,
         alone: bool = False,
     ):
         self.served: ServedModel | None = None
-        self._found: dict[str, Any] = {}  # defaults of requests that the checkpoint brings
+        self._checkpoint_sampling: dict[str, Any] = {}  # defaults of requests that the checkpoint brings
         self.name, self._pin = name, pinned  # pinned whatever its own settings are
         self.adopt(own)
         self._loader, self._on_stage = loader, on_stage
         self._alone = alone  # the only model: its failure is the end of the server
-        self.engine = loader.engine(own.settings, self._note_stage)
-        self._built, self._started_with = own.settings, self.config.speculation  # of that engine
-        self._begun = False  # whether it was started
+        self.engine = loader.engine(own.keywords, self._note_stage)
+        # settings of that engine while it was not started, which it can be once; what it was started with
+        self._unstarted: dict[str, Any] | None = own.keywords
+        self._started_with = self.config.speculation
         # cleared while it is loaded with other settings: a failure then is not the end of the server
-        self.settled = asyncio.Event()
-        self.settled.set()
+        self.steady = asyncio.Event()
+        self.steady.set()
         self._ending = False  # whether a process that failed may still hold its share
         self.state: State = "unloaded"
         self.since, self.stage = time(), ""  # of the state; how far a load is
@@ -69,21 +70,20 @@ class PooledModel:
         self._watchers: set[asyncio.Queue[dict[str, Any] | None]] = set()
         self._watching: asyncio.Task[None] | None = None
 
-    def adopt(self, own: OfModel) -> None:
+    def adopt(self, own: ModelSettings) -> None:
         """These settings are its own; those of the process are in force with the next load."""
-        self.own, self.settings = own, own.settings
-        self.config, self._sampling = EngineConfig(**own.settings), own.sampling
+        self.own, self.config = own, own.config
         self.pinned = self._pin or own.pool.pinned
         if self.served is not None:
             self.served = self._with_defaults(self.served)
 
-    def takes(self, own: OfModel) -> bool:
+    def takes(self, own: ModelSettings) -> bool:
         """Whether its process can serve these settings, where they differ from its own in nothing but the
         defaults of requests.
         """
         if self.engine.facts is None:
             return False
-        method = EngineConfig(**own.settings).speculation.method
+        method = own.config.speculation.method
         capability = self.engine.facts.capabilities.get(f"methods.{method}")
         has = capability is not None and capability.status != "off"
         return method in (OFF, self._started_with.method) or has
@@ -91,11 +91,12 @@ class PooledModel:
     def _with_defaults(self, served: ServedModel) -> ServedModel:
         now = self.config.speculation
         changed = now if defaults_differ(self._started_with, now) else None
-        found = {name: value for name, value in self._found.items() if name != "max_tokens"}
+        defaults = dict(self._checkpoint_sampling)
+        max_new_tokens = defaults.pop("max_tokens", None)
         return replace(
             served,
-            sampling={**found, **self._sampling},
-            max_new_tokens=self._found.get("max_tokens"),
+            sampling={**defaults, **self.own.sampling},
+            max_new_tokens=max_new_tokens,
             speculation=changed,
         )
 
@@ -170,20 +171,12 @@ class PooledModel:
     async def load(self, settings: dict[str, Any]) -> None:
         """Loads it with these settings, which limit its memory. Raises what engine or tokenizer raises."""
         began = perf_counter()
-        try:
-            if self._begun or settings != self._built:
-                self.engine, self._built = self._loader.engine(settings, self._note_stage), settings
-            self._begun, self._started_with = True, EngineConfig(**settings).speculation
-            facts = await self.engine.start()
-            tokenizer = await asyncio.to_thread(self._loader.tokenizer, self.config)
-            self._found = await asyncio.to_thread(self._loader.sampling, self.config)
-        except SpeculonError as error:
-            await self.fail(error)
-            raise
-        except Exception as error:
-            log.exception("the model could not be loaded")
-            await self.fail(EngineError(f"{type(error).__name__}: {error}"))
-            raise self.error or error from None
+        if settings != self._unstarted:
+            self.engine = self._loader.engine(settings, self._note_stage)
+        self._unstarted, self._started_with = None, EngineConfig(**settings).speculation
+        facts = await self.engine.start()
+        tokenizer = await asyncio.to_thread(self._loader.tokenizer, self.config)
+        self._checkpoint_sampling = await asyncio.to_thread(self._loader.sampling, self.config)
         if not tokenizer.has_chat_template:
             log.warning("%s has no chat template: chats are refused, completions are served", self.name)
         config = self.config.serve
@@ -205,9 +198,9 @@ class PooledModel:
         self._pause = min(MOST_PAUSE, 2 * self._pause + 1)
         self.error, self.served, self.failures = error, None, self.failures + 1
         self.enter("failed")
-        if self.settled.is_set():
+        if self.steady.is_set():
             self.lost.set()
-        if not self._alone or not self.settled.is_set():
+        if not self._alone or not self.steady.is_set():
             log.error("%s: %s: %s", self.name, type(error).__name__, error)
             self._ending = True
             await self.engine.stop()

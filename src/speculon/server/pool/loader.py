@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -84,14 +84,11 @@ class Loader:
         memory, pool = process_memory(config, step, drafter_needs(config, step), total)
         limit = config.speculation.memory_limit_gb
         size = memory.total if limit is None else int(limit * GB)
-        given: dict[str, Any] = {}
+        limits: dict[str, Any] = {}
         if pool and config.kv_memory_gb is None and config.num_blocks is None:
-            given["kv_memory_gb"] = pool / GB
+            limits["kv_memory_gb"] = pool / GB
         if config.snapshot_memory_gb is None and memory.snapshots:
-            given["snapshot_memory_gb"] = memory.snapshots / GB
-        return Share(size, {**settings, **given, "speculation": limited(settings, size)})
-
-
-def limited(settings: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """The table `speculation` with the limit of the whole process."""
-    return {**settings.get("speculation", {}), "memory_limit_gb": size / GB}
+            limits["snapshot_memory_gb"] = memory.snapshots / GB
+        # the limit is that of the whole process
+        limits["speculation"] = {**settings.get("speculation", {}), "memory_limit_gb": size / GB}
+        return Share(size, {**settings, **limits})

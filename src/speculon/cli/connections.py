@@ -96,29 +96,46 @@ class ConnectionLimits:
             log.warning(message)
 
 
-class LimitedProtocol(asyncio.Protocol):
-    """What a protocol of uvicorn does beside: it enters the limits, and waits for no header for ever."""
+class CountedProtocol(asyncio.Protocol):
+    """What a protocol of uvicorn does beside: it enters the limits, or closes the connection."""
+
+    limits: ConnectionLimits
+    address: str | None = None  # while it is counted
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        address = (get_remote_addr(transport) or ("", 0))[0]
+        if self.limits.enter(address):
+            self.address = address
+        else:
+            transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        self.leave()
+
+    def leave(self) -> None:
+        if self.address is not None:
+            self.limits.leave(self.address)
+            self.address = None
+
+
+class LimitedProtocol(CountedProtocol):
+    """It waits for no header for ever."""
 
     if TYPE_CHECKING:  # uvicorn's own
-        client: tuple[str, int] | None
         cycle: Any
         timeout_keep_alive: float
         transport: asyncio.Transport
 
     def __init__(self, limits: ConnectionLimits, **options: Any):
         super().__init__(**options)
-        self.timeout_keep_alive = limits.keep_alive
-        self._limits = limits
-        self._address: str | None = None  # while it is counted
+        self.limits, self.timeout_keep_alive = limits, limits.keep_alive
         self._timer: asyncio.TimerHandle | None = None
         self._upgraded = False  # a websocket's protocol has the connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        address = self.client[0] if self.client else ""
-        if not self._limits.enter(address):
-            return self.transport.abort()
-        self._address = address
         self._await_header()
 
     def data_received(self, data: bytes) -> None:
@@ -133,24 +150,18 @@ class LimitedProtocol(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
         self._stop_timer()
-        self._leave()
 
     def handle_websocket_upgrade(self) -> None:
         """The websocket's protocol enters the limits in the place of this one."""
         self._upgraded = True
-        self._leave()
+        self.leave()
         super().handle_websocket_upgrade()  # type: ignore[misc]
-
-    def _leave(self) -> None:
-        if self._address is not None:
-            self._limits.leave(self._address)
-            self._address = None
 
     def _await_header(self) -> None:
         """From the connection, or the first byte after an answer, to the end of the header."""
         if self._timer is None and not self.transport.is_closing():
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._limits.header_timeout, self.transport.close)
+            self._timer = loop.call_later(self.limits.header_timeout, self.transport.close)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -162,26 +173,12 @@ class HttpProtocol(LimitedProtocol, AutoHTTPProtocol):  # type: ignore[misc,vali
     """The fastest of uvicorn's protocols, with limits."""
 
 
-def socket_protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:
+def socket_protocol(connections: ConnectionLimits) -> type[asyncio.Protocol]:
     """uvicorn's websocket protocol, with limits. `websockets` comes with the extra `admin`."""
     from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-    class SocketProtocol(WebSocketsSansIOProtocol):
-        counted: str | None = None  # its address
-
-        def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            super().connection_made(transport)
-            address = (get_remote_addr(self.transport) or ("", 0))[0]
-            if limits.enter(address):
-                self.counted = address
-            else:
-                self.transport.abort()
-
-        def connection_lost(self, error: Exception | None) -> None:
-            super().connection_lost(error)
-            if self.counted is not None:
-                limits.leave(self.counted)
-                self.counted = None
+    class SocketProtocol(CountedProtocol, WebSocketsSansIOProtocol):
+        limits = connections
 
     return SocketProtocol
 

@@ -8,21 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from speculon.core.config import EngineConfig, SpeculationConfig
-from speculon.core.config.models import ModelSettingsFile, PoolSettings
+from speculon.core.config.models import ModelSettings, ModelSettingsFile
 from speculon.core.config.models.merge import absences
 from speculon.core.errors import ConfigError
 from speculon.loading.locate import name_of
 
 PLAIN = re.compile(r"[^\w.-]+")  # what a file name should not have
-
-
-@dataclass(frozen=True, slots=True)
-class OfModel:
-    """What is set for one model."""
-
-    settings: dict[str, Any]  # fields of `EngineConfig`
-    sampling: dict[str, Any] = field(default_factory=dict)  # of requests that set none
-    pool: PoolSettings = field(default_factory=PoolSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,51 +32,50 @@ class Catalogue:
         config = EngineConfig(**settings)
         return cls(settings, {config.serve.served_model_name or name_of(config.model): config.model})
 
-    def of_model(self, name: str) -> OfModel:
-        """The settings of one model. They are made nowhere else. Raises `ConfigError`."""
-        if self.file is None:
-            return OfModel(self.with_path(name, self.settings))
-        return self._read(self.file, name)
+    def given(self, name: str) -> dict[str, Any]:
+        """The keywords of `EngineConfig` that flags set for one model."""
+        return {**self.settings, "model": self.paths[name]}
 
-    def healed(self, name: str, own: OfModel) -> OfModel:
+    def settings_of(self, name: str) -> ModelSettings:
+        """The settings of one model. They are made nowhere else. Raises `ConfigError`."""
+        given, file = self.given(name), self.file
+        return self.adapted(name, file.settings_of(name, given) if file else ModelSettings(name, given))
+
+    def healed(self, name: str, own: ModelSettings) -> ModelSettings:
         """The settings of a model that loads now: read anew where one of its drafters is not there any more.
 
         Raises `ConfigError`.
         """
-        file, speculation = self.file or self.writable, own.settings.get("speculation") or {}
+        file, speculation = self.file or self.writable, own.keywords.get("speculation") or {}
         draft = speculation.draft if isinstance(speculation, SpeculationConfig) else speculation.get("draft")
-        return self._read(file, name) if file is not None and absences(draft, file.methods) else own
+        if file is None or not absences(draft, file.methods):
+            return own
+        return self.adapted(name, file.settings_of(name, self.given(name)))
 
-    def _read(self, file: ModelSettingsFile, name: str) -> OfModel:
-        found = file.settings_of(name, {**self.settings, "model": self.paths[name]})
-        return OfModel(self.with_path(name, found.keywords), found.sampling, found.pool)
+    def adapted(self, name: str, own: ModelSettings) -> ModelSettings:
+        """The settings with what differs between models of one server."""
+        keywords = {**own.keywords, "model": self.paths[name]}
+        if len(self.paths) > 1:
+            if own.config.events is not None:  # two processes cannot write one file
+                stem = f"{own.config.events.stem}-{self._file_name(name)}"
+                keywords["events"] = own.config.events.with_stem(stem)
+            if own.config.serve.restart_engine is None:  # the server does not end with one of its engines
+                keywords["serve"] = {**keywords.get("serve", {}), "restart_engine": True}
+        return own.with_keywords(keywords)
 
     def names(self) -> dict[str, str]:
         """Every name of each model, its path among them, and the one that it is listed by.
 
         Raises `ConfigError`.
         """
-        found = {name: name for name in self.paths}
+        names = {name: name for name in self.paths}
         for other, name in (self.file.names() if self.file is not None else {}).items():
-            if name in self.paths and found.setdefault(other, name) != name:
-                raise ConfigError(f"{other!r} is a name of two models: {found[other]} and {name}")
-        return {path: name for name, path in self.paths.items()} | found
-
-    def with_path(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings of a model with what differs between models of one server."""
-        fields = {**settings, "model": self.paths[name]}
-        config = EngineConfig(**fields)
-        if len(self.paths) == 1:
-            return fields
-        if config.events is not None:  # two processes cannot write one file
-            stem = f"{config.events.stem}-{self._file_name(name)}"
-            fields["events"] = config.events.with_stem(stem)
-        if config.serve.restart_engine is None:  # the server does not end with one of its engines
-            fields["serve"] = {**fields.get("serve", {}), "restart_engine": True}
-        return fields
+            if name in self.paths and names.setdefault(other, name) != name:
+                raise ConfigError(f"{other!r} is a name of two models: {names[other]} and {name}")
+        return {path: name for name, path in self.paths.items()} | names
 
     def _file_name(self, name: str) -> str:
         """Of `a/b` and `a-b`, which have the same plain name, each has its place among the models."""
-        plain = [PLAIN.sub("-", one) for one in self.paths]
+        plain = [PLAIN.sub("-", path) for path in self.paths]
         at = list(self.paths).index(name)
         return plain[at] if plain.count(plain[at]) == 1 else f"{plain[at]}-{at + 1}"

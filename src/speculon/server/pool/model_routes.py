@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
@@ -13,20 +13,13 @@ from speculon.core.errors import SpeculonError
 from speculon.server.answer import Answer
 from speculon.server.answer_schemas import CapabilityRow, CapabilityTable, ModelCard, ModelList
 from speculon.server.app_state import AppState
-from speculon.server.errors import RESPONSES, answer_to, body_of
+from speculon.server.errors import RESPONSES, Failure
 from speculon.server.model import OF_REQUESTS
-from speculon.server.streaming import line
+from speculon.server.streaming import event_stream, line
 
 if TYPE_CHECKING:
-    from speculon.operations.pool.pool import ModelPool
-    from speculon.operations.pool.pooled import PooledModel
-
-PROGRESS: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The stages as server-sent events, then the state or an error",
-        "content": {"text/event-stream": {}},
-    }
-}
+    from speculon.server.pool.pool import ModelPool
+    from speculon.server.pool.pooled import PooledModel
 
 
 def add_models(app: FastAPI, state: AppState) -> None:
@@ -58,13 +51,9 @@ def add_models(app: FastAPI, state: AppState) -> None:
             pool.check_health()
         return card(state, pool.find(model))
 
+    stages = event_stream("The stages as server-sent events, then the state or an error")
 
-def add_loads(app: FastAPI, state: AppState) -> None:
-    pool = state.pool
-
-    @app.post(
-        "/v1/models/{model:path}/load", response_class=StreamingResponse, responses=RESPONSES | PROGRESS
-    )
+    @app.post("/v1/models/{model:path}/load", response_class=StreamingResponse, responses=RESPONSES | stages)
     async def load(model: str) -> StreamingResponse:
         """Load a model and wait for it; the events say how far it is."""
         pool.check_open()
@@ -74,9 +63,9 @@ def add_loads(app: FastAPI, state: AppState) -> None:
     async def unload(model: str) -> ModelCard:
         """End a model after its running requests. The next request for it loads it again."""
         pool.check_open()
-        found = pool.find(model)
-        await pool.unload(found)
-        return card(state, found)
+        pooled = pool.find(model)
+        await pool.unload(pooled)
+        return card(state, pooled)
 
 
 def card(state: AppState, model: PooledModel) -> ModelCard:
@@ -117,7 +106,7 @@ def progress(pool: ModelPool, model: PooledModel) -> StreamingResponse:
             async for change in pool.progress(model):
                 yield line(change)
         except SpeculonError as error:
-            yield line(body_of(*answer_to(error)))
+            yield line(Failure.of(error).body())
         yield Answer.DONE
 
     return StreamingResponse(lines(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
