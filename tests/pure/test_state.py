@@ -297,7 +297,7 @@ def test_it_is_kept_when_its_owner_goes(tmp_path: Path) -> None:
         pass
 
     engine, owner = Engine(tmp_path), Owner()
-    engine.state.save_at_end_of(owner)
+    engine.state.save_at_end(owner)
     engine.write([4, 5, 6])
     del owner
     gc.collect()

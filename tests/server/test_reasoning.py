@@ -19,10 +19,9 @@ from speculon.core.config import RequestSpeculation, SamplingParams, Thinking
 from speculon.core.types import Finish
 from speculon.decoding.sequence import Ending, Event
 from speculon.decoding.text.deltas import ReplyParser, TextParser, merge_deltas
-from speculon.decoding.text.reasoning import ThinkingParser, thinking_of
 from speculon.decoding.text.stop_strings import StopStrings
 from speculon.decoding.text.tags import TaggedStream, special_tags
-from speculon.decoding.text.thinking import AnswerStart
+from speculon.decoding.text.thinking import AnswerStart, ThinkingParser, prompt_thinking
 from speculon.decoding.text.tokenizer import Stream, Tokenizer
 from speculon.decoding.text.tool_calls import JsonCallsParser, TaggedCallsParser
 from speculon.decoding.verify import first_stop_string
@@ -92,7 +91,7 @@ TEMPLATES = {
 def test_template_and_prompt_tell_how_a_reply_thinks(case: str) -> None:
     template, end, thinking = TEMPLATES[case]
     prompt = list((end if end != "</think>" else "<think>\n").encode())
-    assert thinking_of(Tokenizer(Bytes(template)), [65, *prompt]) == thinking
+    assert prompt_thinking(Tokenizer(Bytes(template)), [65, *prompt]) == thinking
 
 
 def test_ids_that_are_no_tokens_are_left_to_the_engine() -> None:

@@ -77,11 +77,9 @@ class Host(Protocol):
 
     def abort(self, request_ids: list[str]) -> None:
         """Ends these requests; their last events come to their queues."""
-        ...
 
     def end(self, queue: OutputQueue) -> None:
         """Ends the open requests of a queue, and lets go of it."""
-        ...
 
 
 class OutputQueue:
@@ -304,10 +302,6 @@ class Stepper:
         finally:
             queue.close()
 
-    def requests_of_task(self, calls: Seq[Call]) -> TaskRequests:
-        """`requests` for one task: a thread steps the engine until they have ended."""
-        return TaskRequests(self, calls)
-
     async def admit_for_task(self, calls: Seq[Call], queue: OutputQueue) -> None:
         await asyncio.get_running_loop().run_in_executor(self._calls, self._admit, calls, queue)
         self._steps.submit(self._step_for, queue)
@@ -317,9 +311,7 @@ class Stepper:
         await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._calls, queue.close))
 
     def events(self, queue: OutputQueue) -> Iterator[Event]:
-        """Steps the engine for a thread until all sequences of its queue have ended. Raises what a step
-        raises.
-        """
+        """Steps the engine for a thread until its queue's sequences have ended. Raises what a step raises."""
         self._step_until(lambda: queue.ready)
         while queue.unread:
             yield queue.unread.popleft()
@@ -341,13 +333,13 @@ class Stepper:
 
     def replay(self) -> None:
         """All replays of the monitor, each forward of them only while nobody's request runs."""
-        more = True
-        while more:
+        unfinished = True
+        while unfinished:
             self._step_until(lambda: not self._engine.has_work)
             with self.turn() as engine:
                 if not engine.has_work and engine.has_replays:
                     engine.replay()
-                more = engine.has_work or engine.has_replays
+                unfinished = engine.has_work or engine.has_replays
 
     def check_when_idle(self) -> None:
         """Raises AssertionError unless every page is accounted for; does nothing while requests run."""
@@ -414,7 +406,7 @@ class Stepper:
 
 
 class TaskRequests:
-    """Requests of one task, which end with its block.
+    """`Stepper.requests` for one task: a thread steps the engine until they have ended.
 
     No generator: a loop that ends closes those that were left in any order, one inside another too.
     """

@@ -11,8 +11,8 @@ from typing import Any
 from speculon.core.config import Structured
 from speculon.core.errors import InvalidParameter
 from speculon.decoding.text.deltas import ReplyParser, TextParser
-from speculon.decoding.text.reasoning import THINKING_TAGS, ThinkingParser, thinking_of
 from speculon.decoding.text.tags import special_tags
+from speculon.decoding.text.thinking import THINKING_TAGS, ThinkingParser, prompt_thinking
 from speculon.decoding.text.tokenizer import sure_text
 from speculon.decoding.text.tool_calls import (
     CLOSE,
@@ -108,7 +108,7 @@ def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:
     parser, form = read_tools(body, model)
     tools = tools_in_use(body)
     prompts = [conversation(body, tools, model)]
-    thinking = thinking_of(model.tokenizer, prompts[0])
+    thinking = prompt_thinking(model.tokenizer, prompts[0])
     params = sampling_of(
         body,
         model,

@@ -43,12 +43,12 @@ class StopStrings:
 
     def _complete(self, text: str, settled: int) -> list[tuple[int, int, str]]:
         """(end, rank, stop string) of those in `text` that end after its first `settled` characters."""
-        found = []
+        matches = []
         for rank, stop in enumerate(self._stops):
             at = text.find(stop, max(0, settled - len(stop) + 1))
             if at >= 0:
-                found.append((at + len(stop), rank, stop))
-        return found
+                matches.append((at + len(stop), rank, stop))
+        return matches
 
     def _tail(self, before: list[int], skip: bool) -> tuple[list[int], Seq[int], int]:
         """Last tokens that hold every character a stop string could begin with, what they are decoded after,
@@ -57,13 +57,13 @@ class StopStrings:
         # tokens can be single bytes of characters that have four, so only their text says whether they are
         # enough
         enough, n = self._longest + 4, 4 + self._longest // 2
-        most = 4 * enough + MAX_UNSURE
+        longest = 4 * enough + MAX_UNSURE
         while True:
-            n = min(n, len(before), most)
+            n = min(n, len(before), longest)
             tail = before[len(before) - n :]
             context = self._context if n == len(before) else self._tokenizer.anchor
             text = self._sure_text(context, tail, skip)
-            if len(text) >= enough or n == len(before) or n == most:
+            if len(text) >= enough or n == len(before) or n == longest:
                 return tail, context, len(text)
             n *= 2
 

@@ -45,18 +45,18 @@ class TaggedStream:
 
     def _tagged(self, text: str) -> str:
         """`text`, which goes on from what was returned, with the tags that stand in it or at its ends."""
-        begun, found = self._returned, ""
+        begun, tagged = self._returned, ""
         self._returned += len(text)
         while self._held and self._held[0][0] <= self._returned:
             at, tag = self._held.pop(0)
-            found, text, begun = found + text[: at - begun] + tag, text[at - begun :], at
-        return found + text
+            tagged, text, begun = tagged + text[: at - begun] + tag, text[at - begun :], at
+        return tagged + text
 
 
 def special_tags(tokenizer: Tokenizer, tags: Iterable[str]) -> dict[str, int]:
     """The ids of those tags that are special tokens, which texts leave out."""
-    found = {tag: tokenizer.token_id(tag) for tag in tags}
-    return {tag: token for tag, token in found.items() if token in tokenizer.special_ids}
+    ids = {tag: tokenizer.token_id(tag) for tag in tags}
+    return {tag: token for tag, token in ids.items() if token in tokenizer.special_ids}
 
 
 def without_tags(deltas: list[Delta], tags: Seq[str]) -> list[Delta]:

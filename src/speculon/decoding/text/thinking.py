@@ -1,15 +1,19 @@
-"""Where the answer begins in a text that thinks first: stop strings and forms begin there. No torch."""
+"""Thinking before an answer: whether a prompt leads to it, where the answer begins, how they are parted."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from copy import copy
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from speculon.core.config import Thinking
-    from speculon.decoding.text.tokenizer import Tokenizer
+from speculon.core.config import Thinking
+from speculon.decoding.text.deltas import Delta, ReplyParser, partial_tag, reasoning_delta
+from speculon.decoding.text.tokenizer import Tokenizer
+
+THINKING_TAGS = (Thinking().start, Thinking().end)
+TAIL = 16  # tokens of a prompt's end that may hold a tag
 
 
 class AnswerStart:
@@ -56,9 +60,90 @@ class AnswerStart:
             self.push(token)
         ahead = copy(self)
         begins = [ahead.push(token) for token in output[num_committed:]]
-        found = []
+        runs = []
         for begin, run in groupby(range(len(begins)), key=begins.__getitem__):
             positions = [num_committed + i for i in run]
             if begin is not None:
-                found.append((begin, positions[0], positions[-1] + 1))
-        return found
+                runs.append((begin, positions[0], positions[-1] + 1))
+        return runs
+
+
+def prompt_thinking(tokenizer: Tokenizer, prompt: Seq[int]) -> Thinking | None:
+    """How the reply to a prompt may think; None where it does not.
+
+    A template opens the thinking, leaves that to the model, or closes an empty one, where it is switched off.
+    """
+    tags = Thinking()
+    known = any(tag in tokenizer.chat_template for tag in THINKING_TAGS)
+    if not known and tokenizer.token_id(tags.end) is None:
+        return None
+    tail = [token for token in prompt[-TAIL:] if token < tokenizer.vocab_size]  # the engine refuses others
+    end = tokenizer.decode(tail, skip_special_tokens=False).rstrip()
+    return None if end.endswith(tags.end) else Thinking(opened=end.endswith(tags.start))
+
+
+class ThinkingParser:
+    """The thinking as `reasoning_content`, and the answer after it as another parser reads it.
+
+    Blanks around the tags are neither.
+    """
+
+    def __init__(self, thinking: Thinking, answer: Callable[[], ReplyParser]):
+        self._thinking, self._answer = thinking, answer()
+        self.tags = (*self._answer.tags, thinking.start, thinking.end)
+        self._held = ""
+        self._state = self._begin
+
+    @property
+    def called(self) -> bool:
+        return self._answer.called
+
+    def push(self, text: str) -> list[Delta]:
+        self._held += text
+        return self._state()
+
+    def end(self, cut: bool) -> list[Delta]:
+        rest = self._held.rstrip() if self._state == self._reason else self._held
+        deltas = reasoning_delta(rest) if self._state == self._reason else self._answer.push(rest)
+        return deltas + self._answer.end(cut)
+
+    # Each state takes what it can of `_held`.
+
+    def _begin(self) -> list[Delta]:
+        """An opened thinking may be opened once more by the model."""
+        text, start = self._held.lstrip(), self._thinking.start
+        if start.startswith(text) and text != start:
+            return []
+        begun = text.startswith(start)
+        if begun or self._thinking.opened:
+            self._held, self._state = text.removeprefix(start), self._skip
+        else:
+            self._state = self._pass_on
+        return self._state()
+
+    def _skip(self) -> list[Delta]:
+        self._held = self._held.lstrip()
+        if not self._held:
+            return []
+        self._state = self._reason
+        return self._state()
+
+    def _reason(self) -> list[Delta]:
+        text, ending, rest = self._held.partition(self._thinking.end)
+        if ending:
+            self._held, self._state = rest, self._gap
+            return reasoning_delta(text.rstrip()) + self._state()
+        certain = text[: len(text) - partial_tag(text, self._thinking.end)].rstrip()
+        self._held = text[len(certain) :]
+        return reasoning_delta(certain)
+
+    def _gap(self) -> list[Delta]:
+        self._held = self._held.lstrip()
+        if not self._held:
+            return []
+        self._state = self._pass_on
+        return self._state()
+
+    def _pass_on(self) -> list[Delta]:
+        text, self._held = self._held, ""
+        return self._answer.push(text)

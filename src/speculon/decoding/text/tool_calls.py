@@ -53,8 +53,8 @@ class CallsParser:
 
     tags: tuple[str, ...] = ()
 
-    def __init__(self, most: int | None = None):
-        self._most = most  # calls; what follows them is dropped
+    def __init__(self, max_calls: int | None = None):
+        self._max_calls = max_calls  # calls; what follows them is dropped
         self._calls = 0
         self._held = ""  # not read yet
         self._raw = ""  # read since the calls began, and text where there is no call
@@ -139,7 +139,7 @@ class CallsParser:
         return end is not None and self._end_call()
 
     def _end_call(self) -> bool:
-        self._raw, self._state = "", self._dropped if self._calls == self._most else self._between
+        self._raw, self._state = "", self._dropped if self._calls == self._max_calls else self._between
         return True
 
     def _gap(self, deltas: list[Delta]) -> bool:
@@ -175,9 +175,7 @@ class CallsParser:
 
 
 class TaggedCallsParser(CallsParser):
-    """Text, and calls between tags: of Hermes and Qwen, and in the generic form. Text between tags that is no
-    call stays text.
-    """
+    """Text, and calls between tags (Hermes, Qwen, the generic form). What is no call there stays text."""
 
     tags: tuple[str, ...] = (OPEN, CLOSE)
 
@@ -207,8 +205,8 @@ class TaggedCallsParser(CallsParser):
 class JsonCallsParser(CallsParser):
     """Calls as JSON objects at the beginning of a reply (Llama 3); anything else is text."""
 
-    def __init__(self, most: int | None = None):
-        super().__init__(most)
+    def __init__(self, max_calls: int | None = None):
+        super().__init__(max_calls)
         self._state = self._between
 
     def _text(self, deltas: list[Delta]) -> bool:
@@ -235,21 +233,21 @@ class Nesting:
 
         Raw line breaks in strings are escaped. A tag ends an object that lacks its bracket.
         """
-        found = []
+        chars = []
         for i, char in enumerate(text):
             if self._string:
                 self._string = self._escaped or char != '"'
                 self._escaped = char == "\\" and not self._escaped
-                found.append(json.dumps(char)[1:-1] if char < " " else char)
+                chars.append(json.dumps(char)[1:-1] if char < " " else char)
                 continue
             if char == "<":  # no JSON has it outside of strings
-                return "".join(found), i
-            found.append(char)
+                return "".join(chars), i
+            chars.append(char)
             self._string = char == '"'
             self._depth += (char in "{[") - (char in "}]")
             if self._depth == 0 and char in "}]":
-                return "".join(found), i + 1
-        return "".join(found), None
+                return "".join(chars), i + 1
+        return "".join(chars), None
 
 
 # a part of a template's source -> the parser of its tool calls
@@ -269,10 +267,10 @@ def parser_for(template: str) -> type[CallsParser] | None:
 
 def may_be_call(text: str) -> bool:
     """Whether an object that begins so may be a call, by its first key."""
-    found = FIRST_KEY.match(text)
-    if found is None:
+    first_key = FIRST_KEY.match(text)
+    if first_key is None:
         return False
-    key, closed = found[1] or "", found[2]
+    key, closed = first_key[1] or "", first_key[2]
     return key in KEYS if closed else any(name.startswith(key) for name in KEYS)
 
 
@@ -284,15 +282,10 @@ def read_call(text: str) -> tuple[str, str] | None:
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
-    given = next((call[key] for key in ("arguments", "parameters") if key in call), ...)
-    if given is ...:
+    arguments = next((call[key] for key in ("arguments", "parameters") if key in call), ...)
+    if arguments is ...:
         return None if call.keys() - WITHOUT_ARGUMENTS else (call["name"], "{}")
-    return call["name"], arguments_of(given)
-
-
-def arguments_of(value: Any) -> str:
-    """Arguments as JSON; none are an empty object."""
-    return as_json(value) if value not in (None, "") else "{}"
+    return call["name"], as_json(arguments) if arguments not in (None, "") else "{}"
 
 
 def as_json(value: Any) -> str:

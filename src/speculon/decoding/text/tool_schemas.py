@@ -23,7 +23,7 @@ log = logging.getLogger("speculon.server")
 
 TOOLS = "tools"  # the field that the forms of calls come from
 MAX_CALLS = 8  # in one forced reply
-KEPT = 256  # schemas whose grammars were tried
+MAX_TRIED = 256  # schemas whose grammars were tried
 # of bytes, since a token may be a part of a character; FF begins tokens that are no text in llguidance
 ANY_TEXT, WITHOUT_SPECIAL = "(?s:.)*", r"(?s-u:[\x00-\xFE])*"
 NO_SCHEMA = "schema"  # in place of a keyword, for what is none
@@ -150,29 +150,29 @@ def fitted(function: Mapping[str, Any], exact: bool) -> dict[str, Any]:
     Raises `InvalidParameter` where they are not `exact` then, though they must be.
     """
     parameters = function.get("parameters") or ANY_OBJECT
-    found, left_out = expressible(json.dumps(parameters), exact)
+    schema, left_out = expressible(json.dumps(parameters), exact)
     if exact and left_out:
         name, keywords = function["name"], ", ".join(left_out)
         limit = f"the parameters of {name}: a grammar cannot guarantee {keywords}"
         raise InvalidParameter(TOOLS, name, limit)
-    return {**function, "parameters": json.loads(found)}
+    return {**function, "parameters": json.loads(schema)}
 
 
-@lru_cache(KEPT)
+@lru_cache(MAX_TRIED)
 def expressible(schema: str, exact: bool) -> tuple[str, tuple[str, ...]]:
     """(the schema without what a grammar cannot say, the keywords left out), once for each schema."""
     root = json.loads(schema)
     if callable_with(root, EXACT if exact else STYLE):
         return schema, ()
     left_out: dict[str, None] = {}
-    found = relaxed(root, root, left_out)
-    if not callable_with(found, STYLE):
-        found, left_out = ANY_OBJECT, {NO_SCHEMA: None}
+    simpler = relaxed(root, root, left_out)
+    if not callable_with(simpler, STYLE):
+        simpler, left_out = ANY_OBJECT, {NO_SCHEMA: None}
     if not exact:
         names = ", ".join(name_for_log(keyword.removeprefix("$")) for keyword in left_out)
         log.warning("the grammar of a tool with a schema of %d characters leaves out %s", len(schema), names)
     # alternatives are not left out: more than one of them may fit
-    return json.dumps(found), tuple(left_out) or ("oneOf",)
+    return json.dumps(simpler), tuple(left_out) or ("oneOf",)
 
 
 def callable_with(parameters: Any, style: Any) -> bool:
@@ -195,7 +195,7 @@ def compiles(schema: Any, style: Any = EXACT) -> bool:
     return not faulty
 
 
-@lru_cache(4 * KEPT)
+@lru_cache(4 * MAX_TRIED)
 def alone(keyword: str, value: str) -> bool:
     return compiles({keyword: json.loads(value)})
 
@@ -213,22 +213,22 @@ def relaxed(schema: Any, root: Any, left_out: dict[str, None], depth: int = 1) -
     def below(part: Any) -> Any:
         return relaxed(part, root, left_out, depth + 1)
 
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for keyword, value in schema.items():
         if keyword in BY_NAME and isinstance(value, Mapping):
-            kept = [name for name in value if keyword != PATTERNS or alone(keyword, json.dumps({name: {}}))]
-            found[keyword] = {name: below(value[name]) for name in kept}
-            if len(kept) < len(value):
+            names = [name for name in value if keyword != PATTERNS or alone(keyword, json.dumps({name: {}}))]
+            result[keyword] = {name: below(value[name]) for name in names}
+            if len(names) < len(value):
                 left_out[keyword] = None
         elif keyword in (*LISTED, *ALONE) and isinstance(value, list) and value:
-            found[keyword] = [below(one) for one in value]
+            result[keyword] = [below(item) for item in value]
         elif keyword in ALONE and isinstance(value, Mapping):
-            found[keyword] = below(value)
+            result[keyword] = below(value)
         elif points_into(root, value) if keyword == "$ref" else alone(keyword, json.dumps(value)):
-            found[keyword] = value
+            result[keyword] = value
         else:
             left_out[keyword] = None
-    return found
+    return result
 
 
 def points_into(root: Any, reference: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from speculon.core.config import EngineConfig
 from speculon.core.config.speculation import OFF
 from speculon.core.errors import EngineError, InvalidParameter, LoadFailed, NotReady, QueueFull, SpeculonError
-from speculon.engine.async_engine import MOST_PAUSE, STEADY_SECONDS
+from speculon.engine.async_engine import MAX_PAUSE, STEADY_SECONDS
 from speculon.engine.messages import Ready
 from speculon.operations.pool.catalogue import OfModel
 from speculon.operations.pool.loader import Loader
@@ -202,7 +202,7 @@ class PooledModel:
         if self.state == "loaded" and monotonic() - self._loaded_at > STEADY_SECONDS:
             self._pause = 0.0
         self._retry_at = monotonic() + self._pause
-        self._pause = min(MOST_PAUSE, 2 * self._pause + 1)
+        self._pause = min(MAX_PAUSE, 2 * self._pause + 1)
         self.error, self.served, self.failures = error, None, self.failures + 1
         self.enter("failed")
         if self.settled.is_set():

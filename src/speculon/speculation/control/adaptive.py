@@ -39,10 +39,8 @@ class AdaptiveLookahead:
         if proposed < 0 or accepted < 0:
             raise ValueError(f"proposed = {proposed}, accepted = {accepted}: neither can be negative")
         reached = float(min(accepted, proposed))
-        alpha = self.config.alpha
-        self.mean_accepted = (
-            alpha * reached + (1 - alpha) * self.mean_accepted if self.observations else reached
-        )
+        alpha = self.config.alpha if self.observations else 1.0
+        self.mean_accepted = alpha * reached + (1 - alpha) * self.mean_accepted
         self.observations += 1
         if self._cooldown:
             self._cooldown -= 1
