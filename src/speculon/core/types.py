@@ -368,11 +368,6 @@ class Capability:
     reason: str
     limits: Mapping[str, int] = field(default_factory=dict)
 
-    @property
-    def denied(self) -> bool:
-        """Whether a request for it is refused, or served without it."""
-        return self.status in ("off", "refused")
-
 
 Capabilities = Mapping[str, Capability]  # by feature
 

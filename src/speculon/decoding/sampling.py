@@ -99,10 +99,8 @@ def pick(weights: Tensor, rows: list[Row], draw: Draw | None = None) -> list[int
 
 
 def best(weights: Tensor) -> Tensor:
-    """Where each row is largest, [R]: the first of equals.
-
-    On CPU numpy's argmax is vectorised, which pays beyond a short row.
-    """
+    """Where each row is largest, [R]: the first of equals."""
+    # numpy's argmax is vectorised, which pays beyond a short row
     if weights.device.type == "cpu" and weights.numel() > SHORT:
         return torch.from_numpy(weights.numpy().argmax(-1))
     return weights.argmax(-1)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 CONTEXT = "limits.max_context"  # in the capability table
 OF_VOCABULARY = ("logprobs", "prompt_logprobs")  # numbers of tokens
+NEED_TOKENIZER = ("stop", "bad_words", "structured", "thinking")
 SHAPE_TOKENS = 512  # of a prompt's end that are read for its class
 
 
@@ -88,8 +89,9 @@ class Admission:
             max_pages=self._pool.most(self._max_context, self._rows),
             written=written,
         )
-        if self._tokenizer is None:
-            refuse_text(params)
+        for name in NEED_TOKENIZER if self._tokenizer is None else ():
+            if value := getattr(params, name):
+                raise InvalidParameter(name, value, NO_TOKENIZER).about(f"parameters.{name}")
         if not isinstance(speculation, RequestSpeculation):
             speculation = RequestSpeculation(**(speculation or {}))
         config = speculation.defaults or self._config
@@ -220,13 +222,6 @@ def check_room(seq: Sequence, k: int) -> None:
     """Raises where `k` drafts and the token after them do not fit."""
     if k > max(0, seq.room - 1):
         raise TooLong(f"{len(seq.tokens)} tokens + {k} drafts + 1 > {seq.request.max_len} tokens")
-
-
-def refuse_text(params: SamplingParams) -> None:
-    """Raises by name what only a tokenizer can read."""
-    for name in ("stop", "bad_words", "structured", "thinking"):
-        if asked := getattr(params, name):
-            raise InvalidParameter(name, asked, NO_TOKENIZER).about(f"parameters.{name}")
 
 
 def read_prediction(

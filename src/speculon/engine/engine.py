@@ -201,7 +201,7 @@ class Engine:
 
     def step(self) -> list[Event]:
         """One round for everybody who can run. An error leaves every sequence as it was before."""
-        watch = self.stopwatch()
+        watch = Stopwatch(self.counters.profile)
         spans = self.scheduler.plan()
         if not spans:
             return []
@@ -218,7 +218,7 @@ class Engine:
         An error leaves every sequence as it was before. One that is not `counted` is in no counter and in no
         record; its sequences, the drafters and the policy learn from it all the same.
         """
-        watch = watch or (self.stopwatch() if counted else Stopwatch())
+        watch = watch or Stopwatch(self.counters.profile if counted else None)
         load, decoding = self.scheduler.load, [span for span in spans if span.decodes]
         watch.lap("prepare")
         self.policy.decide(decoding, load)
@@ -268,10 +268,6 @@ class Engine:
         cut(spans)
         watch.lap("verify")
         return out
-
-    def stopwatch(self) -> Stopwatch:
-        """Started now; its laps are booked in the counters."""
-        return Stopwatch(self.counters.profile)
 
     @property
     def has_replays(self) -> bool:

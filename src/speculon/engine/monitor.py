@@ -53,11 +53,6 @@ class FinishedSequence:
     finish: Finish
     grammar: Matcher | None  # at the beginning of the text
 
-    @classmethod
-    def of(cls, seq: Sequence, finish: Finish) -> FinishedSequence:
-        grammar = None if seq.grammar is None else seq.grammar.anew()
-        return cls(seq.request, seq.sample, list(seq.tokens), finish, grammar)
-
     @property
     def prompt(self) -> list[int]:
         return self.tokens[: self.request.prompt_len]
@@ -138,12 +133,9 @@ class Monitor:
         """None where nothing is to be monitored: then no page is taken."""
         if not config.monitor_share:
             return None
-        rows, pages = (
-            min(REPLAY_ROWS, config.max_batch_tokens),
-            replay_pages(config, max_context, target.layers),
-        )
+        rows, reach = min(REPLAY_ROWS, config.max_batch_tokens), joint_reach(target.layers)
+        pages = replay_pages(config, max_context, target.layers)
         slots = StateSlots(int(target.recurrent), 0, rows, target.by_row)
-        reach = joint_reach(target.layers)
         pool = BlockPool(pages, config.block_size, False, slots, target.prompts_apart, reach)
         store = PageStore(target.layers, pages, config.block_size, target.device)
         lane = Lane(target, pool, Leases(pool, store, 0, target.states(slots.count)), rows)
@@ -183,7 +175,9 @@ class Monitor:
             self.waiting.popleft()
             self.counts.dropped += 1
         try:
-            self.waiting.append(FinishedSequence.of(seq, finish))
+            grammar = None if seq.grammar is None else seq.grammar.anew()
+            answer = FinishedSequence(seq.request, seq.sample, list(seq.tokens), finish, grammar)
+            self.waiting.append(answer)
         except Exception:  # the request's own end must not depend on it
             log.exception("the monitor: %s cannot be replayed", seq.request.id)
             self.counts.dropped += 1

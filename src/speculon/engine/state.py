@@ -111,7 +111,7 @@ class State:
         if self.clock() < self.due or (self.writing and self.writing.is_alive()):
             return
         self.due = self.clock() + EVERY
-        self.writing = threading.Thread(target=self._write, args=(self._told(),), name="speculon-state")
+        self.writing = threading.Thread(target=self._write, args=(self._collect(),), name="speculon-state")
         self.writing.start()
 
     def save(self) -> None:
@@ -119,7 +119,7 @@ class State:
         # where the garbage is collected nobody chooses
         if self.writing and self.writing is not threading.current_thread():
             self.writing.join()
-        self._write(self._told())
+        self._write(self._collect())
 
     def save_at_end(self, owner: object) -> None:
         """Once: when this is closed, when the owner is collected, or at the end of the process."""
@@ -130,12 +130,12 @@ class State:
         if self._lock is not None:
             self._lock.release()
 
-    def _told(self) -> list[tuple[Part, Lines]]:
+    def _collect(self) -> list[tuple[Part, Lines]]:
         return [(part, part.learned.state()) for part in self._parts if part.readable]
 
-    def _write(self, told: list[tuple[Part, Lines]]) -> None:
+    def _write(self, collected: list[tuple[Part, Lines]]) -> None:
         try:
-            for part, lines in told:
+            for part, lines in collected:
                 head = {"format": FORMAT, "identity": part.identity}
                 write(self._folder / part.file, [head, *lines, {"end": len(lines)}])
             self._warned = False

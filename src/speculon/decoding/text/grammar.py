@@ -1,5 +1,4 @@
-"""Structured output: which tokens a JSON schema, a regular expression, a choice or a grammar allows next (by
-llguidance).
+"""Structured output by llguidance: which tokens a schema, an expression, a choice or a grammar allows next.
 
 A `Matcher` has the state of its sequence: it is fed with committed tokens only, so that drafts, faults and
 preemption leave no trace in it. Masks of drafted rows are computed ahead of it and taken back within one

@@ -36,7 +36,8 @@ class StopStrings:
         whole = self._tokenizer.continuation(context, [*tail, *new[:named]], skip_special_tokens)
         if UNSURE in whole or self._complete(whole, settled):
             for i in range(named):
-                text = self._sure_text(context, [*tail, *new[: i + 1]], skip_special_tokens)
+                # an unfinished character must not match: alone or among drafts, the same token ends the text
+                text = sure_text(self._tokenizer, context, [*tail, *new[: i + 1]], skip_special_tokens)
                 if ends := self._complete(text, settled):
                     return i, min(ends)[2]
         return (named, special[new[named]]) if named < len(new) else None
@@ -62,11 +63,7 @@ class StopStrings:
             n = min(n, len(before), longest)
             tail = before[len(before) - n :]
             context = self._context if n == len(before) else self._tokenizer.anchor
-            text = self._sure_text(context, tail, skip)
+            text = sure_text(self._tokenizer, context, tail, skip)
             if len(text) >= enough or n == len(before) or n == longest:
                 return tail, context, len(text)
             n *= 2
-
-    def _sure_text(self, context: Seq[int], ids: list[int], skip: bool) -> str:
-        # an unfinished character must not match: alone or among drafts, the same token ends the text
-        return sure_text(self._tokenizer, context, ids, skip)

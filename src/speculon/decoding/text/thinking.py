@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from copy import copy
+from functools import partial
 from itertools import groupby
 from typing import Literal
 
@@ -92,7 +93,7 @@ class ThinkingParser:
         self._thinking, self._answer = thinking, answer()
         self.tags = (*self._answer.tags, thinking.start, thinking.end)
         self._held = ""
-        self._state = self._begin
+        self._state: Callable[[], list[Delta]] = self._begin
 
     @property
     def called(self) -> bool:
@@ -116,33 +117,26 @@ class ThinkingParser:
             return []
         begun = text.startswith(start)
         if begun or self._thinking.opened:
-            self._held, self._state = text.removeprefix(start), self._skip
+            self._held, self._state = text.removeprefix(start), partial(self._skip_blanks, self._reason)
         else:
             self._state = self._pass_on
         return self._state()
 
-    def _skip(self) -> list[Delta]:
+    def _skip_blanks(self, following: Callable[[], list[Delta]]) -> list[Delta]:
         self._held = self._held.lstrip()
         if not self._held:
             return []
-        self._state = self._reason
-        return self._state()
+        self._state = following
+        return following()
 
     def _reason(self) -> list[Delta]:
         text, ending, rest = self._held.partition(self._thinking.end)
         if ending:
-            self._held, self._state = rest, self._gap
+            self._held, self._state = rest, partial(self._skip_blanks, self._pass_on)
             return reasoning_delta(text.rstrip()) + self._state()
         certain = text[: len(text) - partial_tag(text, self._thinking.end)].rstrip()
         self._held = text[len(certain) :]
         return reasoning_delta(certain)
-
-    def _gap(self) -> list[Delta]:
-        self._held = self._held.lstrip()
-        if not self._held:
-            return []
-        self._state = self._pass_on
-        return self._state()
 
     def _pass_on(self) -> list[Delta]:
         text, self._held = self._held, ""

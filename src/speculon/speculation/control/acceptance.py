@@ -99,9 +99,7 @@ class Acceptance:
 
 @dataclass(slots=True)
 class SequenceAcceptance:
-    """How one sequence departs from its class: accepted against expected drafts, as a factor 2^(shift / 2) of
-    the odds.
-    """
+    """A sequence against its class: accepted and expected drafts, as a factor 2^(shift / 2) of the odds."""
 
     accepted: float = 0.0
     expected: float = 0.0

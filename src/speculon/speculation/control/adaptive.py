@@ -1,7 +1,4 @@
-"""The number of drafts follows how many were accepted of late: one more than their mean.
-
-It weighs no cost.
-"""
+"""The number of drafts is one more than the mean of those accepted of late, whatever drafts cost."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Does a prompt look as if its answer would repeat it?
-
-Read once, before anything is known of how drafts fare.
-"""
+"""Whether a prompt looks as if its answer repeats it, read once, before anything is known of drafts."""
 
 from __future__ import annotations
 
@@ -44,8 +41,7 @@ WEAK_PATTERNS = [(reason, re.compile(pattern)) for reason, pattern in WEAK]
 
 
 def prompt_shape(text: str) -> tuple[bool, str]:
-    """Whether the answer to a prompt is likely to repeat it, and the marker that says so: (favourable,
-    reason).
+    """(Whether the answer to a prompt is likely to repeat it, the marker that says so).
 
     One strong marker is enough, or two different weak ones; the reason is then the second one's.
 

@@ -1,6 +1,4 @@
-"""Drafts that nobody verifies are compared with what is written anyway: acceptance is measured, and nothing
-is at risk.
-"""
+"""Drafts that are not verified are compared with what is generated anyway: acceptance without a risk."""
 
 from __future__ import annotations
 
