@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class EngineParts(Protocol):
-    """What the table is made from, of an engine."""
+    """The parts of an engine that the table is made from."""
 
     target: Target
     tokenizer: Tokenizer | None
