@@ -246,7 +246,7 @@ def test_a_file_written_over_in_spite_of_doubt_is_found_out(
     path.write_text("x")
     engine = Engine(tmp_path)
     for part in engine.state._parts:
-        part.kept = True
+        part.readable = True
     engine.state.close()
     assert path.read_text() != "x"
 
