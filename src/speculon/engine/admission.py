@@ -101,6 +101,7 @@ class Admission:
         sources = dict(zip(self.from_request, (grammar, prediction), strict=True))
         max_drafts, from_request, off = self._methods(speculation, own, sources)
         rules, ending = self._sampling(params, prompt)
+        chained = speculation.chained_drafts
         request = Request(
             id=request_id,
             prompt_len=len(prompt),
@@ -115,9 +116,7 @@ class Admission:
             from_request=from_request,
             off=off,
             policy=speculation.policy or config.policy,
-            chained=config.chained_drafts
-            if speculation.chained_drafts is None
-            else speculation.chained_drafts,
+            chained=config.chained_drafts if chained is None else chained,
             acceptance=acceptance_rule(speculation.acceptance or config.acceptance, params),
             shape=self._shape(prompt, params, off),
             prediction=prediction,
