@@ -9,7 +9,7 @@ import pytest
 from speculon.core.types import Draft, Proposal, Timing
 from speculon.decoding.sequence import Span
 from speculon.speculation.control import cost as module
-from speculon.speculation.control.cost import MOST_SIZES, Costs
+from speculon.speculation.control.cost import MAX_SIZES, Costs
 from tests.builders import make_sequence
 
 READ = 0.022  # ms of a token that a draft model has not read
@@ -164,7 +164,7 @@ def test_the_curve_that_is_shown_has_some_of_many_sizes(count: int) -> None:
     for rows in range(1, count + 1):
         costs.observe_step(rows, 0, 0, step_ms(rows, 0, 0))
     found = costs.plain_steps()
-    assert min(count, MOST_SIZES // 2) <= len(found) <= MOST_SIZES
+    assert min(count, MAX_SIZES // 2) <= len(found) <= MAX_SIZES
     assert list(found) == sorted(found) and (not count or max(found) == count)
 
 

@@ -227,7 +227,7 @@ def test_a_slow_disk_costs_rounds_that_are_counted_and_no_time(
         return real(file, data)
 
     monkeypatch.setattr(module.os, "write", write)
-    monkeypatch.setattr(module, "MOST_HELD", 4000)
+    monkeypatch.setattr(module, "MAX_HELD", 4000)
     tell(events)
     assert stuck.wait(10)
     began = time.thread_time()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.speculation.control.gates import NO_SIGNAL, STRONG, WEAK, prompt_shape, shape_of
+from speculon.speculation.control.gates import NO_SIGNAL, STRONG, WEAK, classify_prompt, prompt_shape
 
 PROMPTS = [
     ("Fix this:\n```python\nx = 1\n```", "fenced_code"),
@@ -91,7 +91,7 @@ def test_time_grows_with_the_length_and_no_faster(part: str) -> None:
 
 def test_prompt_classes_follow_from_the_request() -> None:
     names = {
-        shape_of(greedy, prompt).name
+        classify_prompt(greedy, prompt).name
         for greedy in (True, False)
         for prompt in ("", "Hello", "Edit:\n```\nx = 1\n```")
     }

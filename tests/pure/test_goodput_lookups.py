@@ -18,12 +18,12 @@ from tests.simulate import SimulatedMethod, SimulatedSequence, SyntheticEnvironm
 def test_a_sequence_begins_with_the_mean_of_its_class() -> None:
     """Not with the last rounds of those before it, in which more was copied."""
     policy, (first, second) = Goodput(Costs()), (make_sequence([1], seed=seed) for seed in range(2))
-    one = policy._of(span_of(first))
+    one = policy._stats(span_of(first))
     for gained in (*(0.0,) * 30, *(8.0,) * 10):
         one.book(module.Added(tokens=gained, gain=gained))
     assert one.added.tokens > 5.0
     policy.forget(first)
-    assert policy._of(span_of(second)).added.tokens == pytest.approx(2.0)
+    assert policy._stats(span_of(second)).added.tokens == pytest.approx(2.0)
 
 
 def drafted_after_a_full_batch() -> int:

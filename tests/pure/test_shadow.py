@@ -193,7 +193,7 @@ def lenient(a: tuple[int, ...], b: list[int]) -> int:
 def test_a_planted_error_of_comparing_is_seen(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tale = Tale([A, B, C, B, A, C], [(A, X, C), (C,), (X, B), (B, A), (), ()])
     assert tale.watched() == tale.verified
-    monkeypatch.setattr(shadow_module, "common", planted)
+    monkeypatch.setattr(shadow_module, "shared_length", planted)
     assert tale.watched() != tale.verified
 
 
@@ -245,12 +245,9 @@ def test_what_was_watched_is_told_also_where_no_round_ran() -> None:
     counters = EngineCounters()
     counters.totals.add(stats)
     counters.totals.add(stats)
-    assert counters.snapshot()["speculation"]["shadow"]["suffix"] == {
-        **SUFFIX,
-        "rounds": 4,
-        "drafted": 12,
-        "accepted": 6,
-    }
+    total = counters.totals.speculation()
+    assert total is not None
+    assert total.shadow["suffix"] == {**SUFFIX, "rounds": 4, "drafted": 12, "accepted": 6}
     line = log_line("r-1", stats, 1.0, "stop")
     assert line == (
         "r-1 1 tok 1.00 s 1.0 tok/s stop | suffix in shadow 50% of 6 drafts "

@@ -246,7 +246,7 @@ def test_a_file_written_over_in_spite_of_doubt_is_found_out(
     path.write_text("x")
     engine = Engine(tmp_path)
     for part in engine.state._parts:
-        part.kept = True
+        part.readable = True
     engine.state.close()
     assert path.read_text() != "x"
 
@@ -297,7 +297,7 @@ def test_it_is_kept_when_its_owner_goes(tmp_path: Path) -> None:
         pass
 
     engine, owner = Engine(tmp_path), Owner()
-    engine.state.save_at_end_of(owner)
+    engine.state.save_at_end(owner)
     engine.write([4, 5, 6])
     del owner
     gc.collect()

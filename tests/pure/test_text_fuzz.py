@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from speculon.core.config import SamplingParams
 from speculon.decoding.text.stop_strings import StopStrings
-from speculon.decoding.text.tokenizer import Stream, Tokenizer, context_of, final_text, sure_text
+from speculon.decoding.text.tokenizer import Stream, Tokenizer, final_text, output_context, sure_text
 from tests.pure.test_text import byte_level, cuts
 from tests.vocabularies import SENTENCEPIECE, tokenizer_of
 
@@ -94,7 +94,7 @@ def test_a_stop_string_ends_the_text_at_one_token_however_many_come_at_once(
     read = tokenizer(vocabulary)
     prompt, ids = tokens_of(read, before), tokens_of(read, after)
     params = SamplingParams(skip_special_tokens=skip, stop=tuple(stops))
-    finder = StopStrings(stops, read, context_of(read, params, prompt))
+    finder = StopStrings(stops, read, output_context(read, params, prompt))
 
     passed, rest = ids[:least], ids[least:]  # as `min_tokens` does
 

@@ -162,9 +162,9 @@ def test_long_sequences_run_in_a_pool_of_the_pages_that_are_counted():
 def test_admission_counts_the_pages_of_the_window():
     kept = {"vocab_size": 10, "max_context": 1000, "block_size": SIZE}
     params = SamplingParams(max_tokens=100)
-    assert check_request([1] * 100, params, **kept, pages=5, most=5) == 200
+    assert check_request([1] * 100, params, **kept, pages=5, max_pages=5) == 200
     with pytest.raises(NeverFits, match="200 tokens need 5 KV pages of 4, the pool owns 4"):
-        check_request([1] * 100, params, **kept, pages=4, most=5)
+        check_request([1] * 100, params, **kept, pages=4, max_pages=5)
     with pytest.raises(NeverFits, match="200 tokens need 50 KV pages"):
         check_request([1] * 100, params, **kept, pages=5)
-    assert check_request([1], SamplingParams(max_tokens=3), **kept, pages=1, most=5) == 4
+    assert check_request([1], SamplingParams(max_tokens=3), **kept, pages=1, max_pages=5) == 4

@@ -12,11 +12,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from speculon.core.capabilities import Capability
 from speculon.core.config import EngineConfig, RequestSpeculation, SamplingParams
 from speculon.core.errors import EmptyPrompt, InvalidParameter, TooLong
 from speculon.core.telemetry import PLAIN, EngineCounters, RequestStats
-from speculon.core.types import Finish, Load, Reason, TokenLogprobs
+from speculon.core.types import Capability, Finish, Load, Reason, TokenLogprobs
 from speculon.decoding.sequence import Event
 from speculon.decoding.text.stop_strings import StopStrings
 from speculon.decoding.text.tokenizer import Tokenizer

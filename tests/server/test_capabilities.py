@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from speculon.core.capabilities import as_json
+from speculon.core.types import capabilities_json
 from tests.server.inside import Inside, served
 from tests.tiny.forms import engine_of
 
@@ -31,7 +31,7 @@ def table_of(inside: Inside) -> dict[str, Any]:
 
 def test_the_table_is_that_of_the_engine(inside: Inside) -> None:
     table = table_of(inside)
-    assert table == as_json(inside.engine.capabilities())
+    assert table == capabilities_json(inside.engine.capabilities())
     assert table["limits.max_request_tokens"]["limits"] == {"tokens": 40}
 
 

@@ -18,7 +18,7 @@ from speculon.core.config import EngineConfig, SamplingParams
 from speculon.core.errors import EmptyPrompt, EngineError, InvalidParameter, InvalidRequest, SpeculonError
 from speculon.engine import async_engine, worker
 from speculon.engine.async_engine import AsyncEngine
-from speculon.engine.messages import Abort, Add, Admitted, Outputs, Refused, Statistics, Stop
+from speculon.engine.messages import Abort, Add, Admitted, Outputs, Refused, Shutdown, Statistics
 from speculon.engine.waiting import OutputQueue
 from tests.server.inside import ThreadEngine, cut, process_of
 from tests.server.scripted import ScriptedEngine
@@ -75,7 +75,6 @@ async def test_texts_come_and_end() -> None:
         queues = [await engine.submit([ask(f"r-{i}", f"say:answer {i}")]) for i in range(20)]
         assert engine.open_requests == 20
         assert [await all_of(queue) for queue in queues] == ["answer"] * 20
-        await engine.idle()
         assert engine.open_requests == engine.open_sequences == 0
         assert engine.facts and engine.facts.method == "ngram"
 
@@ -273,7 +272,7 @@ class WorkerAlone:
         self.ours, self.theirs = Pipe()
 
     def run(self, *messages: Any) -> list[Any]:
-        for message in (*messages, Stop()):
+        for message in (*messages, Shutdown()):
             self.ours.send(message)
         worker.Worker(self.engine, self.theirs).run()  # type: ignore[arg-type]
         replies = []

@@ -15,7 +15,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from speculon.engine.process import EngineProcess
+from speculon.engine.async_engine import EngineProcess
 from tests.server.inside import served, wait_until
 from tests.server.outside import LOCAL_HTTP, Outside, started
 from tests.server.scripted import HANG, LETTERS

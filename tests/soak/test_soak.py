@@ -254,9 +254,7 @@ def test_every_request_is_answered_or_refused_and_the_pool_is_whole(
     assert total.totals.reasons["no_pages"] > 0 and len(set(traffic.refused.values())) >= 4
     assert total.totals.watched.total() > 5 and unknown_to(engine)
     assert_nothing_held(engine)
-    print(
-        f"\n{dict(ended)}, refused {dict(Counter(traffic.refused.values()))}, {ties} ties, {total.snapshot()}"
-    )
+    print(f"\n{dict(ended)}, refused {dict(Counter(traffic.refused.values()))}, {ties} ties, {total}")
 
 
 SPARK: dict[str, Any] = {"markov": "rnn", "from_anchor": True, "draft_vocab": 64, "windows": (9, None)}

@@ -19,7 +19,7 @@ from speculon.core.config import SamplingParams
 from speculon.core.types import Draft, Verdict
 from speculon.decoding import verify as verifying
 from speculon.decoding.batch import Batch
-from speculon.decoding.sampling import COIN, RESIDUAL, Row, pick, stream_of
+from speculon.decoding.sampling import COIN, RESIDUAL, Row, pick, round_stream
 from speculon.decoding.sequence import Rules, Sequence, Span
 from speculon.decoding.verify import WITH_Q, cut, joint_ratios, residual, verify
 from tests.builders import make_sequence
@@ -42,7 +42,7 @@ def one_round(
     chances = torch.ones(len(outcomes), dtype=torch.float64)
 
     def coin(p: Tensor, q: Tensor, rows: list[Row]) -> Tensor:
-        assert {row.stream for row in rows} == {stream_of(rows[0].seq, COIN)} != {COIN}
+        assert {row.stream for row in rows} == {round_stream(rows[0].seq, COIN)} != {COIN}
         h = torch.minimum(torch.ones(()), p / q).double().view(-1, k)
         falls = torch.tensor([pattern for pattern, _ in outcomes])
         chances.mul_(torch.where(falls, h, 1 - h).prod(-1))
@@ -293,7 +293,9 @@ def drafted_by_noise(seqs: list[Sequence]) -> list[tuple[int, ...]]:
     chains: list[tuple[int, ...]] = [() for _ in seqs]
     for k in range(3):
         active = [i for i, seq in enumerate(seqs) if not k or seq.num_output + k < LENGTH]
-        rows = [Row(seqs[i], seqs[i].request.rules, chains[i], verifying.stream_of(seqs[i])) for i in active]
+        rows = [
+            Row(seqs[i], seqs[i].request.rules, chains[i], verifying.round_stream(seqs[i])) for i in active
+        ]
         for i, token in zip(
             active, pick(torch.tensor([Q] * len(rows)).log(), rows) if rows else (), strict=True
         ):
@@ -322,9 +324,9 @@ def test_noise_that_a_later_round_draws_again_is_seen(reused: int, monkeypatch: 
     """As rejection may draw it: there nothing depends on the noise behind the first rejected draft."""
 
     def shared(seq: Sequence, stream: int = 0) -> int:
-        return stream if stream == reused else stream_of(seq, stream)
+        return stream if stream == reused else round_stream(seq, stream)
 
-    monkeypatch.setattr(verifying, "stream_of", shared)
+    monkeypatch.setattr(verifying, "round_stream", shared)
     assert chi_square() > 2 * UNLIKELY
 
 

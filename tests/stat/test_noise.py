@@ -249,7 +249,7 @@ def ahead(text: int, steps: int = 40) -> tuple[list[Tensor], list[Tensor]]:
     cpu, handed, alone = torch.device("cpu"), [], []
     for step in range(steps):
         rows = [Row(seq, seq.request.rules, (7,) * i) for i in range(step % 4 + 1)]
-        handed.append(sampling.noise_of(rows, 11, cpu).view(-1, 11))
+        handed.append(sampling.row_noise(rows, 11, cpu).view(-1, 11))
         alone.append(sampling.draw_noise([(seq, row.position, 0) for row in rows], 11, cpu))
         seq.tokens.extend([3] * (step % 5 + 1))
     return handed, alone

@@ -258,7 +258,7 @@ def test_drawing_from_the_unfiltered_distribution_is_seen(monkeypatch: pytest.Mo
 
 def test_accepting_drafts_without_comparing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def credulous(spans: list[Span], logits: Tensor, draw: sampling.Draw | None) -> verifying.Outcomes:
-        picked, rows = verifying.rows_of(spans, logits)
+        picked, rows = verifying.scored_rows(spans, logits)
         tokens, outcomes = iter(sampling.sample(picked, rows, draw)), []
         for span in spans:
             *_, bonus = itertools.islice(tokens, len(span.draft.tokens) + 1)

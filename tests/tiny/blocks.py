@@ -13,7 +13,7 @@ from torch import Tensor
 
 from speculon.core.types import Draft
 from speculon.decoding.kv.lease import DraftLease
-from speculon.decoding.sampling import Row, pick, stream_of, weigh
+from speculon.decoding.sampling import Row, pick, round_stream, weigh
 from speculon.decoding.sequence import Sequence
 from speculon.drafters.dflash.proposer import NAME, DFlashDrafter
 from speculon.speculation.proposers.registry import register
@@ -134,7 +134,7 @@ class Choice:
     def __call__(self, logits: Tensor, before: list[int]) -> int:
         if self.seq is None:
             return int(logits.argmax())
-        rows = [Row(self.seq, self.seq.request.rules, tuple(before), stream_of(self.seq))]
+        rows = [Row(self.seq, self.seq.request.rules, tuple(before), round_stream(self.seq))]
         weights = weigh(logits[None], rows)
         self.q.append(weights[0].softmax(-1))
         return pick(weights, rows)[0]

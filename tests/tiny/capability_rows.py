@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from speculon.core.capabilities import Capability
 from speculon.core.config import MAX_PREDICTION, SamplingParams
 from speculon.core.errors import SpeculonError
-from speculon.core.types import Reason
+from speculon.core.types import Capability, Reason
 from speculon.decoding import verify
 from speculon.decoding.kv import slots
 from speculon.drafters.captured import CapturedDraft

@@ -7,7 +7,7 @@ from typing import Any
 from speculon.core.config import SamplingParams
 from speculon.core.telemetry import MonitorCounts
 from speculon.engine.engine import Engine
-from speculon.engine.monitor import Answer
+from speculon.engine.monitor import FinishedSequence
 from speculon.target.target import Target
 from tests.tiny.conftest import tiny_target
 from tests.tiny.scripted import drain, make_engine
@@ -51,7 +51,7 @@ def write(engine: Engine, mode: dict[str, Any], many: int = 4, **given: Any) -> 
     drain(engine)
 
 
-def last(engine: Engine) -> Answer:
+def last(engine: Engine) -> FinishedSequence:
     """The answer that waits for its replay, and was taken last."""
     assert engine.monitor is not None
     return engine.monitor.waiting[-1]

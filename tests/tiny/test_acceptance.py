@@ -143,5 +143,5 @@ def test_block_verification_never_reads_noise_twice(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("place", [chain, verifying], ids=["drafts", "coins"])
 def test_noise_that_is_read_twice_is_seen(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: drafts or coins from streams that all rounds share."""
-    monkeypatch.setattr(place, "stream_of", lambda seq, stream=0: stream)
+    monkeypatch.setattr(place, "round_stream", lambda seq, stream=0: stream)
     assert noise_drawn_twice("block", monkeypatch) > 0

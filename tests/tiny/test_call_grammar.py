@@ -48,7 +48,7 @@ def follows(grammar: str, text: str) -> bool:
     found, tokenizer = matcher(grammar), demo().tokenizer
     assert tokenizer is not None
     ids = tokenizer.encode(text, add_special_tokens=False)
-    return found.allows([*ids, *demo().ends]) == len(ids) + 1 and found.end_of(tuple(ids)) is None
+    return found.allows([*ids, *demo().ends]) == len(ids) + 1 and found.find_end(tuple(ids)) is None
 
 
 PARALLEL = [True, False]

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from speculon.cli import app
-from speculon.core.capabilities import Capability, as_json
 from speculon.core.config import RequestSpeculation, SamplingParams
 from speculon.core.errors import EngineError, SpeculonError
+from speculon.core.types import Capability, capabilities_json
 from speculon.engine import capabilities
 from speculon.loading.load import wrap_model
 from speculon.speculation.proposers.registry import known_methods, register
@@ -34,7 +34,7 @@ def test_each_row_is_true(name: str) -> None:
         except BaseException as error:
             error.add_note(f"{feature}: {row}")
             raise
-    json.dumps(as_json(engine.capabilities()))
+    json.dumps(capabilities_json(engine.capabilities()))
     assert not engine.has_work and engine.pool.available == engine.pool.num_blocks
 
 

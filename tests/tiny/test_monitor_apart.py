@@ -25,7 +25,7 @@ from tests.tiny.scripted import drain, store_of
 
 @pytest.mark.parametrize(("share", "many"), [(0.25, 10), (0.1, 4), (0.5, 20), (1.0, 40), (0.01, 0)])
 def test_the_share_is_evenly_spread(share: float, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitoring, "MOST_WAITING", 40)
+    monkeypatch.setattr(monitoring, "MAX_WAITING", 40)
     engine = engine_of(monitor_share=share, speculation={"method": "off"})
     for i in range(40):
         ask(engine, f"q{i}", max_tokens=2)
@@ -74,7 +74,7 @@ def test_by_default_nothing_is_taken_and_nothing_reserved() -> None:
 
 
 def test_the_oldest_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitoring, "MOST_WAITING", 3)
+    monkeypatch.setattr(monitoring, "MAX_WAITING", 3)
     engine = engine_of()
     for i in range(5):
         ask(engine, f"q{i}", max_tokens=4)
@@ -174,7 +174,7 @@ def test_an_llm_replays_when_it_is_asked_to(tmp_path: Path) -> None:
         counts = llm.replay()
         assert results_of(counts) == (2, 2, 0, 0, 0) and counts.limit == 1e-4
         assert llm.replay() == counts and counts is not llm.engine.counters.monitor
-        assert llm.engine.counters.snapshot()["monitor"]["equal"] == 2
+        assert llm.engine.counters.monitor.equal == 2
 
 
 def test_memory_of_the_monitor_is_part_of_the_estimate() -> None:

@@ -84,7 +84,6 @@ def check(engine: Engine, wall_ms: float) -> None:
         expected[part] += seconds * 1e3
     assert engine.counters.profile == expected
     assert engine.counters.step_ms == wall_ms
-    assert engine.counters.snapshot()["profile"] == expected
 
 
 def test_the_parts_of_a_step_add_up_to_its_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:

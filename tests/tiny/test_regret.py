@@ -10,9 +10,9 @@ from torch import Tensor
 
 from speculon.core.config import SamplingParams
 from speculon.core.types import TokenLogprobs
-from speculon.decoding.sampling import Row, noise_of, sample
+from speculon.decoding.sampling import Row, row_noise, sample
 from speculon.decoding.sequence import Rules
-from speculon.engine.regret import first_difference, movement, regret_of, tie_limit
+from speculon.engine.regret import first_difference, movement, tie_limit, token_regret
 from tests.builders import make_sequence
 
 VOCAB, LIMIT = 50, 1e-4
@@ -37,7 +37,7 @@ def logits_of(seed: int) -> Tensor:
 
 
 def noisy(logits: Tensor, row: Row) -> Tensor:
-    noise = noise_of([row], VOCAB, logits.device).view(-1).double()
+    noise = row_noise([row], VOCAB, logits.device).view(-1).double()
     return logits.double() - row.rules.params.temperature * noise.log()
 
 
@@ -47,7 +47,7 @@ def test_what_is_sampled_has_none_and_all_others_have_some(params: str) -> None:
         logits, row = logits_of(seed), row_of(seed, **PARAMS[params])
         before = logits.clone()
         (token,) = sample(logits[None], [row])
-        regrets = [regret_of(logits, row, other, LIMIT) for other in range(VOCAB)]
+        regrets = [token_regret(logits, row, other, LIMIT) for other in range(VOCAB)]
         assert [other for other, regret in enumerate(regrets) if regret < LIMIT] == [token]
         assert torch.equal(logits, before), "the logits are left as they are"
 
@@ -58,7 +58,7 @@ def test_the_regret_of_a_sampled_token_is_that_of_its_noisy_score() -> None:
         scores = noisy(logits, row)
         for token in range(0, VOCAB, 7):
             expected = float(scores.max() - scores[token])
-            assert regret_of(logits, row, token) == pytest.approx(expected, abs=1e-4)
+            assert token_regret(logits, row, token) == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize(("gap", "tie"), [(5e-5, True), (5e-3, False)])
@@ -70,7 +70,7 @@ def test_a_near_tie_of_noisy_scores_is_one(gap: float, tie: bool) -> None:
     best, second = scores.topk(2).indices.tolist()
     logits[second] += scores[best] - scores[second] - gap
     assert sample(logits[None], [row]) == [best]
-    assert (regret_of(logits, row, second, LIMIT) < LIMIT) is tie
+    assert (token_regret(logits, row, second, LIMIT) < LIMIT) is tie
 
 
 # Token 0 has the most probability and a low noisy score, token 1 has the best one, token 2 the second best.
@@ -93,7 +93,7 @@ def test_a_token_at_the_edge_of_a_filter_is_a_tie_and_one_beyond_is_not(edge: st
         if a == b:
             continue
         found += 1
-        regrets = regret_of(inside, row, b, LIMIT), regret_of(outside, row, a, LIMIT)
+        regrets = token_regret(inside, row, b, LIMIT), token_regret(outside, row, a, LIMIT)
         assert [regret < LIMIT for regret in regrets] == [slack < LIMIT] * 2, (seed, regrets)
     assert found > 10, "the edge decides what is drawn"
 
@@ -118,20 +118,20 @@ def at_the_edge(edge: str, slack: float) -> tuple[Tensor, Tensor]:
 def test_a_token_that_cannot_be_is_infinitely_wrong() -> None:
     logits, row = logits_of(1), row_of(1, temperature=1.0, top_k=3)
     (least,) = logits.argsort()[:1].tolist()
-    assert regret_of(logits, row, least, LIMIT) == float("inf")
+    assert token_regret(logits, row, least, LIMIT) == float("inf")
     forbidden = torch.zeros(VOCAB, dtype=torch.bool)
     forbidden[7] = True
     masked = Row(
         row.seq, Rules.of(SamplingParams(temperature=0, structured={"regex": "a"})), (), 0, forbidden
     )
-    assert regret_of(logits, masked, 7, LIMIT) == float("inf")
-    assert regret_of(logits, masked, 8, LIMIT) < float("inf")
+    assert token_regret(logits, masked, 7, LIMIT) == float("inf")
+    assert token_regret(logits, masked, 8, LIMIT) < float("inf")
 
 
 def test_a_tiny_temperature_is_no_overflow() -> None:
     logits, row = logits_of(2), row_of(2, temperature=1e-40, top_p=0.5)
     (token,) = sample(logits[None], [row])
-    assert regret_of(logits, row, token, LIMIT) == 0.0
+    assert token_regret(logits, row, token, LIMIT) == 0.0
 
 
 def test_the_limit_by_dtype() -> None:

@@ -433,9 +433,9 @@ def test_the_account_adds_up(mode: str, settings: dict[str, Any]) -> None:
         prompt_calls = result.stats.target_calls - result.stats.rounds - result.stats.reasons.total()
         # the first token, and the first after each return
         assert 0 <= prompt_calls <= 1 + result.stats.preemptions
-    total, counters = engine.counters.totals, engine.counters.snapshot()
+    total, counters = engine.counters.totals, engine.counters
     for name in ("rounds", "accepted", "target_calls", "emitted", "verified_positions", "preemptions"):
         assert getattr(total, name) == sum(getattr(r.stats, name) for r in results.values())
-    assert counters["finished"] == {"length": 8} and counters["requests"] == 8
-    assert counters["prompt_tokens"] == sum(len(r.prompt) for r in requests_of(mode))
-    assert counters["emitted"] == sum(len(r.tokens) for r in results.values())
+    assert counters.finished == {"length": 8} and counters.requests == 8
+    assert counters.prompt_tokens == sum(len(r.prompt) for r in requests_of(mode))
+    assert total.emitted == sum(len(r.tokens) for r in results.values())

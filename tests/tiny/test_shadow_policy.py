@@ -66,8 +66,8 @@ def test_a_shadow_that_counts_one_position_off_is_seen(monkeypatch: pytest.Monke
     settings = {"speculation": {"suffix_pools": 0}}
     done = verified("greedy", "ngram", **settings)
     assert difference(watched("greedy", "ngram", **settings), done, "ngram") == []
-    true = shadow_module.common
-    monkeypatch.setattr(shadow_module, "common", lambda a, b: true(a[1:], b[1:]))
+    true = shadow_module.shared_length
+    monkeypatch.setattr(shadow_module, "shared_length", lambda a, b: true(a[1:], b[1:]))
     assert difference(watched("greedy", "ngram", **settings), done, "ngram")
 
 

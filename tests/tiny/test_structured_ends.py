@@ -181,9 +181,9 @@ def test_a_grammar_is_compiled_once() -> None:
             [1, 2], SamplingParams(max_tokens=2, seed=seed, structured={"json_schema": SCHEMAS["nested"]})
         )
     assert len(grammars_of(engine).compiled) == 1
-    for i in range(grammar_module.KEPT + 9):
+    for i in range(grammar_module.MAX_COMPILED + 9):
         engine.add_request([1, 2], SamplingParams(max_tokens=2, structured={"choice": [f"a{i}"]}))
-    assert len(grammars_of(engine).compiled) == grammar_module.KEPT
+    assert len(grammars_of(engine).compiled) == grammar_module.MAX_COMPILED
     drain(engine)
 
 

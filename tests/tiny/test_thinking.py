@@ -41,7 +41,7 @@ def follows(form: dict[str, Any], opened: bool, special: bool, text: str) -> boo
     found = home.matcher(SamplingParams(structured=form, thinking=Thinking(opened=opened)))
     assert found is not None and home.tokenizer is not None
     ids = home.tokenizer.encode(text, add_special_tokens=False)
-    end = found.end_of((*ids, *home.ends))
+    end = found.find_end((*ids, *home.ends))
     assert end is not None
     return found.allows(ids) == len(ids) and end[0] >= len(ids) - 1 and end[1].reason == "stop"
 

@@ -15,9 +15,9 @@ from speculon.cli import inspect_drafter
 from speculon.cli.app import Json, command
 from speculon.cli.options import Given, pick, settings_from
 from speculon.cli.screen import EXIT_REFUSED, as_json_error, loading, output, print_json
-from speculon.core.capabilities import as_json as as_json_table
 from speculon.core.config import SpeculationConfig
 from speculon.core.errors import MemoryExceeded, ModelError, SpeculonError
+from speculon.core.types import capabilities_json
 from speculon.decoding.kv.slots import PER_SEQUENCE
 from speculon.drafters.families import family_of
 from speculon.drafters.mtp.tensors import MTP, find_mtp
@@ -193,7 +193,7 @@ def with_engine(
     tokenizer: Literal["auto"] | None = "auto" if texts else None
     nothing_kept: Facts = {"warmup": False, "events": None, "state": None}
     engine = LLM(model, fuse=fuse, progress=tell, tokenizer=tokenizer, **nothing_kept, **chosen).engine
-    facts = target_facts(engine.target) | {"capabilities": as_json_table(engine.capabilities())}
+    facts = target_facts(engine.target) | {"capabilities": capabilities_json(engine.capabilities())}
     if speculation:
         facts |= {"draft_fits": True, "memory": engine.memory.to_dict()}
     return facts

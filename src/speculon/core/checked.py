@@ -47,8 +47,8 @@ def invalid_parameter(error: ValidationError, model: type[BaseModel] | None = No
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean X?` for the known name that is most like it; empty where none is."""
-    found = get_close_matches(name, list(known), n=1)
-    return f"; did you mean {found[0]}?" if found else ""
+    matches = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def new_or_there(value: Path) -> Path:

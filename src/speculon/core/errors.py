@@ -1,31 +1,4 @@
-"""Every error a user can meet.
-
-SpeculonError
-├── InvalidRequest(ValueError)      the request cannot be served; nothing was started
-│   ├── InvalidParameter            one field is out of its range or unknown
-│   ├── EmptyPrompt
-│   ├── TooLong                     prompt + max_tokens is beyond the context
-│   ├── NeverFits                   more KV pages over its lifetime than the pool owns
-│   ├── UnknownMethod               no such drafting method
-│   ├── UnknownModel                the server serves another one
-│   └── QueueFull                   more requests wait than the server keeps; ask again later
-├── ConfigError(ValueError)         the engine's own settings are wrong
-│   └── StateInUse                  another engine writes the state folder
-├── MemoryExceeded                  a drafter does not fit, and the memory policy says to fail
-├── ModelError                      the checkpoint cannot be used
-│   ├── ModelNotFound               no such folder or hub id
-│   ├── MissingWeights
-│   ├── CorruptWeights              truncated, or not what its header says
-│   ├── UnsafeCheckpoint            pickle weights or remote code without permission
-│   ├── UnsupportedModel            an architecture trait that is not supported, by name
-│   └── WrongPair                   a drafter that does not fit the target
-├── DataError(ValueError)           texts to learn from that cannot be read or used, with file and line
-└── EngineError(RuntimeError)       a fault inside; the engine stays usable
-    ├── NotReady                    the model is being loaded, the engine hangs, or the server is about to end
-    │   ├── LoadFailed              a model of the server could not be loaded; a later request tries again
-    │   └── NoRoom                  a model does not fit beside those that cannot be ended
-    └── BenchError                  a benchmark that would have reported an untrue figure
-"""
+"""Every error a user can meet."""
 
 from __future__ import annotations
 
@@ -74,9 +47,9 @@ class InvalidParameter(InvalidRequest):
 
     def renamed(self, name: str) -> InvalidParameter:
         """The same refusal, under the name of another field."""
-        found = InvalidParameter(name, self.value, self.limit)
-        found.feature = self.feature
-        return found
+        refusal = InvalidParameter(name, self.value, self.limit)
+        refusal.feature = self.feature
+        return refusal
 
     @property
     def for_log(self) -> str:
@@ -183,7 +156,7 @@ class BenchError(EngineError):
     """A benchmark that would have reported an untrue figure."""
 
 
-def shorten(value: Any, most: int = 80) -> str:
+def shorten(value: Any, max_length: int = 80) -> str:
     """A refused value as a message shows it."""
     shown = repr(value)
-    return shown if len(shown) <= most else shown[: most - 3] + "..."
+    return shown if len(shown) <= max_length else shown[: max_length - 3] + "..."

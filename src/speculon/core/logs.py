@@ -6,7 +6,6 @@ import logging
 import re
 import traceback
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any
 
 PLAIN_NAME = re.compile(r"\w{1,32}", re.ASCII)
@@ -18,21 +17,18 @@ class LogFormatter(logging.Formatter):
     """Shows exceptions as types and places. Their messages may quote a request."""
 
     def formatException(self, info: Any) -> str:
-        return "\n".join(chain_of(info[1]))
+        return "\n".join(tracebacks(info[1]))
 
 
-def chain_of(error: BaseException) -> Iterator[str]:
+def tracebacks(error: BaseException) -> Iterator[str]:
     """One traceback for each exception of a chain or a group, causes first."""
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     parts = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-    for one in (*parts, *([cause] if cause else [])):
-        yield from chain_of(one)
+    for inner in (*parts, *([cause] if cause else [])):
+        yield from tracebacks(inner)
         yield "which led to:"
-    yield frames_of(error.__traceback__) + type(error).__qualname__
-
-
-def frames_of(trace: TracebackType | None) -> str:
-    return "Traceback (most recent call last):\n" + "".join(traceback.format_tb(trace))
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    yield f"Traceback (most recent call last):\n{frames}{type(error).__qualname__}"
 
 
 def without_text(name: str, value: Any, limit: str) -> str:

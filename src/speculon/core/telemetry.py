@@ -6,7 +6,6 @@ Counters only grow; readers take differences.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
@@ -42,10 +41,7 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """The account of one request (or of an engine).
-
-    None stands in its place when no round ran and none was watched.
-    """
+    """The account of one request (or of an engine); None instead where no round ran and none was watched."""
 
     rounds: int  # target calls that verified a draft; where there is none, acceptance is 0.0
     drafted: int
@@ -132,30 +128,26 @@ class RequestStats:
 
     @property
     def rejected_prediction_tokens(self) -> int:
-        """Drafts from the client's prediction that are not, those beyond the text's end among them; each time
-        drafted counts.
-        """
+        """Drafts from the client's prediction that are not in the text; each time drafted counts."""
         return self.drafted_from["prediction"] - self.accepted_from["prediction"]
 
     @property
     def stops(self) -> dict[str, dict[str, int]]:
         """Method -> why its proposals ended -> proposals; those of drafters that do not say are left out."""
-        found: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        by_method: defaultdict[str, dict[str, int]] = defaultdict(dict)
         for (method, stop, _), count in self.proposed.items():
             if stop:
-                found[method][str(stop)] = found[method].get(stop, 0) + count
-        return dict(found)
+                by_method[method][str(stop)] = by_method[method].get(stop, 0) + count
+        return dict(by_method)
 
     @property
     def matches(self) -> dict[str, Counter[int]]:
-        """Method -> tokens of context that its lookups matched -> proposals; those without a match are left
-        out.
-        """
-        found: defaultdict[str, Counter[int]] = defaultdict(Counter)
+        """Method -> tokens that its lookups matched -> proposals; those without a match are left out."""
+        by_method: defaultdict[str, Counter[int]] = defaultdict(Counter)
         for (method, _, match), count in self.proposed.items():
             if match:
-                found[method][match] += count
-        return dict(found)
+                by_method[method][match] += count
+        return dict(by_method)
 
     def propose(self, method: str, draft: Draft) -> None:
         """One proposal, empty or not, kept or not."""
@@ -235,31 +227,20 @@ class RequestStats:
             self.price += estimate.price
 
     def prompt(self) -> dict[str, Any] | None:
-        """Class and marker of the prompt, and the continuations that had to match before lookups were
-        verified; None at first.
-        """
+        """Class, marker and cold matches of the prompt; None at first."""
         return next(
             ({"class": name, "marker": marker, "cold_matches": n} for name, marker, n in self.prompts), None
         )
 
     def spend(self, draft_ms: float, verify_ms: float, plain_ms: float | None) -> None:
-        """Its shares of a round in which anybody was drafted for, and what its tokens of that round would
-        have taken plainly.
-        """
+        """Its shares of a round's ms where any sequence drafted; `plain_ms`: of its tokens without drafts."""
         self.draft_ms += draft_ms
         self.verify_ms += verify_ms
         if plain_ms is not None:
             self.saved_ms = (self.saved_ms or 0.0) + plain_ms - draft_ms - verify_ms
 
     def add(self, other: RequestStats) -> None:
-        for name in self.__slots__:
-            if name == "last":  # a sum of texts has none
-                continue
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if isinstance(mine, Counter):
-                mine.update(theirs)
-            elif theirs is not None:
-                setattr(self, name, (mine or 0) + theirs)
+        add_fields(self, other, ("last",))  # which a sum of texts has not
 
     def speculation(self) -> SpeculationStats | None:
         if not self.rounds and not self.watched:
@@ -313,10 +294,8 @@ class MonitorCounts:
     limit: float = 0.0  # nat; below this regret a difference is a tie
 
     def add(self, other: MonitorCounts) -> None:
-        limit = max(self.limit, other.limit)
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.limit = limit
+        self.limit = max(self.limit, other.limit)
+        add_fields(self, other, ("limit",))
 
 
 @dataclass(slots=True)
@@ -347,35 +326,22 @@ class EngineCounters:
         return sum(self.profile.values())
 
     def add(self, other: EngineCounters) -> None:
-        for name in self.__slots__:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if isinstance(mine, RequestStats | MonitorCounts):
-                mine.add(theirs)
-            elif isinstance(mine, dict):
-                for key, value in theirs.items():
-                    mine[key] = mine.get(key, 0) + value
-            else:
-                setattr(self, name, mine + theirs)
+        add_fields(self, other)
 
-    def snapshot(self) -> Mapping[str, Any]:
-        stats = self.totals.speculation()
-        return {
-            "requests": self.requests,
-            "finished": dict(self.finished),
-            "steps": self.steps,
-            "step_ms": self.step_ms,
-            "profile": dict(self.profile),
-            "rows": self.rows,
-            "repair_ms": self.repair_ms,
-            "prompt_tokens": self.prompt_tokens,
-            "emitted": self.totals.emitted,
-            "cached_tokens": self.totals.cached_tokens,
-            "preemptions": self.totals.preemptions,
-            "reasons": dict(self.totals.reasons),
-            "changes": self.totals.change_list(),
-            "monitor": asdict(self.monitor),
-            "speculation": stats and stats.to_dict(),
-        }
+
+def add_fields(counts: Any, other: Any, excluded: tuple[str, ...] = ()) -> None:
+    """Adds to each field of some counts the same field of other ones."""
+    for name in counts.__slots__:
+        before, added = getattr(counts, name), getattr(other, name)
+        if name in excluded or added is None:
+            continue
+        if isinstance(before, RequestStats | MonitorCounts):
+            before.add(added)
+        elif isinstance(before, dict):
+            for key, value in added.items():
+                before[key] = before.get(key, 0) + value
+        else:
+            setattr(counts, name, (before or 0) + added)
 
 
 def why_another(methods: tuple[str, ...], before: str, now: str) -> str:

@@ -7,11 +7,12 @@ V vocabulary, D hidden (or head) width, L layers, H heads.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from speculon.core.config import MAX_DRAFTS, Acceptance, SamplingParams
 
@@ -138,15 +139,15 @@ class Draft:
         Match and stop are those of this draft: the tail is another proposal.
         """
         assert tail.probs is None, "a drawn tail would need the noise of this draft"
-        q, k, more = self.probs, len(self.tokens), len(tail.tokens)
-        if q is not None and more:
-            longer = q.new_zeros((k + more, q.shape[1]))
+        q, k, added = self.probs, len(self.tokens), len(tail.tokens)
+        if q is not None and added:
+            longer = q.new_zeros((k + added, q.shape[1]))
             longer[:k] = q
-            longer[range(k, k + more), tail.tokens] = 1
+            longer[range(k, k + added), tail.tokens] = 1
             q = longer
         confidence = None
         if self.confidence or tail.confidence:  # 0: the drafter gives none
-            confidence = (self.confidence or (0.0,) * k) + (tail.confidence or (0.0,) * more)
+            confidence = (self.confidence or (0.0,) * k) + (tail.confidence or (0.0,) * added)
         tokens, sources = self.tokens + tail.tokens, self.sources + tail.sources
         return Draft(tokens, sources, q, confidence, self.match, self.stop)
 
@@ -323,18 +324,15 @@ class Needs:
     bytes_fixed: int = 0  # weights
     bytes_states: int = 0  # recurrent states of all sequences
     states: tuple[tuple[StateSpec, ...], ...] = ()  # of each recurrent mixer
-    spare_states: int = (
-        0  # of a draft model: slots beyond `decoding.kv.draft_slots.PER_SEQUENCE` for each sequence
-    )
+    # of a draft model: slots beyond `decoding.kv.draft_slots.PER_SEQUENCE` for each sequence
+    spare_states: int = 0
     bytes_snapshot: int = 0  # of one snapshot of these states
     bytes_scratch: int = 0  # intermediate results of its largest forward
 
 
 @dataclass(frozen=True, slots=True)
 class PromptShape:
-    """What a prompt tells of its answer before anything is drafted: its class, and the marker that makes it
-    favourable.
-    """
+    """What a prompt tells of its answer before anything is drafted: its class, and the marker found in it."""
 
     name: str = ""  # sequences of one class are believed to fare alike until they show otherwise
     marker: str = "no_signal"
@@ -357,8 +355,35 @@ class Load:
     free_pages: int
 
 
+# on: as asked. changed: served, and speculation works otherwise. off: served without it.
+# refused: an error whose `feature` is the row's key
+Status = Literal["on", "changed", "off", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """A row of the capability table, by feature: its status, the reason, and its limits by name."""
+
+    status: Status
+    reason: str
+    limits: Mapping[str, int] = field(default_factory=dict)
+
+
+Capabilities = Mapping[str, Capability]  # by feature
+
+
+def capabilities_json(table: Capabilities) -> dict[str, dict[str, Any]]:
+    return {feature: asdict(row) for feature, row in table.items()}
+
+
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def shared_length(a: Seq[int], b: Seq[int]) -> int:
+    """How many tokens the two have in common at their beginning."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def joint_reach(target: Iterable[LayerSpec], drafters: Iterable[Needs] = ()) -> int | None:
@@ -372,15 +397,15 @@ def joint_reach(target: Iterable[LayerSpec], drafters: Iterable[Needs] = ()) -> 
         if needs.states:
             return None
         behind += [(layer.reach, MAX_DRAFTS) for layer in needs.layers]
-    most = 0
+    longest = 0
     for reach, lag in behind:
         if reach is None:
             return None
-        most = max(most, reach + lag)
-    return most or None
+        longest = max(longest, reach + lag)
+    return longest or None
 
 
-def most_pages(length: int, rows: int, reach: int | None, block_size: int) -> int:
+def max_pages(length: int, rows: int, reach: int | None, block_size: int) -> int:
     """The most pages that a sequence holds at once while it grows to `length` tokens, `rows` at most in a
     step, of which each reads `reach` positions before it (None: all).
     """

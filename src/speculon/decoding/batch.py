@@ -62,12 +62,12 @@ class Batch:
 
 def joined(runs: list[tuple[int, int]]) -> Runs:
     """The same rows in as few runs as possible."""
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for first, last in runs:
-        if found and found[-1][1] == first:
-            first, _ = found.pop()
-        found.append((first, last))
-    return tuple(found)
+        if merged and merged[-1][1] == first:
+            first, _ = merged.pop()
+        merged.append((first, last))
+    return tuple(merged)
 
 
 def as_tensor(numbers: list[int], device: torch.device) -> Tensor:

@@ -59,7 +59,7 @@ class Row:
 Draw = Callable[[Tensor, list[Row]], Tensor]
 
 
-def stream_of(seq: Sequence, stream: int = 0) -> int:
+def round_stream(seq: Sequence, stream: int = 0) -> int:
     """The stream that a round draws its drafts or coins from; under block verification no other round does.
 
     There, what is accepted depends on the noise of positions behind it, which a later round must not reuse.
@@ -69,26 +69,20 @@ def stream_of(seq: Sequence, stream: int = 0) -> int:
 
 
 def sample(logits: Tensor, rows: list[Row], draw: Draw | None = None) -> list[int]:
-    """One token for each row of `logits` [R, V], which are not modified.
-
-    `draw` replaces the keyed noise in tests.
-    """
+    """One token for each row of `logits` [R, V], which stay; `draw` replaces the keyed noise in tests."""
     return pick(weigh(logits, rows), rows, draw)
 
 
 def weigh(logits: Tensor, rows: list[Row]) -> Tensor:
-    """What a row's token is chosen by, [R, V]: adjusted logits where greedy, else filtered log-weights, p up
-    to a factor.
-    """
+    """What tokens are chosen by, [R, V]: adjusted logits where greedy, else filtered log p plus a number."""
     if any(row.rules.adjusts for row in rows):
         logits = adjust(logits, rows)
     drawn = [i for i, row in enumerate(rows) if not row.rules.greedy]
     if len(drawn) == len(rows):
         return shape(logits, rows)
     if drawn:
-        logits = logits.index_copy(
-            0, torch.tensor(drawn, device=logits.device), shape(logits[drawn], [rows[i] for i in drawn])
-        )
+        shaped = shape(logits[drawn], [rows[i] for i in drawn])
+        logits = logits.index_copy(0, torch.tensor(drawn, device=logits.device), shaped)
     return logits
 
 
@@ -105,19 +99,15 @@ def pick(weights: Tensor, rows: list[Row], draw: Draw | None = None) -> list[int
 
 
 def best(weights: Tensor) -> Tensor:
-    """Where each row is largest, [R]: the first of equals.
-
-    On CPU numpy's argmax is vectorised, which pays beyond a short row.
-    """
+    """Where each row is largest, [R]: the first of equals."""
+    # numpy's argmax is vectorised, which pays beyond a short row
     if weights.device.type == "cpu" and weights.numel() > SHORT:
         return torch.from_numpy(weights.numpy().argmax(-1))
     return weights.argmax(-1)
 
 
 def adjust(logits: Tensor, rows: list[Row]) -> Tensor:
-    """Penalties, bias, bad words, min_tokens and grammar on a copy of `logits` [R, V]; each row sees its
-    drafted prefix.
-    """
+    """Penalties, bias, bad words, min_tokens and grammar on a copy of `logits` [R, V], after each prefix."""
     raw, logits = logits.contiguous(), logits.clone(memory_format=torch.contiguous_format)
     if any(row.rules.penalises for row in rows):
         penalise(logits, raw, rows)
@@ -135,13 +125,13 @@ def adjust(logits: Tensor, rows: list[Row]) -> Tensor:
 
 def add_biases(logits: Tensor, rows: list[Row]) -> None:
     """Adds the biases of each row's request to `logits` [R, V]."""
-    for rules, (first, last) in runs_of([row.rules for row in rows]):
+    for rules, (first, last) in equal_runs([row.rules for row in rows]):
         if rules.params.logit_bias:
-            ids, values = bias_of(rules, logits.device)
+            ids, values = bias_tensors(rules, logits.device)
             logits[first:last].index_add_(1, ids, values.expand(last - first, -1))
 
 
-def bias_of(rules: Rules, device: torch.device) -> tuple[Tensor, Tensor]:
+def bias_tensors(rules: Rules, device: torch.device) -> tuple[Tensor, Tensor]:
     """Token ids and values, made once for each request."""
     if device not in rules.bias:
         biases = rules.params.logit_bias
@@ -154,7 +144,7 @@ def penalise(logits: Tensor, raw: Tensor, rows: list[Row]) -> None:
     """Repetition looks at prompt and output, presence and frequency at the output. Changes `logits`, which
     are `raw` [R, V] so far.
     """
-    for seq, (first, last) in runs_of([row.seq if row.rules.penalises else None for row in rows]):
+    for seq, (first, last) in equal_runs([row.seq if row.rules.penalises else None for row in rows]):
         if seq is None:
             continue
         counts = seq.counts = seq.counts or Counts()
@@ -192,7 +182,7 @@ def as_tensor(numbers: Ints, like: Tensor) -> Tensor:
     return torch.from_numpy(numbers).to(like.device)
 
 
-def runs_of(values: list[Any]) -> Iterator[tuple[Any, tuple[int, int]]]:
+def equal_runs(values: list[Any]) -> Iterator[tuple[Any, tuple[int, int]]]:
     """Each value with the (first, last) of its run of neighbours, the very same object."""
     for _, run in groupby(range(len(values)), lambda i: id(values[i])):
         first, *others = run
@@ -201,17 +191,15 @@ def runs_of(values: list[Any]) -> Iterator[tuple[Any, tuple[int, int]]]:
 
 def forbid_completions(x: Tensor, row: Row, bad_words: BadWords) -> None:
     """Removes the tokens that complete a bad word after the text before. Changes `x` [V]."""
-    for found in bad_words.completing(row.seq.tokens, row.prefix):
-        if found.index is None or found.index.device != x.device:
-            ids = [token for token in found.ids if token < len(x)]
-            found.index = torch.tensor(ids, dtype=torch.long, device=x.device)
-        x.index_fill_(0, found.index, NEVER)
+    for token_set in bad_words.completing(row.seq.tokens, row.prefix):
+        if token_set.index is None or token_set.index.device != x.device:
+            ids = [token for token in token_set.ids if token < len(x)]
+            token_set.index = torch.tensor(ids, dtype=torch.long, device=x.device)
+        x.index_fill_(0, token_set.index, NEVER)
 
 
 def constrain(x: Tensor, raw: Tensor, forbidden: Tensor) -> None:
-    """Removes what the grammar forbids from `x` [V]; where the other rules leave nothing else, it alone
-    decides, over `raw`.
-    """
+    """Removes what the grammar forbids from `x` [V]; it alone decides, over `raw`, where nothing is left."""
     x[forbidden] = NEVER
     if x.amax() == NEVER:
         x.copy_(raw).masked_fill_(forbidden, NEVER)
@@ -235,11 +223,12 @@ def keep_likely(logits: Tensor, params: list[SamplingParams]) -> Tensor:
 
     Rows whose survivors all lie among the `HEAD` likeliest tokens are not sorted any further.
     """
-    kept, settled = keep_among(logits, params, HEAD)
-    open_rows = (~settled).nonzero().flatten().tolist()
+    filtered, complete = keep_among(logits, params, HEAD)
+    open_rows = (~complete).nonzero().flatten().tolist()
     if open_rows:
-        kept[open_rows], _ = keep_among(logits[open_rows], [params[i] for i in open_rows], logits.shape[-1])
-    return kept
+        params = [params[i] for i in open_rows]
+        filtered[open_rows], _ = keep_among(logits[open_rows], params, logits.shape[-1])
+    return filtered
 
 
 @lru_cache(maxsize=64)
@@ -249,9 +238,7 @@ def column(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def keep_among(logits: Tensor, params: list[SamplingParams], head: int) -> tuple[Tensor, Tensor]:
-    """Filtered logits [N, V] as seen from the `head` likeliest tokens, and for which rows [N] that was
-    enough.
-    """
+    """Filtered logits [N, V] by the `head` likeliest tokens, and for which rows [N] these were enough."""
     vocab, device = logits.shape[-1], logits.device
     head = min(head, vocab)
     ids = logits.topk(head).indices.sort(-1).values  # [N, head]
@@ -260,9 +247,8 @@ def keep_among(logits: Tensor, params: list[SamplingParams], head: int) -> tuple
     ids = ids.gather(-1, order)
     top_k = column(tuple(min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params), device)
     keep = torch.arange(head, device=logits.device) < top_k
-    total = torch.where(
-        top_k < vocab, ordered.masked_fill(~keep, NEVER).logsumexp(-1, True), logits.logsumexp(-1, True)
-    )
+    total_k = ordered.masked_fill(~keep, NEVER).logsumexp(-1, True)
+    total = torch.where(top_k < vocab, total_k, logits.logsumexp(-1, True))
     probs = (ordered - total).exp()
     # Without top-p no limit: the rounded sum reaches 1 before the rare tokens.
     keep &= probs.cumsum(-1) - probs < column(tuple(p.top_p if p.top_p < 1 else 2.0 for p in params), device)
@@ -272,40 +258,38 @@ def keep_among(logits: Tensor, params: list[SamplingParams], head: int) -> tuple
     # A survivor as likely as the last of the head may have equals beyond it.
     # [N, 1]
     beyond = (keep & (ordered == ordered[:, -1:])).any(-1, keepdim=True) | ((head < top_k) & (top_k < vocab))
-    kept = torch.full_like(logits, NEVER).scatter(-1, ids, ordered.masked_fill(~keep, NEVER))
-    return kept, ~beyond[:, 0] | (head == vocab)
+    filtered = torch.full_like(logits, NEVER).scatter(-1, ids, ordered.masked_fill(~keep, NEVER))
+    return filtered, ~beyond[:, 0] | (head == vocab)
 
 
 def exponential_race(logits: Tensor, rows: list[Row]) -> Tensor:
     """Draws one token per row [N] from softmax(logits), logits at most 0: argmax p / E with keyed noise."""
-    return best(logits.exp().div_(noise_of(rows, logits.shape[-1], logits.device)))
+    return best(logits.exp().div_(row_noise(rows, logits.shape[-1], logits.device)))
 
 
-def noise_of(rows: list[Row], vocab: int, device: torch.device) -> Tensor:
-    """Exponential noise of each row, [N, V], or [V] of a single one; few and short rows take it from their
-    text's stock.
-    """
+def row_noise(rows: list[Row], vocab: int, device: torch.device) -> Tensor:
+    """Exponential noise of each row, [N, V], or [V] of one row; few, short rows take it from their stock."""
     ahead = min(AHEAD, STOCK // vocab)
     own = any(row.stream for row in rows)  # streams of a round, of which little is drawn ahead
     enough = AHEAD_IN_ROUND if own else MANY_ROWS
     if ahead < 2 or len(rows) > enough or any(row.stream % STREAMS for row in rows):
         return draw_noise([(row.seq, row.position, row.stream) for row in rows], vocab, device)
-    found: list[Tensor] = []
+    noises: list[Tensor] = []
     for row in rows:
         seq, at, stream = row.seq, row.position, row.stream
         if (stream, at) not in seq.noise:
             positions = range(at, at + (min(ahead, AHEAD_IN_ROUND) if stream else ahead))
             drawn = draw_noise([(seq, position, stream) for position in positions], vocab, device)
             # that of an earlier round is of no use any more
-            kept = {place: noise for place, noise in seq.noise.items() if stream and not place[0]}
-            seq.noise = kept | {(stream, position): noise for position, noise in enumerate(drawn, at)}
-        found.append(seq.noise[stream, at])
-    return torch.stack(found) if len(found) > 1 else found[0]
+            reusable = {place: noise for place, noise in seq.noise.items() if stream and not place[0]}
+            seq.noise = reusable | {(stream, position): noise for position, noise in enumerate(drawn, at)}
+        noises.append(seq.noise[stream, at])
+    return torch.stack(noises) if len(noises) > 1 else noises[0]
 
 
 def draw_noise(places: list[tuple[Sequence, int, int]], vocab: int, device: torch.device) -> Tensor:
     """Exponential noise [N, V] at (text, position, stream): a function of these and the token id alone."""
-    return exponential(uniform(*keys_of(places, device), token_ids(vocab, device)))
+    return exponential(uniform(*noise_keys(places, device), token_ids(vocab, device)))
 
 
 @lru_cache(maxsize=8)
@@ -316,10 +300,10 @@ def token_ids(vocab: int, device: torch.device) -> Tensor:
 def toss(rows: list[Row], device: torch.device) -> Tensor:
     """One keyed uniform number per row [N]."""
     places = [(row.seq, row.position, row.stream) for row in rows]
-    return uniform(*keys_of(places, device), token_ids(1, device))[:, 0]
+    return uniform(*noise_keys(places, device), token_ids(1, device))[:, 0]
 
 
-def keys_of(places: list[tuple[Sequence, int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+def noise_keys(places: list[tuple[Sequence, int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """The two key halves of each place's noise, int32 [N, 1]."""
     keys = [row_key(seq.request.seed, seq.sample, position, stream) for seq, position, stream in places]
     low, high = torch.tensor(keys, dtype=torch.int32, device=device).chunk(2, 1)
@@ -357,10 +341,7 @@ def exponential(v: Tensor) -> Tensor:
 
 
 def mix32(x: Tensor) -> Tensor:
-    """Bijective avalanche of int32 with wrap-around (the lowbias32 constants of C.
-
-    Wellons' hash-prospector). Changes `x`.
-    """
+    """Bijective avalanche of int32 with wrap-around (Wellons' lowbias32, hash-prospector). Changes `x`."""
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(signed32(0x7FEB352D))
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(signed32(0x846CA68B))
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))

@@ -102,9 +102,8 @@ class Request:
     prediction: tuple[int, ...] = ()  # what the client expects the output to be
     pool: str | None = None  # of earlier answers; None: the answers to this prompt, "": none
     tenant: str = ""  # that the pool belongs to
-    prefix_cache: bool = (
-        True  # whether its pages are found by later prompts, and it finds those of earlier ones
-    )
+    # whether its pages are found by later prompts, and it finds those of earlier ones
+    prefix_cache: bool = True
 
     @property
     def needs_q(self) -> bool:
@@ -114,9 +113,7 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample of a request. Between steps: `tokens[released:committed]` have their K and V in `table`'s
-    pages.
-    """
+    """One sample of a request. Between steps `table` has the K and V of `tokens[released:committed]`."""
 
     id: int
     request: Request
@@ -124,9 +121,8 @@ class Sequence:
     stats: RequestStats
     sample: int = 0  # which of the request's n samples
     failed: bool = False  # whether a proposer raised an error for it: it goes on plainly
-    cold_matches: int = (
-        0  # continuations that must match before a lookup's drafts are verified, by its policy
-    )
+    # continuations that must match before a lookup's drafts are verified, by its policy
+    cold_matches: int = 0
     grammar: Matcher | None = None  # has consumed the output so far, always
     answer: AnswerStart | None = None  # by its request's ending, once it was needed
     committed: int = 0
@@ -262,9 +258,7 @@ class Span:
 
 
 def share_rows(spans: list[Span], rows: int) -> None:
-    """Reserves what is decided for each, at most `rows` drafts in all: the longest shrink first, to zero with
-    reason `load`.
-    """
+    """Reserves what is decided, at most `rows` drafts in all: the longest shrink; none: reason `load`."""
     limit = MAX_DRAFTS
     while limit and sum(min(span.decision.k, limit) for span in spans) > rows:
         limit -= 1
@@ -327,5 +321,5 @@ class Event:
     def __reduce__(self) -> tuple[type[Event], tuple[Any, ...]]:
         """As its arguments, in a third of the time: the events of 32 streams cross a pipe each step."""
         first = (self.request_id, self.sample, self.tokens)
-        more = (self.logprobs, self.finish, self.prompt_logprobs, self.stats, self.sources, self.drafted)
-        return Event, first if more == (None, None, None, None, (), 0) else (*first, *more)
+        others = (self.logprobs, self.finish, self.prompt_logprobs, self.stats, self.sources, self.drafted)
+        return Event, first if others == (None, None, None, None, (), 0) else (*first, *others)

@@ -33,8 +33,8 @@ from speculon.decoding.sampling import (
     Row,
     best,
     pick,
+    round_stream,
     sample,
-    stream_of,
     token_logprobs,
     toss,
     weigh,
@@ -78,9 +78,9 @@ def count(spans: list[Span]) -> int:
 def match(spans: list[Span], logits: Tensor, draw: Draw | None = None) -> Outcomes:
     """Keeps the drafts that equal the target's samples, then the correction or the bonus."""
     if all(span.seq.request.rules.plain for span in spans):
-        tokens = iter(best(logits_of(spans, logits)).tolist() if spans else ())
+        tokens = iter(best(scored_logits(spans, logits)).tolist() if spans else ())
     else:
-        tokens = iter(sample(*rows_of(spans, logits), draw))
+        tokens = iter(sample(*scored_rows(spans, logits), draw))
     outcomes: Outcomes = []
     for span in spans:
         draft = span.draft.tokens
@@ -106,7 +106,7 @@ class Drafted:
 
     @classmethod
     def of(cls, spans: list[Span], logits: Tensor) -> Drafted:
-        picked, rows = rows_of(spans, logits)
+        picked, rows = scored_rows(spans, logits)
         p = weigh(picked, rows).softmax(-1)
         q = torch.cat([span.draft.probs for span in spans if span.draft.probs is not None])
         lengths = [len(span.draft.tokens) for span in spans]
@@ -124,7 +124,8 @@ class Drafted:
     def toss(self, p: Tensor, q: Tensor, coin: Coin | None) -> list[list[bool]]:
         """One keyed coin for each draft, with probability min(1, p / q); per span."""
         rows = [
-            replace(row, stream=stream_of(row.seq, COIN)) for row in map(self.rows.__getitem__, self.judging)
+            replace(row, stream=round_stream(row.seq, COIN))
+            for row in map(self.rows.__getitem__, self.judging)
         ]
         passed = iter((coin or flip)(p, q, rows).tolist())
         return [list(islice(passed, k)) for k in self.lengths]
@@ -133,7 +134,7 @@ class Drafted:
         """The accepted drafts of each span, and one token drawn by its row of `weights` [B, V]."""
         last = [self.rows[begin + a] for begin, a in zip(self.first, accepted, strict=True)]
         ends = [
-            replace(row, stream=RESIDUAL if len(row.prefix) < k or stream_of(row.seq) else 0)
+            replace(row, stream=RESIDUAL if len(row.prefix) < k or round_stream(row.seq) else 0)
             for row, k in zip(last, self.lengths, strict=True)
         ]
         drawn = pick(weights.log(), ends, draw)
@@ -177,9 +178,7 @@ def block(spans: list[Span], logits: Tensor, draw: Draw | None = None, coin: Coi
 
 
 def joint_ratios(p: Tensor, q: Tensor, lengths: list[int]) -> Tensor:
-    """w of each span's rows [R] from p and q of its drafted tokens [R - B]: w_0 = 1, w_i = min(1, w_{i-1} p
-    / q).
-    """
+    """w of each span's rows [R] (see `block`) from p and q of its drafted tokens [R - B]."""
     # a token that was drawn has q > 0, but the noise may find one whose q was rounded to 0
     split = torch.split(p / q.clamp(min=SMALLEST), lengths)
     ratios = pad_sequence(list(split), batch_first=True)  # [B, K]
@@ -197,7 +196,7 @@ def beginning_chances(weighted: Tensor, q: Tensor, w: Tensor) -> Tensor:
 
 
 def up_to_first_failure(passed: list[bool]) -> int:
-    return next((i for i, one in enumerate(passed) if not one), len(passed))
+    return next((i for i, accepted in enumerate(passed) if not accepted), len(passed))
 
 
 def up_to_last_success(passed: list[bool]) -> int:
@@ -223,10 +222,8 @@ WITH_Q: dict[str, Callable[[list[Span], Tensor, Draw | None, Coin | None], Outco
 }
 
 
-def rows_of(spans: list[Span], logits: Tensor) -> tuple[Tensor, list[Row]]:
-    """The scored rows of [last token, d_1..d_K] of each span, end to end: their logits, and what stands
-    before them.
-    """
+def scored_rows(spans: list[Span], logits: Tensor) -> tuple[Tensor, list[Row]]:
+    """The scored rows of [last token, d_1..d_K] of each span, end to end: their logits and their prefixes."""
     rows = [
         Row(s.seq, s.seq.request.rules, s.draft.tokens[:i])
         for s in spans
@@ -236,10 +233,10 @@ def rows_of(spans: list[Span], logits: Tensor) -> tuple[Tensor, list[Row]]:
     if bound:
         bans = iter(forbid(bound, logits.device))  # [V] for each of their rows
         rows = [row if row.seq.grammar is None else replace(row, forbidden=next(bans)) for row in rows]
-    return logits_of(spans, logits), rows
+    return scored_logits(spans, logits), rows
 
 
-def logits_of(spans: list[Span], logits: Tensor) -> Tensor:
+def scored_logits(spans: list[Span], logits: Tensor) -> Tensor:
     if count(spans) == logits.shape[0]:
         return logits
     return logits[[i for span in spans for i in span.score[-(len(span.draft.tokens) + 1) :]]]
@@ -248,14 +245,14 @@ def logits_of(spans: list[Span], logits: Tensor) -> Tensor:
 def judge(span: Span, tokens: tuple[int, ...], accepted: int, logits: Tensor) -> Verdict:
     """The outcome of a span as its verdict, with the raw log-probabilities where they were asked for."""
     k, top = len(span.draft.tokens), span.seq.request.params.logprobs
-    if top is None:
-        return Verdict(tokens, accepted, outcome_of(accepted, k))
-    first = span.score[-(k + 1)]
-    logprobs = token_logprobs(logits[first : first + len(tokens)], list(tokens), top)
-    return Verdict(tokens, accepted, outcome_of(accepted, k), logprobs)
+    logprobs = None
+    if top is not None:
+        first = span.score[-(k + 1)]
+        logprobs = token_logprobs(logits[first : first + len(tokens)], list(tokens), top)
+    return Verdict(tokens, accepted, span_outcome(accepted, k), logprobs)
 
 
-def outcome_of(accepted: int, k: int) -> SpanOutcome | None:
+def span_outcome(accepted: int, k: int) -> SpanOutcome | None:
     if k == 0:
         return None
     return SpanOutcome.FULL if accepted == k else SpanOutcome.TAIL if accepted == k - 1 else SpanOutcome.EARLY
@@ -295,18 +292,16 @@ def verify_given(span: Span, logits: Tensor) -> Verdict:
 def read_logits(logits: Any, k: int, vocab_size: int) -> Tensor:  # [K + 1, V] or [K, V]
     """The caller's logits as float32. Raises by name what `k` drafts cannot be judged by."""
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
-        raise InvalidParameter(
-            "target_logits", logits.dtype if isinstance(logits, Tensor) else logits, "takes a float tensor"
-        )
+        shown = logits.dtype if isinstance(logits, Tensor) else logits
+        raise InvalidParameter("target_logits", shown, "takes a float tensor")
     if logits.shape not in ((k + 1, vocab_size), (k, vocab_size)):
         limit = f"needs shape ({k + 1}, {vocab_size}), or ({k}, {vocab_size}) without a bonus token"
         raise InvalidParameter("target_logits", tuple(logits.shape), limit)
     rows = logits.detach().float()
     for row, largest in enumerate(rows.amax(-1).tolist()):  # NaN where the row has one
         if not isfinite(largest):
-            raise InvalidParameter(
-                "target_logits", largest, f"row {row} takes finite numbers and -inf, not -inf alone"
-            )
+            limit = f"row {row} takes finite numbers and -inf, not -inf alone"
+            raise InvalidParameter("target_logits", largest, limit)
     return rows
 
 
@@ -345,7 +340,7 @@ def find_end(seq: Sequence, tokens: tuple[int, ...]) -> tuple[int, Finish | None
     if room == 0:
         return 0, Finish("length")
     stop_string = first_stop_string(seq, tokens)
-    complete = seq.grammar.end_of(tokens) if seq.grammar else None
+    complete = seq.grammar.find_end(tokens) if seq.grammar else None
     for i, token in enumerate(tokens):
         if token in ending.stop_ids and seq.num_output + i >= ending.min_tokens:
             return i, Finish("stop", token)
@@ -370,6 +365,6 @@ def first_stop_string(seq: Sequence, tokens: tuple[int, ...]) -> tuple[int, str]
         runs = seq.answer.runs(output, num_output)
     for begin, first, end in runs:
         first = min(max(first, ending.min_tokens - 1), end)
-        if found := ending.find_stop(output[begin:first], tuple(output[first:end])):
-            return first + found[0] - num_output, found[1]
+        if stop := ending.find_stop(output[begin:first], tuple(output[first:end])):
+            return first + stop[0] - num_output, stop[1]
     return None

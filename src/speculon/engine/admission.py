@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
 from math import isnan
@@ -31,8 +31,8 @@ from speculon.core.types import Draft, PromptShape, Reason, acceptance_rule, cei
 from speculon.decoding.sequence import Ending, Request, Rules, Sequence
 from speculon.decoding.text.stop_strings import StopStrings
 from speculon.decoding.text.thinking import AnswerStart
-from speculon.decoding.text.tokenizer import NO_TOKENIZER, Tokenizer, context_of
-from speculon.speculation.control.gates import shape_of
+from speculon.decoding.text.tokenizer import NO_TOKENIZER, Tokenizer, output_context
+from speculon.speculation.control.gates import classify_prompt
 from speculon.speculation.proposers.registry import OFF
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 CONTEXT = "limits.max_context"  # in the capability table
 OF_VOCABULARY = ("logprobs", "prompt_logprobs")  # numbers of tokens
+NEED_TOKENIZER = ("stop", "bad_words", "structured", "thinking")
 SHAPE_TOKENS = 512  # of a prompt's end that are read for its class
 
 
@@ -62,12 +63,8 @@ class Admission:
         max_context: int,
         rows: int,
     ):
-        self._config, self._proposers, self._grammars, self._tokenizer = (
-            config,
-            proposers,
-            grammars,
-            tokenizer,
-        )
+        self._config, self._proposers = config, proposers
+        self._grammars, self._tokenizer = grammars, tokenizer
         self._pool, self._max_context, self._rows = pool, max_context, rows  # rows of a step at most
         self._vocab_size, self._eos_ids = target.vocab_size, target.eos_ids
         self._ids = itertools.count()
@@ -89,11 +86,12 @@ class Admission:
             max_context=self._max_context,
             pages=self._pool.num_blocks,
             block_size=self._pool.block_size,
-            most=self._pool.most(self._max_context, self._rows),
+            max_pages=self._pool.most(self._max_context, self._rows),
             written=written,
         )
-        if self._tokenizer is None:
-            refuse_text(params)
+        for name in NEED_TOKENIZER if self._tokenizer is None else ():
+            if value := getattr(params, name):
+                raise InvalidParameter(name, value, NO_TOKENIZER).about(f"parameters.{name}")
         if not isinstance(speculation, RequestSpeculation):
             speculation = RequestSpeculation(**(speculation or {}))
         config = speculation.defaults or self._config
@@ -103,6 +101,7 @@ class Admission:
         sources = dict(zip(self.from_request, (grammar, prediction), strict=True))
         max_drafts, from_request, off = self._methods(speculation, own, sources)
         rules, ending = self._sampling(params, prompt)
+        chained = speculation.chained_drafts
         request = Request(
             id=request_id,
             prompt_len=len(prompt),
@@ -117,9 +116,7 @@ class Admission:
             from_request=from_request,
             off=off,
             policy=speculation.policy or config.policy,
-            chained=config.chained_drafts
-            if speculation.chained_drafts is None
-            else speculation.chained_drafts,
+            chained=config.chained_drafts if chained is None else chained,
             acceptance=acceptance_rule(speculation.acceptance or config.acceptance, params),
             shape=self._shape(prompt, params, off),
             prediction=prediction,
@@ -185,7 +182,7 @@ class Admission:
         stop_ids = frozenset(token for token in stops if token in known)
         find_stop = answer_start = None
         if text is not None and params.stop:
-            strings = StopStrings(params.stop, text, context_of(text, params, prompt))
+            strings = StopStrings(params.stop, text, output_context(text, params, prompt))
             find_stop = partial(strings.find, skip_special_tokens=params.skip_special_tokens)
             answer_start = partial(AnswerStart, params.thinking, text) if params.thinking else None
         rules = Rules.of(params, bad_words, tuple(sorted(stop_ids)))
@@ -193,7 +190,7 @@ class Admission:
 
     def _shape(self, prompt: list[int], params: SamplingParams, off: Reason | None) -> PromptShape:
         text = "" if self._tokenizer is None or off else self._tokenizer.decode(prompt[-SHAPE_TOKENS:])
-        return shape_of(params.greedy, text)
+        return classify_prompt(params.greedy, text)
 
 
 def read_ids(name: str, ids: Any) -> list[int]:
@@ -215,9 +212,7 @@ def check_draft(draft: Draft, vocab_size: int) -> None:
     k = len(draft.tokens)
     if k > MAX_DRAFTS:
         raise InvalidParameter("drafts", k, f"at most {MAX_DRAFTS} in one round")
-    wrong = next((token for token in draft.tokens if not 0 <= token < vocab_size), None)
-    if wrong is not None:
-        raise InvalidParameter("drafts", wrong, f"token ids go from 0 to {vocab_size - 1}")
+    check_ids("drafts", draft.tokens, vocab_size)
     if draft.probs is not None and draft.probs.shape != (k, vocab_size):
         raise InvalidParameter("drafts.probs", tuple(draft.probs.shape), f"needs shape ({k}, {vocab_size})")
 
@@ -228,23 +223,12 @@ def check_room(seq: Sequence, k: int) -> None:
         raise TooLong(f"{len(seq.tokens)} tokens + {k} drafts + 1 > {seq.request.max_len} tokens")
 
 
-def refuse_text(params: SamplingParams) -> None:
-    """Raises by name what only a tokenizer can read."""
-    for name in ("stop", "bad_words", "structured", "thinking"):
-        if asked := getattr(params, name):
-            raise InvalidParameter(name, asked, NO_TOKENIZER).about(f"parameters.{name}")
-
-
 def read_prediction(
     prediction: str | tuple[int, ...] | None, tokenizer: Tokenizer | None, vocab_size: int
 ) -> tuple[int, ...]:
-    """The token ids of what the client expects, as the model would write them: without the special tokens of
-    a prompt.
-    """
+    """The token ids of what the client expects, without the special tokens of a prompt."""
     if not isinstance(prediction, str):
-        wrong = next((t for t in prediction or () if not 0 <= t < vocab_size), None)
-        if wrong is not None:
-            raise not_a_token("prediction", wrong, vocab_size)
+        check_ids("prediction", prediction or (), vocab_size)
         return prediction or ()
     if tokenizer is None:
         limit = "this is a string, which needs a tokenizer; token ids do not"
@@ -266,10 +250,12 @@ def max_length(prompt_len: int, max_tokens: int | None, max_context: int) -> int
     return prompt_len + max_tokens
 
 
-def not_a_token(name: str, token: int, vocab_size: int) -> InvalidParameter:
-    """The refusal of an id for which there is no logit."""
-    limit = f"token ids go from 0 to {vocab_size - 1}"
-    return InvalidParameter(name, token, limit).about("limits.vocab_size")
+def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    """Raises for the first id for which there is no logit."""
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            limit = f"token ids go from 0 to {vocab_size - 1}"
+            raise InvalidParameter(name, token, limit).about("limits.vocab_size")
 
 
 def check_request(
@@ -280,32 +266,28 @@ def check_request(
     max_context: int,
     pages: int,
     block_size: int,
-    most: int | None = None,
+    max_pages: int | None = None,
     written: Seq[int] = (),
 ) -> int:
     """Raises by name what cannot be served; returns the most tokens the sequence may hold.
 
-    A sequence of any length holds at most `most` pages at once (None: those of all its tokens). `written` is
+    A sequence of any length holds at most `max_pages` at once (None: those of all its tokens). `written` is
     output so far.
     """
     if not prompt:
         raise EmptyPrompt("the prompt has no tokens")
-    bad = next((t for t in (*prompt, *written) if not 0 <= t < vocab_size), None)
-    if bad is not None:
-        raise not_a_token("prompt", bad, vocab_size)
+    check_ids("prompt", (*prompt, *written), vocab_size)
     max_len = max_length(len(prompt), params.max_tokens, max_context)
     if len(prompt) + len(written) > max_len:
         raise TooLong(f"prompt {len(prompt)} + {len(written)} written > {max_len} tokens").about(CONTEXT)
     needed = ceil_div(max_len, block_size)
-    if most is not None:
-        needed = min(needed, most)
+    if max_pages is not None:
+        needed = min(needed, max_pages)
     if needed > pages:
         message = f"{max_len} tokens need {needed} KV pages of {block_size}, the pool owns {pages}"
         raise NeverFits(message).about("limits.pool")
-    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-        wrong = next((t for t in ids if not 0 <= t < vocab_size), None)
-        if wrong is not None:
-            raise not_a_token(name, wrong, vocab_size)
+    check_ids("logit_bias", params.logit_bias, vocab_size)
+    check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     for token, bias in params.logit_bias.items():
         if isnan(bias):
             raise InvalidParameter("logit_bias", {token: bias}, "must be a number")

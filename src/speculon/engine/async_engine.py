@@ -12,7 +12,10 @@ import itertools
 import logging
 import multiprocessing as mp
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from threading import Thread
 from time import monotonic
 from typing import Any
 
@@ -29,18 +32,99 @@ from speculon.engine.messages import (
     PoolsForgotten,
     Ready,
     Refused,
+    Shutdown,
     Stage,
     Statistics,
 )
-from speculon.engine.process import EngineProcess
 from speculon.engine.waiting import OutputQueue
 from speculon.engine.worker import main as run_worker
 
-MOST_LOST_LOADS = 5  # guess: processes in a row that may be lost while they load
+MAX_LOST_LOADS = 5  # guess: processes in a row that may be lost while they load
 # guesses: how long a process has to serve for the next one to start at once, and the longest pause before it
-STEADY_SECONDS, MOST_PAUSE = 30.0, 60.0
+STEADY_SECONDS, MAX_PAUSE = 30.0, 60.0
+STOP_SECONDS = 10.0  # given to a process to end by itself
 
 log = logging.getLogger("speculon")
+
+
+class EngineProcess:
+    """One process of the engine. It calls back on the event loop of its making, until it has `ended`."""
+
+    def __init__(
+        self,
+        process: Any,
+        pipe: Connection,
+        on_message: Callable[[FromWorker], None],
+        on_end: Callable[[SpeculonError], None],
+    ):
+        self._process, self._pipe = process, pipe
+        self._on_message, self._on_end = on_message, on_end
+        # a full pipe must not block the event loop
+        self._sender = ThreadPoolExecutor(1, "speculon-send")
+        self._sent = self._received = 0  # messages, as the threads count them
+        self._read = 0  # of those sent, by the engine
+        self._working = False  # whether the engine had sequences, by its last statistics
+        self._received_before = 0  # the last call of `count_silence`
+        self.silent = 0.0  # seconds without a message although there is work
+        self.ended = False  # or given up: what it still sends counts for nothing
+        loop = asyncio.get_running_loop()
+        Thread(target=self._receive, args=(loop,), name="speculon-receive", daemon=True).start()
+
+    async def send(self, message: FromServer) -> None:
+        """Returns once the message is in the pipe; a closed pipe is an `OSError` or a `RuntimeError`."""
+        await asyncio.get_running_loop().run_in_executor(self._sender, self._write, message)
+
+    def count_silence(self, seconds: float) -> None:
+        """To be called every so many seconds."""
+        # not by a clock, which goes on while the server itself is stopped
+        heard, self._received_before = self._received != self._received_before, self._received
+        busy = self._working or self._sent > self._read
+        self.silent = self.silent + seconds if busy and not heard else 0.0
+
+    async def end(self, *, by_itself: bool) -> None:
+        """Asks the process to end, or kills it at once; it has ended when this returns."""
+        self.ended = True
+        with contextlib.suppress(OSError, RuntimeError, TimeoutError):
+            if by_itself:
+                async with asyncio.timeout(STOP_SECONDS):
+                    await self.send(Shutdown())
+                    await asyncio.to_thread(self._process.join, STOP_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+            await asyncio.to_thread(self._process.join)
+        self._sender.shutdown(wait=False)
+
+    def _write(self, message: FromServer) -> None:
+        data = ForkingPickler.dumps(message)  # may fail; then nothing is sent
+        self._sent += 1
+        self._pipe.send_bytes(data)
+
+    def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
+        """In a thread of its own: reads every message at once, so that the engine never waits."""
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            try:
+                while True:
+                    message = self._pipe.recv()
+                    self._received += 1
+                    loop.call_soon_threadsafe(self._deliver, message)
+            except (EOFError, OSError):
+                loop.call_soon_threadsafe(self._lose, EngineError("the engine's process has ended"))
+            except Exception as error:  # not to be unpickled
+                fault = EngineError(f"a message of the engine cannot be read: {type(error).__name__}")
+                loop.call_soon_threadsafe(self._lose, fault)
+
+    def _deliver(self, message: FromWorker) -> None:
+        if self.ended:
+            return
+        if isinstance(message, Statistics):
+            self._read = message.read
+            self._working = message.load.running + message.load.waiting > 0
+        self._on_message(message)
+
+    def _lose(self, fault: SpeculonError) -> None:
+        if not self.ended:
+            self.ended = True
+            self._on_end(fault)
 
 
 class AsyncEngine(EngineClient):
@@ -135,11 +219,6 @@ class AsyncEngine(EngineClient):
         finally:
             del self._forgetting[number]
 
-    async def idle(self) -> None:
-        """Returns once no request is open."""
-        while self.open_requests and self.alive:
-            await asyncio.sleep(0.02)
-
     async def stop(self) -> None:
         """Ends the process; running requests are lost."""
         reads = self.facts is not None and not self.hung  # nothing while it loads
@@ -192,7 +271,7 @@ class AsyncEngine(EngineClient):
         self._lost_at = monotonic()
         if self.facts is None:  # while it was loaded again
             self._loaded_at, self._lost_loads = self._lost_at, self._lost_loads + 1
-        if self._lost_loads > MOST_LOST_LOADS:
+        if self._lost_loads > MAX_LOST_LOADS:
             return self.fail(fault)
         self._process.ended = True
         self.facts, self.load = None, Load(0, 0, 0)
@@ -217,7 +296,7 @@ class AsyncEngine(EngineClient):
         if self._lost_at - self._loaded_at > STEADY_SECONDS:
             self._pause = 0.0
         await asyncio.sleep(self._pause)
-        self._pause = min(MOST_PAUSE, 2 * self._pause + 1)
+        self._pause = min(MAX_PAUSE, 2 * self._pause + 1)
         try:
             if self.alive:
                 self._begin()

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
-from speculon.core.capabilities import Capability
 from speculon.core.config import (
     GIVEN_DRAFTS,
     MAX_DRAFTS,
@@ -21,7 +20,7 @@ from speculon.core.config import (
 )
 from speculon.core.config.speculation import Acceptance
 from speculon.core.errors import InvalidParameter, SpeculonError
-from speculon.core.types import Reason, ceil_div
+from speculon.core.types import Capability, Reason, Status, ceil_div
 from speculon.decoding.kv.states import KEPT_BYTES
 from speculon.decoding.sequence import Sequence
 from speculon.engine.admission import OF_VOCABULARY
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from speculon.target.target import Runner, Target
 
 
-class Engine(Protocol):
+class EngineParts(Protocol):
     """The parts of an engine that the table is made from."""
 
     target: Target
@@ -87,7 +86,7 @@ EXAMPLES: Mapping[str, Any] = {
 PROBE = "capabilities"  # id of the requests that are admitted for the table and never run
 
 
-def capabilities_of(engine: Engine) -> dict[str, Capability]:
+def capability_table(engine: EngineParts) -> dict[str, Capability]:
     """The table, by feature."""
     parts = (
         rollback(engine.target),
@@ -103,25 +102,23 @@ def capabilities_of(engine: Engine) -> dict[str, Capability]:
 def rollback(target: Target) -> Rows:
     """How rejected drafts are taken back: in pages, and in each class of recurrent mixers."""
     paged = sum(layer.heads > 0 for layer in target.layers)
-    status, what = ("on", "rejected rows are overwritten") if paged else ("off", "nothing is kept in pages")
-    yield "rollback.pages", row(status, f"{paged} of {len(target.layers)} layers have pages: {what}")
+    effect = "rejected rows are overwritten" if paged else "nothing is kept in pages"
+    why = f"{paged} of {len(target.layers)} layers have pages: {effect}"
+    yield "rollback.pages", row("on" if paged else "off", why)
     classes = defaultdict(list)
     for mixer in target.mixers:
         classes[type(mixer.module).__name__].append(mixer)
-    kept = {"kept_rows": KEPT_BYTES // max(1, target.state_bytes)} if target.mixers else {}
     for name, mixers in classes.items():
-        rows = {"by_row": mixers[0].by_row} if mixers[0].continues else {}
-        measured = (
-            f"up to {mixers[0].by_row} rows" if rows else "all rows, since no call of several is exact,"
-        )
+        limits = {"kept_rows": KEPT_BYTES // max(1, target.state_bytes)}
+        measured = "all rows, since no call of several is exact,"
+        if mixers[0].continues:
+            limits = {"by_row": mixers[0].by_row, **limits}
+            measured = f"up to {mixers[0].by_row} rows"
         why = f"{len(mixers)} mixers: {measured} are one call each, and the state after each is kept; "
-        yield (
-            f"rollback.states.{name}",
-            row("on", why + "otherwise accepted rows are replayed", **rows, **kept),
-        )
+        yield f"rollback.states.{name}", row("on", why + "otherwise accepted rows are replayed", **limits)
 
 
-def modes(engine: Engine) -> Rows:
+def modes(engine: EngineParts) -> Rows:
     target, config = engine.target, engine.config
     yield "prefix_cache", prefix_cache(engine)
     runner = target.runner
@@ -137,20 +134,21 @@ def modes(engine: Engine) -> Rows:
     why = target.invariance.partition(": ")[2] or "setting batch_invariant is off"
     yield "batch_invariant", row("on" if target.batch_invariant else "off", why)
     text = engine.tokenizer
-    found = (
-        "none, token ids only" if text is None else f"{type(text.inner).__name__}, {len(text.inner)} tokens"
-    )
-    yield "tokenizer", row("off" if text is None else "on", found)
+    if text is None:
+        yield "tokenizer", row("off", "none, token ids only")
+    else:
+        yield "tokenizer", row("on", f"{type(text.inner).__name__}, {len(text.inner)} tokens")
 
 
-def prefix_cache(engine: Engine) -> Capability:
+def prefix_cache(engine: EngineParts) -> Capability:
     if engine.pool.prefix_cache:
-        found = "full pages are found again by their content"
+        why = "full pages are found again by their content"
         if snapshots := engine.pool.slots.snapshots:
-            return row("on", f"{found}, up to the last with a snapshot of the states", snapshots=snapshots)
-        return row("on", found)
-    off = "setting prefix_cache is off" if not engine.config.prefix_cache else ""
-    return row("off", off or "recurrent states: there is no room for snapshots of them")
+            return row("on", f"{why}, up to the last with a snapshot of the states", snapshots=snapshots)
+        return row("on", why)
+    if not engine.config.prefix_cache:
+        return row("off", "setting prefix_cache is off")
+    return row("off", "recurrent states: there is no room for snapshots of them")
 
 
 def programs(name: str, runner: Runner, here: str, config: EngineConfig) -> Capability:
@@ -168,7 +166,7 @@ def programs(name: str, runner: Runner, here: str, config: EngineConfig) -> Capa
 # what drafts
 
 
-def methods(engine: Engine) -> Rows:
+def methods(engine: EngineParts) -> Rows:
     """Each method that is registered. Those without weights are built here, as their first request would."""
     names = [name for name in known_methods() if name != OFF]
     known = f"{engine.proposers.default} where none is named; known are {', '.join([OFF, *names])}"
@@ -177,7 +175,7 @@ def methods(engine: Engine) -> Rows:
         yield f"methods.{name}", method(name, engine)
 
 
-def method(name: str, engine: Engine) -> Capability:
+def method(name: str, engine: EngineParts) -> Capability:
     proposers, config = engine.proposers, engine.config.speculation
     try:
         lacking = proposers.lacking(name)
@@ -186,18 +184,18 @@ def method(name: str, engine: Engine) -> Capability:
     if lacking is not None:
         return row("off", f"{lacking}: {why_lacking(name, lacking, engine)}")
     if name == AUTO:
-        chain = [one for one in proposers.chain(name) if proposers.lacking(one) is None]
+        chain = [method for method in proposers.chain(name) if proposers.lacking(method) is None]
         return row("on", f"asks {', then '.join(chain)}", drafts=config.most())
     proposer = proposers.find(name)
     context = proposer and proposer.needs.max_context
-    most = {"context": context} if context else {}
+    limits = {"context": context} if context else {}
     if name in engine.admission.from_request:
-        return row("on", "a lookup in what a request brings", drafts=GIVEN_DRAFTS, **most)
-    what = "a lookup" if name in proposers.lookups((name,)) else "a model"
-    return row("on", what, drafts=proposers.max_drafts(name, config.most()), **most)
+        return row("on", "a lookup in what a request brings", drafts=GIVEN_DRAFTS, **limits)
+    why = "a lookup" if name in proposers.lookups((name,)) else "a model"
+    return row("on", why, drafts=proposers.max_drafts(name, config.most()), **limits)
 
 
-def why_lacking(name: str, reason: Reason, engine: Engine) -> str:
+def why_lacking(name: str, reason: Reason, engine: EngineParts) -> str:
     if reason is Reason.MEMORY:
         return engine.proposers.refusals.get(name, "the memory limit")
     if name in WITH_CHECKPOINT and name not in engine.config.speculation.drafts:
@@ -207,19 +205,19 @@ def why_lacking(name: str, reason: Reason, engine: Engine) -> str:
     return f"it has layers or weights of its own, which only method = {name} at the start makes room for"
 
 
-def policies(engine: Engine) -> Rows:
+def policies(engine: EngineParts) -> Rows:
     config = engine.config.speculation
     chosen = f"{config.policy} where none is named; known are {', '.join(USUAL_DRAFTS)}"
     yield "parameters.policy", row("on", chosen)
     for name in USUAL_DRAFTS:
-        found = judge(engine, speculation={"policy": name})
-        drafts = {"drafts": config.most(name)}
-        yield f"policies.{name}", found or row("on", f"at most {config.most(name)} drafts a round", **drafts)
+        seq, drafts = admit(engine, speculation={"policy": name}), config.most(name)
+        usable = row("on", f"at most {drafts} drafts a round", drafts=drafts)
+        yield f"policies.{name}", seq if isinstance(seq, Capability) else usable
     usual = f"{config.most()} under policy {config.policy}; 0 is plain decoding"
     yield "parameters.num_speculative_tokens", row("on", usual, most=MAX_DRAFTS)
 
 
-def acceptance(engine: Engine) -> Rows:
+def acceptance(engine: EngineParts) -> Rows:
     """The rules for drafts that carry probabilities, which lookups do not have."""
     known = get_args(Acceptance)
     chosen = f"{engine.config.speculation.acceptance} where none is named; known are {', '.join(known)}"
@@ -239,7 +237,7 @@ def with_probabilities(proposers: Proposers) -> list[str]:
     return [name for name in built if name not in TABLE or name not in proposers.lookups((name,))]
 
 
-def own_drafts(engine: Engine) -> Rows:
+def own_drafts(engine: EngineParts) -> Rows:
     """What a request brings or names to draft from."""
     for feature, value in (("prediction", (0,)), ("prediction.text", "a")):
         yield f"parameters.{feature}", prediction(engine, value)
@@ -253,82 +251,74 @@ def own_drafts(engine: Engine) -> Rows:
     yield "parameters.chained_drafts", row("on" if lookups else "off", why)
 
 
-def prediction(engine: Engine, value: Any) -> Capability:
-    found = judge(engine, speculation={"prediction": value})
-    if found is not None:
-        return found
-    request = admit(engine, speculation={"prediction": value}).request
-    if "prediction" in request.from_request:
+def prediction(engine: EngineParts, value: Any) -> Capability:
+    seq = admit(engine, speculation={"prediction": value})
+    if isinstance(seq, Capability):
+        return seq
+    if "prediction" in seq.request.from_request:
         return row("on", "drafts are read from it first", most=MAX_PREDICTION, drafts=GIVEN_DRAFTS)
-    return row("off", f"{request.off}: nothing drafts where a request names no method")
+    return row("off", f"{seq.request.off}: nothing drafts where a request names no method")
 
 
 # what a request may ask of its text
 
 
-def sampling(engine: Engine) -> Rows:
+def sampling(engine: EngineParts) -> Rows:
     """Each sampling parameter: refused, without an effect on speculation, or with which."""
-    plain = admit(engine)
+    plain = engine.admission.admit(PROBE, [0], SamplingParams(max_tokens=1))[0]
     for name, value in EXAMPLES.items():
-        found = judge(engine, {name: value})
-        if found is None:
-            changes = differences(plain, admit(engine, {name: value}), engine)
-            why = "; ".join(changes) or "drafts are verified under it"
-            most = limit_of(name, engine.target.vocab_size)
-            found = row("changed" if changes else "on", why, **most)
-        yield f"parameters.{name}", found
+        seq = admit(engine, {name: value})
+        if isinstance(seq, Capability):
+            yield f"parameters.{name}", seq
+            continue
+        changes = differences(plain, seq, engine)
+        why = "; ".join(changes) or "drafts are verified under it"
+        limits = parameter_limit(name, engine.target.vocab_size)
+        yield f"parameters.{name}", row("changed" if changes else "on", why, **limits)
 
 
-def differences(plain: Sequence, seq: Sequence, engine: Engine) -> list[str]:
+def differences(plain: Sequence, seq: Sequence, engine: EngineParts) -> list[str]:
     """What is otherwise in the speculation of a request than in that of one which asks for nothing."""
-    request, usual, found = seq.request, plain.request, []
+    request, usual, changes = seq.request, plain.request, list[str]()
     if request.acceptance != usual.acceptance and with_probabilities(engine.proposers):
-        found.append(f"acceptance is {request.acceptance} instead of {usual.acceptance}")
+        changes.append(f"acceptance is {request.acceptance} instead of {usual.acceptance}")
     if seq.grammar is not None:
-        found.append("drafts are cut where they leave the grammar")
+        changes.append("drafts are cut where they leave the grammar")
     if request.from_request != usual.from_request:
-        found.append(f"drafts come from {', '.join(request.from_request)} first")
+        changes.append(f"drafts come from {', '.join(request.from_request)} first")
     if engine.pool.prefix_cache and seq.wants_prompt_logprobs:
-        found.append("no prefix is taken from the cache")
+        changes.append("no prefix is taken from the cache")
     if request.params.n > 1 and request.policy == "solo":
-        found.append("policy solo drafts for one sequence at a time")
-    return found
+        changes.append("policy solo drafts for one sequence at a time")
+    return changes
 
 
-def limit_of(name: str, vocab_size: int) -> dict[str, int]:
+def parameter_limit(name: str, vocab_size: int) -> dict[str, int]:
     """The most of a parameter: a whole number, or how many there may be."""
     field = SamplingParams.model_fields[name]
     whole = int in (field.annotation, *get_args(field.annotation))
     names = ("le", "max_length") if whole else ("max_length",)
-    found = [getattr(limit, name) for limit in field.metadata for name in names if hasattr(limit, name)]
+    limits = [getattr(limit, name) for limit in field.metadata for name in names if hasattr(limit, name)]
     if name in OF_VOCABULARY:
-        found.append(vocab_size)
-    return {"most": min(found)} if found else {}
-
-
-def judge(
-    engine: Engine, params: Mapping[str, Any] | None = None, speculation: Mapping[str, Any] | None = None
-) -> Capability | None:
-    """The refusal of such a request; None where it is admitted."""
-    try:
-        admit(engine, params, speculation)
-    except Exception as error:  # also of a plug-in, or a tokenizer
-        return refused(error)
-    return None
+        limits.append(vocab_size)
+    return {"most": min(limits)} if limits else {}
 
 
 def admit(
-    engine: Engine, params: Mapping[str, Any] | None = None, speculation: Mapping[str, Any] | None = None
-) -> Sequence:
-    """The first sequence of such a request, by the engine's own admission."""
-    values = SamplingParams(**{"max_tokens": 1, **(params or {})})
-    return engine.admission.admit(PROBE, [0], values, speculation)[0]
+    engine: EngineParts, params: Mapping[str, Any] | None = None, speculation: Mapping[str, Any] | None = None
+) -> Sequence | Capability:
+    """The first sequence of such a request, by the engine's own admission, or the refusal."""
+    try:
+        values = SamplingParams(**{"max_tokens": 1, **(params or {})})
+        return engine.admission.admit(PROBE, [0], values, speculation)[0]
+    except Exception as error:  # also of a plug-in, or a tokenizer
+        return refused(error)
 
 
 # limits
 
 
-def limits(engine: Engine) -> Rows:
+def limits(engine: EngineParts) -> Rows:
     config, target, pool = engine.config, engine.target, engine.pool
     notes = "; ".join(note for note in target.notes if "context" in note)
     why = "set by max_context" if config.max_context else notes or "the model's"
@@ -342,12 +332,13 @@ def limits(engine: Engine) -> Rows:
     chunks = "max_batch_tokens; longer prompts are computed in chunks"
     yield "limits.max_batch_tokens", row("on", chunks, tokens=config.max_batch_tokens)
     own = config.serve.max_request_tokens
-    most = {} if own is None else {"tokens": own}
-    why = "no limit but the context" if own is None else "set by max_request_tokens, on the server"
-    yield "limits.max_request_tokens", row("on", why, **most)
+    if own is None:
+        yield "limits.max_request_tokens", row("on", "no limit but the context")
+    else:
+        yield "limits.max_request_tokens", row("on", "set by max_request_tokens, on the server", tokens=own)
 
 
-def room(engine: Engine) -> int:
+def room(engine: EngineParts) -> int:
     """The most tokens of a request for which there are pages: any, where those of its windows suffice."""
     pool = engine.pool
     tokens = pool.num_blocks * pool.block_size
@@ -356,20 +347,20 @@ def room(engine: Engine) -> int:
     return tokens
 
 
-def pool_reason(engine: Engine) -> str:
+def pool_reason(engine: EngineParts) -> str:
     config, pool = engine.config, engine.pool
     if config.num_blocks is not None:
         return "set by num_blocks"
-    each = pool.most(engine.max_context, config.max_batch_tokens)
+    pages = pool.most(engine.max_context, config.max_batch_tokens)
     if config.prefix_cache:  # which keeps the pages before the windows, too
-        each = ceil_div(engine.max_context, config.block_size)
-    if pool.num_blocks >= config.max_num_seqs * each:
+        pages = ceil_div(engine.max_context, config.block_size)
+    if pool.num_blocks >= config.max_num_seqs * pages:
         return "a full context for each of max_num_seqs"
     return "set by kv_memory_gb" if config.kv_memory_gb else "a part of the memory that was free"
 
 
-def row(status: Any, reason: str, **most: int) -> Capability:
-    return Capability(status, reason, most)
+def row(status: Status, reason: str, **limits: int) -> Capability:
+    return Capability(status, reason, limits)
 
 
 def refused(error: Exception) -> Capability:

@@ -60,10 +60,7 @@ class EngineClient(ABC):
         """Returns once it serves; raises why it never will."""
 
     async def submit(self, adds: Seq[Add]) -> OutputQueue:
-        """Queues all of these requests or none; raises by name what cannot be served.
-
-        Close the queue when done with it.
-        """
+        """Queues all of these requests or none, until the queue is closed; raises what cannot be served."""
         if self.error is not None:
             raise self.error
         if taken := next((add.request_id for add in adds if self._requests.get(add.request_id)), None):

@@ -18,13 +18,13 @@ from speculon.core.errors import ConfigError, InvalidParameter, NeverFits
 from speculon.core.telemetry import RequestStats, SpeculationStats, Stopwatch
 from speculon.core.types import Ask, Decision, Draft, Verdict
 from speculon.decoding.sequence import Event, Sequence, Span
-from speculon.decoding.text.tokenizer import Tokenizer, final_text
+from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.decoding.verify import read_logits, verify_given
 from speculon.drafters.choose import by_method
 from speculon.drafters.pairing import is_search
 from speculon.engine.admission import check_draft, check_room, read_ids
 from speculon.engine.engine import Engine
-from speculon.engine.outputs import Completion, RequestOutput, StepResult, absorb
+from speculon.engine.outputs import Completion, RequestOutput, StepResult, absorb, write_texts
 from speculon.loading.ends import add_ends
 from speculon.loading.load import wrap_model
 from speculon.speculation.control.adaptive import Adaptive, AdaptiveLookahead
@@ -74,16 +74,15 @@ class SpeculativeDecoder:
         for name in OF_CHECKPOINTS:
             if name in settings:
                 raise ConfigError(f"{name} = {settings[name]!r}: the model object has settled it")
-        if kept := [name for name in ("state", "monitor_share") if settings.get(name)]:
-            raise ConfigError(f"{kept[0]} = {settings[kept[0]]!r}: is kept by LLM and by the server")
+        if unusable := [name for name in ("state", "monitor_share") if settings.get(name)]:
+            raise ConfigError(f"{unusable[0]} = {settings[unusable[0]]!r}: is kept by LLM and by the server")
         speculation = {
             name: settings.pop(name) for name in SpeculationConfig.model_fields if name in settings
         }
         speculation |= {"method": method, "num_speculative_tokens": num_speculative_tokens}
         if isinstance(draft, str) and is_search(draft):
-            raise ConfigError(
-                f"draft = {draft!r}: a model object lies in no folder to look around in; name the drafter's"
-            )
+            why = "a model object lies in no folder to look around in; name the drafter's"
+            raise ConfigError(f"draft = {draft!r}: {why}")
         if draft is not None:
             speculation["draft"] = by_method(draft) if isinstance(draft, str) else draft
         self.config = EngineConfig(**{**settings, "monitor_share": 0.0}, speculation=speculation)
@@ -155,9 +154,7 @@ class SpeculativeDecoder:
         self._k = k
 
     def _asked(self, k: int | None) -> dict[str, Any]:
-        """What a sequence asks of the engine: at most `k` drafts in a round (None: as set), and by which
-        policy.
-        """
+        """What a sequence asks of the engine: at most `k` drafts a round (None: as set), and its policy."""
         if self._adaptive is None:
             return {"num_speculative_tokens": self._k if k is None else k, "policy": self._policy}
         return {"num_speculative_tokens": self._adaptive.config.max if k is None else k, "policy": "adaptive"}
@@ -229,9 +226,8 @@ class SpeculativeDecoder:
         k, prompt_logprobs = len(draft.tokens), seq.request.params.prompt_logprobs
         check_room(seq, k)
         if prompt_logprobs is not None:
-            raise InvalidParameter(
-                "prompt_logprobs", prompt_logprobs, "target_logits have no rows of the prompt"
-            )
+            limit = "target_logits have no rows of the prompt"
+            raise InvalidParameter("prompt_logprobs", prompt_logprobs, limit)
         logits = read_logits(target_logits, k, self.engine.target.vocab_size).to(self.engine.target.device)
         return verify_given(Span(seq, len(seq.tokens) - 1, 1, draft), logits)
 
@@ -284,19 +280,16 @@ class SpeculativeDecoder:
                     self._clock(ms, sum(len(event.tokens) for event in events))
                 for event in events:
                     absorb(output, event)
-        for one in output.outputs:
-            self._stats.add(one.stats)
-            if self.tokenizer is not None:
-                one.text = final_text(self.tokenizer, one.token_ids, one.stop, params, prompt)
+        for completion in output.outputs:
+            self._stats.add(completion.stats)
+        write_texts(output, self.tokenizer, params)
         return output
 
     # accounts
 
     @property
     def stats(self) -> SpeculationStats | None:
-        """The account of all steps and texts since the last reset; None when no round ran, and none was
-        watched.
-        """
+        """The account of all steps and texts since the last reset; None where no round ran or was watched."""
         return self._stats.speculation()
 
     @property
@@ -359,12 +352,10 @@ class SpeculativeDecoder:
             "max_tokens": min(PLAIN_CALLS + 1, room - len(prompt)),
             "min_tokens": 0,
             "ignore_eos": True,
-            "n": 1,
         }
-        plainly = params.model_copy(
-            update={**endless, "stop": (), "stop_token_ids": (), "prompt_logprobs": None, "structured": None}
-        )
-        return median([ms for ms, events in self._run(prompt, plainly, OFF) if events][-PLAIN_CALLS:])
+        unchecked = {"n": 1, "stop": (), "stop_token_ids": (), "prompt_logprobs": None, "structured": None}
+        plain = params.model_copy(update=endless | unchecked)
+        return median([ms for ms, events in self._run(prompt, plain, OFF) if events][-PLAIN_CALLS:])
 
     # behind all of them
 
@@ -401,11 +392,11 @@ class SpeculativeDecoder:
         seq = self._continued(seq) if goes_on else seq
         engine.pool.attach(seq)
         try:
-            pool, most = engine.pool, self.config.max_batch_tokens
+            pool, max_rows = engine.pool, self.config.max_batch_tokens
             # a drafter that reads states waits for them
-            beside = 1 if engine.target.taps else min(most, pool.block_size)
+            beside = 1 if engine.target.taps else min(max_rows, pool.block_size)
             while seq.pending > beside:
-                rows = pool.chunk(seq, min(most, seq.pending - 1))
+                rows = pool.chunk(seq, min(max_rows, seq.pending - 1))
                 engine.round([Span(seq, seq.committed, rows)])
             yield Span(seq, seq.committed, seq.pending, decodes=True)  # drafts may follow a prompt
         finally:

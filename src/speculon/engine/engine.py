@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from speculon.core.capabilities import Capability
 from speculon.core.config import MAX_DRAFTS, EngineConfig, RequestSpeculation, SamplingParams
 from speculon.core.errors import InvalidParameter
 from speculon.core.telemetry import EngineCounters, RequestStats, Stopwatch, log_line
-from speculon.core.types import Load, Needs, joint_reach
+from speculon.core.types import Capability, Load, Needs, joint_reach
 from speculon.decoding.batch import Batch
 from speculon.decoding.kv.blocks import BlockPool
 from speculon.decoding.kv.draft_slots import DraftSlots
@@ -31,9 +30,8 @@ from speculon.decoding.sequence import Event, Round, Span
 from speculon.decoding.text.grammar import Grammars
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.decoding.verify import cut, verify
-from speculon.engine.accounts import account
 from speculon.engine.admission import Admission
-from speculon.engine.capabilities import capabilities_of
+from speculon.engine.capabilities import capability_table
 from speculon.engine.messages import Ready
 from speculon.engine.monitor import Monitor
 from speculon.engine.scheduler import Ended, Scheduler
@@ -48,6 +46,7 @@ from speculon.speculation.proposers.compose import Proposers
 if TYPE_CHECKING:
     from filelock import FileLock
 
+    from speculon.speculation.control.cost import Costs
     from speculon.target.target import Output, Target
 
 log = logging.getLogger("speculon")
@@ -99,7 +98,7 @@ class Engine:
         target.capture(self.proposers.taps)
         own = tuple(layer for needs in drafters for layer in needs.layers)
         snapshots, pages = budget.snapshots(drafters), budget.pages(drafters)
-        self.pool = pool_of(target, config, pages, snapshots, joint_reach(target.layers, drafters))
+        self.pool = make_pool(target, config, pages, snapshots, joint_reach(target.layers, drafters))
         store = PageStore((*target.layers, *own), pages, config.block_size, target.device)
         draft_states = self._draft_states(self.proposers.needs_of_states)
         states = target.states(self.pool.slots.count)
@@ -171,7 +170,7 @@ class Engine:
 
     def capabilities(self) -> dict[str, Capability]:
         """What it does and what a request may ask of it, by feature, with the reasons."""
-        return capabilities_of(self)
+        return capability_table(self)
 
     def add_request(
         self,
@@ -202,7 +201,7 @@ class Engine:
 
     def step(self) -> list[Event]:
         """One round for everybody who can run. An error leaves every sequence as it was before."""
-        watch = self.stopwatch()
+        watch = Stopwatch(self.counters.profile)
         spans = self.scheduler.plan()
         if not spans:
             return []
@@ -219,7 +218,7 @@ class Engine:
         An error leaves every sequence as it was before. One that is not `counted` is in no counter and in no
         record; its sequences, the drafters and the policy learn from it all the same.
         """
-        watch = watch or (self.stopwatch() if counted else Stopwatch())
+        watch = watch or Stopwatch(self.counters.profile if counted else None)
         load, decoding = self.scheduler.load, [span for span in spans if span.decodes]
         watch.lap("prepare")
         self.policy.decide(decoding, load)
@@ -270,10 +269,6 @@ class Engine:
         watch.lap("verify")
         return out
 
-    def stopwatch(self) -> Stopwatch:
-        """Started now; its laps are booked in the counters."""
-        return Stopwatch(self.counters.profile)
-
     @property
     def has_replays(self) -> bool:
         """Whether the monitor has a replay to begin or to continue."""
@@ -305,7 +300,7 @@ class Engine:
         )
         if self.state is not None:
             self.counters.restored.update(self.state.load())
-            self.state.save_at_end_of(self)
+            self.state.save_at_end(self)
             self._count_pools()
 
     def forget_pools(self, pool: str | None = None, tenant: str = "") -> int:
@@ -323,10 +318,7 @@ class Engine:
         return count
 
     def close(self) -> None:
-        """Writes out what the record of rounds still holds, and what is kept across restarts.
-
-        All else goes with the object.
-        """
+        """Writes out what the record of rounds still holds, and what is kept across restarts."""
         if self.events is not None:
             self.events.close()
         if self.state is not None:
@@ -351,9 +343,8 @@ class Engine:
             request.stats.add(seq.stats)
             request.open -= 1
             if not request.open:
-                log.info(
-                    log_line(seq.request.id, request.stats, perf_counter() - request.began, finish.reason)
-                )
+                seconds = perf_counter() - request.began
+                log.info(log_line(seq.request.id, request.stats, seconds, finish.reason))
                 del self._requests[seq.request.id]
         if ended:
             self._count_pools()
@@ -364,9 +355,52 @@ class Engine:
         self.counters.pools, self.counters.pool_tokens = self.proposers.remembered
 
 
-def pool_of(target: Target, config: EngineConfig, pages: int, snapshots: int, reach: int | None) -> BlockPool:
+def make_pool(
+    target: Target, config: EngineConfig, pages: int, snapshots: int, reach: int | None
+) -> BlockPool:
     """The owner of so many pages, and of the slots and snapshots of recurrent states."""
     sequences = config.max_num_seqs if target.recurrent else 0
     slots = StateSlots(sequences, snapshots, config.max_batch_tokens, target.by_row)
     prefix_cache = config.prefix_cache and (snapshots > 0 or not target.recurrent)
     return BlockPool(pages, config.block_size, prefix_cache, slots, target.prompts_apart, reach)
+
+
+def account(counters: EngineCounters, costs: Costs, done: Round) -> None:
+    """Counts a committed round, and books its time."""
+    counters.steps += 1
+    counters.rows += done.rows
+    counters.repair_ms += done.repair_ms
+    for method, call in done.calls.items():
+        counters.proposals[method] += call.sequences
+        counters.proposal_ms[method] += call.ms
+    for span in done.spans:
+        if not span.samples:
+            continue
+        stats = span.seq.stats
+        if not span.decodes:
+            stats.record(span.draft, span.verdict)
+            continue
+        for method, _, draft in span.proposals:
+            stats.propose(method, draft)
+        methods = tuple(ask.method for ask in span.decision.asks) if span.asked else ()
+        stats.record(span.draft, span.verdict, methods, span.why_plain)
+    book(costs, done.decoding, done.draft_ms, done.timing.target_ms)
+
+
+def book(costs: Costs, spans: list[Span], draft_ms: float, target_ms: float | None) -> None:
+    """Books the ms of a round in which methods were asked, against those of plain steps of its batch size.
+
+    Where prompts were computed beside, the cost model says what the step took without them.
+    """
+    batch, sharing = len(spans), sum(span.asked for span in spans)
+    if not sharing or not costs.known:
+        return
+    lengths = [len(span.draft.tokens) for span in spans]
+    step_ms = costs.step(batch, sum(map(bool, lengths)), sum(lengths)) if target_ms is None else target_ms
+    row_ms = step_ms / sum(span.rows for span in spans)
+    plain_ms = costs.plain(batch)
+    for span in spans:
+        stats = span.seq.stats
+        plain = None if plain_ms is None else span.verdict.generated * plain_ms / batch
+        stats.expect(span.estimate)
+        stats.spend(draft_ms / sharing if span.asked else 0.0, row_ms * span.rows, plain)

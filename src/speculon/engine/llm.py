@@ -14,10 +14,10 @@ from speculon.core.config import EngineConfig, RequestSpeculation, SamplingParam
 from speculon.core.errors import ConfigError, InvalidParameter, InvalidRequest
 from speculon.core.telemetry import MonitorCounts
 from speculon.decoding.sequence import Event
-from speculon.decoding.text.tokenizer import NO_TOKENIZER, Stream, Tokenizer, check_messages, final_text
+from speculon.decoding.text.tokenizer import NO_TOKENIZER, Stream, Tokenizer, check_messages
 from speculon.engine.build import build_engine
-from speculon.engine.outputs import Completion, RequestOutput, absorb
-from speculon.engine.waiting import Call, Stepper
+from speculon.engine.outputs import Completion, RequestOutput, absorb, write_texts
+from speculon.engine.waiting import Call, Stepper, TaskRequests
 from speculon.loading.generation import sampling_defaults
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """`generate` for an event loop. Cancelling the task aborts its requests."""
         calls, outputs = await asyncio.to_thread(self._read, prompts, params, speculation)
-        async with self._stepper.requests_of_task(calls) as queue:
+        async with TaskRequests(self._stepper, calls) as queue:
             results = dict(zip(queue.requests, outputs, strict=True))
             while events := await queue.take():
                 for event in events:
@@ -166,7 +166,9 @@ class LLM:
         """
         apply, many = self.tokenizer.apply_chat, conversations(messages)
         if many is not None:
-            return self.generate([apply(one) for one in many], params, speculation=speculation)
+            return self.generate(
+                [apply(conversation) for conversation in many], params, speculation=speculation
+            )
         return self.generate([apply(cast(Seq[Message], messages))], params, speculation=speculation)[0]
 
     def stream(
@@ -188,7 +190,7 @@ class LLM:
         params = one_sample(params or self.default_params)
         prompt_ids = await asyncio.to_thread(self._encode, prompt)
         text = Stream.of(self.tokenizer, params, prompt_ids)
-        async with self._stepper.requests_of_task([Call(prompt_ids, params, speculation)]) as queue:
+        async with TaskRequests(self._stepper, [Call(prompt_ids, params, speculation)]) as queue:
             while events := await queue.take():
                 for event in events:
                     if new := new_text(text, event):
@@ -204,16 +206,12 @@ class LLM:
     def session(
         self, params: SamplingParams | None = None, *, system: str | None = None, raw: bool = False
     ) -> Session:
-        """A conversation whose earlier turns stay in pages; a `raw` one has no roles, its texts are continued
-        as they are.
-        """
+        """A conversation whose earlier turns stay in pages; a `raw` one has no roles: texts are continued."""
         _ = self.tokenizer  # refused here where there is none
         return Session(self, params or self.default_params, system, raw)
 
     def forget_pools(self, pool: str | None = None) -> int:
-        """Deletes the earlier answers that are remembered under a name, or all; returns how many pools there
-        were.
-        """
+        """Deletes the earlier answers under a name, or all; returns how many pools there were."""
         with self._stepper.turn() as engine:
             return engine.forget_pools(pool)
 
@@ -235,9 +233,7 @@ class LLM:
     def _stream_to(
         self, output: RequestOutput, params: SamplingParams, speculation: Speculation
     ) -> Generator[Event, None, None]:
-        """Yields what each step brings to `output`, which has it already; with the account also when this is
-        closed early.
-        """
+        """Yields what each step brings to `output`, which has it already; whole also if closed early."""
         call = Call(output.prompt_token_ids, one_sample(params), speculation)
         with self._stepper.requests([call]) as queue:
             try:
@@ -248,7 +244,7 @@ class LLM:
                 queue.close()
                 for event in queue.unread:
                     absorb(output, event)
-                self._write_text(output, params)
+                write_texts(output, self.engine.tokenizer, params)
 
     def _read(
         self,
@@ -258,19 +254,18 @@ class LLM:
     ) -> tuple[list[Call], list[RequestOutput]]:
         """What is asked for each prompt, and its result, still empty."""
         many = as_list(prompts)
-        each = one_per_prompt(
-            "params", self.default_params if params is None else params, len(many), SamplingParams
-        )
-        requested = one_per_prompt(
-            "speculation", speculation, len(many), (RequestSpeculation, Mapping, type(None))
-        )
-        calls = [Call(self._encode(prompt), p, s) for prompt, p, s in zip(many, each, requested, strict=True)]
+        params = self.default_params if params is None else params
+        all_params = one_per_prompt("params", params, len(many), SamplingParams)
+        types = (RequestSpeculation, Mapping, type(None))
+        requested = one_per_prompt("speculation", speculation, len(many), types)
+        values = zip(many, all_params, requested, strict=True)
+        calls = [Call(self._encode(prompt), *options) for prompt, *options in values]
         outputs = [RequestOutput(call.prompt, [Completion() for _ in range(call.params.n)]) for call in calls]
         return calls, outputs
 
     def _finished(self, calls: list[Call], outputs: list[RequestOutput]) -> list[RequestOutput]:
         for call, output in zip(calls, outputs, strict=True):
-            self._write_text(output, call.params)
+            write_texts(output, self.engine.tokenizer, call.params)
         return outputs
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -281,12 +276,6 @@ class LLM:
         if not is_list(prompt) or not all(isinstance(token, int) for token in prompt):
             raise InvalidParameter("prompt", prompt, "a string or a list of token ids")
         return list(prompt)
-
-    def _write_text(self, output: RequestOutput, params: SamplingParams) -> None:
-        if self.engine.tokenizer is None:
-            return
-        for one in output.outputs:
-            one.text = final_text(self.tokenizer, one.token_ids, one.stop, params, output.prompt_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,10 +339,7 @@ class Session:
         self._keep(content, text, output)
 
     def prompt(self, content: str) -> list[int]:
-        """The tokens that a turn would send.
-
-        Raises `InvalidRequest` where the template refuses it; changes nothing.
-        """
+        """The tokens that a turn would send. Raises `InvalidRequest` where the template refuses it."""
         return self._encode(self._render(content))
 
     def _render(self, content: str) -> str:
@@ -406,14 +392,14 @@ def conversations(messages: Seq[Message] | Seq[Seq[Message]]) -> list[Seq[Messag
     """The conversations of a list of them; None where it is a single one."""
     if not is_list(messages) or not messages or not is_list(messages[0]):
         return None
-    return [cast(Seq[Message], one) for one in messages]
+    return [cast(Seq[Message], conversation) for conversation in messages]
 
 
 def one_per_prompt(name: str, value: Any, count: int, kind: type | tuple[type, ...]) -> list[Any]:
     if isinstance(value, kind):
         return [value] * count
-    if not is_list(value) or not all(isinstance(one, kind) for one in value):
-        names = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
+    if not is_list(value) or not all(isinstance(item, kind) for item in value):
+        names = " or ".join(item.__name__ for item in (kind if isinstance(kind, tuple) else (kind,)))
         raise InvalidParameter(name, value, f"takes {names}, or a list with one per prompt")
     if len(value) != count:
         raise InvalidRequest(f"{name}: {len(value)} given for {count} prompts")

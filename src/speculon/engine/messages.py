@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from speculon.core.capabilities import Capabilities
 from speculon.core.config import RequestSpeculation, SamplingParams
 from speculon.core.errors import SpeculonError
 from speculon.core.telemetry import EngineCounters
-from speculon.core.types import Load
+from speculon.core.types import Capabilities, Load
 from speculon.decoding.sequence import Event
 
 
@@ -38,7 +37,7 @@ class ForgetPools:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class Shutdown:
     """The last message."""
 
 
@@ -109,5 +108,5 @@ class Statistics:
     costs: dict[int, float] = field(default_factory=dict)  # sequences -> ms of a plain step
 
 
-FromServer = Add | Abort | ForgetPools | Stop
+FromServer = Add | Abort | ForgetPools | Shutdown
 FromWorker = Stage | Ready | Admitted | Refused | PoolsForgotten | Outputs | Statistics

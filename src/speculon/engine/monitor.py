@@ -9,36 +9,42 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from math import floor, isfinite
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from speculon.core.config import EngineConfig, SamplingParams
 from speculon.core.telemetry import MonitorCounts, RequestStats
-from speculon.core.types import Finish, Reason, TokenLogprobs
+from speculon.core.types import Finish, Reason, TokenLogprobs, joint_reach
+from speculon.decoding.batch import Batch
+from speculon.decoding.kv.blocks import BlockPool
+from speculon.decoding.kv.lease import Lease, Leases
+from speculon.decoding.kv.slots import StateSlots
+from speculon.decoding.kv.store import PageStore
 from speculon.decoding.sampling import Row
-from speculon.decoding.sequence import Ending, Request, Rules, Sequence
-from speculon.decoding.verify import rows_of
-from speculon.engine.lane import Lane, Step
-from speculon.engine.regret import TOP, at_or_none, movement, regret_of, tie_limit
+from speculon.decoding.sequence import Ending, Request, Rules, Sequence, Span
+from speculon.decoding.verify import cut, scored_rows, verify
+from speculon.engine.regret import TOP, at_or_none, movement, tie_limit, token_regret
+from speculon.loading.memory.budget import REPLAY_ROWS, replay_pages
 
 if TYPE_CHECKING:
     from speculon.decoding.text.grammar import Matcher
     from speculon.target.target import Target
 
-MOST_WAITING = 32  # guess: answers; the oldest is dropped for the next one
+MAX_WAITING = 32  # guess: answers; the oldest is dropped for the next one
 MEASURED = 2048  # guess: positions at which a coarse dtype's limit is measured
 
 log = logging.getLogger("speculon")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class FinishedSequence:
     """A sequence that has ended, as far as its replay needs it."""
 
     request: Request
@@ -46,11 +52,6 @@ class Answer:
     tokens: list[int]  # prompt, then output
     finish: Finish
     grammar: Matcher | None  # at the beginning of the text
-
-    @classmethod
-    def of(cls, seq: Sequence, finish: Finish) -> Answer:
-        grammar = None if seq.grammar is None else seq.grammar.anew()
-        return cls(seq.request, seq.sample, list(seq.tokens), finish, grammar)
 
     @property
     def prompt(self) -> list[int]:
@@ -76,8 +77,47 @@ class Difference:
         """Of the answer's token; None where an end has nothing to compare, or p is 0."""
         if self.token is None or self.replayed is None:
             return None
-        regret = regret_of(self.logits, self.row, self.token, limit)
+        regret = token_regret(self.logits, self.row, self.token, limit)
         return regret if isfinite(regret) else None
+
+
+class Lane:
+    """Decodes one sequence after another, plainly, in the pages of a pool that nobody else uses meanwhile."""
+
+    def __init__(self, target: Target, pool: BlockPool, leases: Leases, rows: int):
+        self.pool, self._target, self._leases, self._rows = pool, target, leases, rows
+
+    def run(self, seq: Sequence) -> Generator[tuple[Span, Tensor], None, None]:
+        """Each span with its logits [R, V] until the sequence ends; committed when the next one is due.
+
+        Closing the generator gives the pages back.
+        """
+        self.pool.attach(seq)
+        finish = None
+        try:
+            while finish is None:
+                span = Span(seq, seq.committed, self.pool.chunk(seq, self._rows))
+                with self._leases.reserve([span]) as lease:
+                    yield span, self._ask_target(span, lease)
+                    commit(lease)
+                if seq.grammar is not None:
+                    seq.grammar.consume(span.verdict.tokens)
+                finish = span.verdict.finish
+        finally:
+            self.pool.release(seq)
+
+    @torch.inference_mode()
+    def _ask_target(self, span: Span, lease: Lease) -> Tensor:
+        batch = Batch.pack([span], self._target.device)
+        logits = self._target.forward(batch, lease.view(batch)).logits
+        verify(batch, logits)
+        cut([span])
+        return logits
+
+
+@torch.inference_mode()
+def commit(lease: Lease) -> None:
+    lease.commit()
 
 
 class Monitor:
@@ -93,18 +133,23 @@ class Monitor:
         """None where nothing is to be monitored: then no page is taken."""
         if not config.monitor_share:
             return None
-        lane = Lane.with_own_pages(target, config, max_context)
+        rows, reach = min(REPLAY_ROWS, config.max_batch_tokens), joint_reach(target.layers)
+        pages = replay_pages(config, max_context, target.layers)
+        slots = StateSlots(int(target.recurrent), 0, rows, target.by_row)
+        pool = BlockPool(pages, config.block_size, False, slots, target.prompts_apart, reach)
+        store = PageStore(target.layers, pages, config.block_size, target.device)
+        lane = Lane(target, pool, Leases(pool, store, 0, target.states(slots.count)), rows)
         return cls(target, lane, config.monitor_share, config.monitor_max_tokens, counts)
 
-    def __init__(self, target: Target, lane: Lane, share: float, most: int, counts: MonitorCounts):
+    def __init__(self, target: Target, lane: Lane, share: float, max_tokens: int, counts: MonitorCounts):
         self.counts = counts
-        self.lane, self._share, self._most = lane, share, most
+        self.lane, self._share, self._max_tokens = lane, share, max_tokens
         self._top = min(TOP, target.vocab_size)
         self._invariant = target.batch_invariant
         self.coarse = target.dtype.itemsize < 4 and not target.batch_invariant
         self._moved, self.positions = 0.0, 0  # the largest change of a gap, and where it was measured
         self._seen = 0  # answers that could be replayed
-        self.waiting: deque[Answer] = deque()
+        self.waiting: deque[FinishedSequence] = deque()
         self._replay: Generator[None, None, None] | None = None
         self._ids = itertools.count()
         counts.limit = self.limit
@@ -126,11 +171,13 @@ class Monitor:
         # evenly spread, and the same answers in every run
         if floor(self._seen * self._share) == floor((self._seen - 1) * self._share):
             return
-        if len(self.waiting) == MOST_WAITING:
+        if len(self.waiting) == MAX_WAITING:
             self.waiting.popleft()
             self.counts.dropped += 1
         try:
-            self.waiting.append(Answer.of(seq, finish))
+            grammar = None if seq.grammar is None else seq.grammar.anew()
+            answer = FinishedSequence(seq.request, seq.sample, list(seq.tokens), finish, grammar)
+            self.waiting.append(answer)
         except Exception:  # the request's own end must not depend on it
             log.exception("the monitor: %s cannot be replayed", seq.request.id)
             self.counts.dropped += 1
@@ -141,14 +188,14 @@ class Monitor:
         request = seq.request
         fixed = request.params.greedy or request.params.seed is not None
         ended = finish.reason in ("stop", "length") and (seq.num_output > 0 or finish.matched is not None)
-        return fixed and ended and not request.needs_q and len(seq.tokens) <= self._most
+        return fixed and ended and not request.needs_q and len(seq.tokens) <= self._max_tokens
 
     def step(self) -> None:
         """One forward of a replay. An error costs this replay, and nothing else."""
         if self._replay is None:
             if not self.waiting:
                 return
-            self._replay = self._replay_of(self.waiting.popleft())
+            self._replay = self._run_replay(self.waiting.popleft())
         began = perf_counter()
         try:
             if next(self._replay, True):  # True: it has ended
@@ -174,35 +221,33 @@ class Monitor:
         if self._replay is None:
             self.lane.pool.check_integrity([])
 
-    def _replay_of(self, answer: Answer) -> Generator[None, None, None]:
-        difference, decoded, output = None, list[TokenLogprobs](), answer.output
-        with closing(self.lane.run(self._sequence(answer))) as steps:
-            for step in steps:
-                if difference := differs(output, answer.finish, step):
-                    break
-                decoded += step.verdict.logprobs or ()
-                yield
+    def _run_replay(self, answer: FinishedSequence) -> Generator[None, None, None]:
+        difference, decoded = yield from self._decode(answer, compares=True)
         if self._measures:
             if difference:  # the tokens before it may be too few to measure a limit
-                decoded = yield from self._decoded(answer)
+                _, decoded = yield from self._decode(answer, compares=False)
             yield from self._measure(answer, decoded)
         self._count(answer, difference)
 
-    def _decoded(self, answer: Answer) -> Generator[None, None, list[TokenLogprobs]]:
-        """The whole replay, whatever the answer is."""
-        decoded: list[TokenLogprobs] = []
+    def _decode(
+        self, answer: FinishedSequence, compares: bool
+    ) -> Generator[None, None, tuple[Difference | None, list[TokenLogprobs]]]:
+        """Writes an answer again, up to the first difference where it `compares`."""
+        output, decoded = answer.output, list[TokenLogprobs]()
         with closing(self.lane.run(self._sequence(answer))) as steps:
-            for step in steps:
-                decoded += step.verdict.logprobs or ()
+            for span, logits in steps:
+                if compares and (difference := differs(output, answer.finish, span, logits)):
+                    return difference, decoded
+                decoded += span.verdict.logprobs or ()
                 yield
-        return decoded
+        return None, decoded
 
     @property
     def _measures(self) -> bool:
         """Whether the limit is not known yet."""
         return self.coarse and self.positions < MEASURED
 
-    def _sequence(self, answer: Answer) -> Sequence:
+    def _sequence(self, answer: FinishedSequence) -> Sequence:
         """The same request, without anything that drafts; it may exceed its answer by one token."""
         request = answer.request
         top = self._top if self._measures else None
@@ -222,11 +267,11 @@ class Monitor:
         grammar = None if answer.grammar is None else answer.grammar.anew()
         return Sequence(next(self._ids), plain, answer.prompt, RequestStats(), answer.sample, grammar=grammar)
 
-    def _measure(self, answer: Answer, decoded: list[TokenLogprobs]) -> Iterator[None]:
+    def _measure(self, answer: FinishedSequence, decoded: list[TokenLogprobs]) -> Generator[None, None, None]:
         """How far the gaps of the replay's best tokens move when one forward computes all of them."""
         if not decoded:
             return
-        tokens = [*answer.prompt, *(one.token for one in decoded)]
+        tokens = [*answer.prompt, *(before.token for before in decoded)]
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=self._top)
         request = replace(
             self._sequence(answer).request,
@@ -238,15 +283,15 @@ class Monitor:
         )
         fresh: list[TokenLogprobs] = []  # of each token but the first
         with closing(self.lane.run(Sequence(next(self._ids), request, tokens, RequestStats()))) as steps:
-            for step in steps:
-                fresh += step.verdict.prompt_logprobs or ()
+            for span, _ in steps:
+                fresh += span.verdict.prompt_logprobs or ()
                 yield
-        for one, again in zip(decoded, fresh[-len(decoded) :], strict=True):
-            self._moved = max(self._moved, movement(one, again) or 0.0)
+        for before, after in zip(decoded, fresh[-len(decoded) :], strict=True):
+            self._moved = max(self._moved, movement(before, after) or 0.0)
         self.positions += len(decoded)
         self.counts.limit = self.limit
 
-    def _count(self, answer: Answer, difference: Difference | None) -> None:
+    def _count(self, answer: FinishedSequence, difference: Difference | None) -> None:
         counts = self.counts
         counts.replayed += 1
         if difference is None:
@@ -269,18 +314,17 @@ class Monitor:
         )
 
 
-def differs(output: list[int], finish: Finish, step: Step) -> Difference | None:
+def differs(output: list[int], finish: Finish, span: Span, logits: Tensor) -> Difference | None:
     """Whether the one token of a plain step, or the end after it, is not that of an answer."""
-    span, verdict = step.span, step.verdict
     if not span.samples:
         return None
-    at = span.seq.num_output
+    at, verdict = span.seq.num_output, span.verdict
     token, replayed = at_or_none(output, at), at_or_none(with_stop([*verdict.tokens], verdict.finish), 0)
     if token == replayed:
         if verdict.finish == (finish if at + 1 == len(output) else None):
             return None
         token = None  # the same token, and only one of them ends there
-    logits, rows = rows_of([span], step.logits)
+    logits, rows = scored_rows([span], logits)
     return Difference(at, token, replayed, logits[-1], rows[-1])
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from speculon.core.telemetry import RequestStats, SpeculationStats
 from speculon.core.types import Draft, FinishReason, TokenLogprobs, Verdict
 from speculon.decoding.sequence import Event, Fate
+from speculon.decoding.text.tokenizer import Tokenizer, final_text
+
+if TYPE_CHECKING:
+    from speculon.core.config import SamplingParams
 
 
 @dataclass(slots=True)
@@ -31,9 +35,7 @@ class Completion:
 
     @property
     def changes(self) -> list[dict[str, Any]]:
-        """Changes of mind: from speculating to plain or back, or from one method to another, why, and how
-        often.
-        """
+        """Changes between plain and speculative rounds, or of the method: why, and how often."""
         return self.stats.change_list()
 
     @property
@@ -78,17 +80,17 @@ class RequestOutput:
     def to_dict(self) -> dict[str, Any]:
         outputs: list[dict[str, Any]] = [
             {
-                "text": one.text,
-                "token_ids": one.token_ids,
-                "finish_reason": one.finish_reason,
-                "stop": one.stop,
-                "logprobs": one.logprobs and [asdict(lp) for lp in one.logprobs],
-                "reasons": one.reasons,
-                "changes": one.changes,
-                "prompt": one.stats.prompt(),
-                "speculation": one.speculation and one.speculation.to_dict(),
+                "text": completion.text,
+                "token_ids": completion.token_ids,
+                "finish_reason": completion.finish_reason,
+                "stop": completion.stop,
+                "logprobs": completion.logprobs and [asdict(lp) for lp in completion.logprobs],
+                "reasons": completion.reasons,
+                "changes": completion.changes,
+                "prompt": completion.stats.prompt(),
+                "speculation": completion.speculation and completion.speculation.to_dict(),
             }
-            for one in self.outputs
+            for completion in self.outputs
         ]
         prompt_logprobs: list[Any] | None = self.prompt_logprobs and [
             lp and asdict(lp) for lp in self.prompt_logprobs
@@ -131,16 +133,25 @@ class StepResult:
 
 def absorb(output: RequestOutput, event: Event) -> None:
     """Adds one event to the result it belongs to."""
-    one = output.outputs[event.sample]
-    one.token_ids.extend(event.tokens)
-    one.sources += [*event.sources, *(None for _ in event.tokens[len(event.sources) :])]
-    one.fates += event.fates
+    completion = output.outputs[event.sample]
+    completion.token_ids.extend(event.tokens)
+    completion.sources += [*event.sources, *(None for _ in event.tokens[len(event.sources) :])]
+    completion.fates += event.fates
     if event.logprobs is not None:
-        one.logprobs = [*(one.logprobs or ()), *event.logprobs]
+        completion.logprobs = [*(completion.logprobs or ()), *event.logprobs]
     if event.prompt_logprobs is not None and event.sample == 0:
         known = output.prompt_logprobs or [None]
         output.prompt_logprobs = [*known, *event.prompt_logprobs]
     if event.finish:
-        one.finish_reason, one.stop = event.finish.reason, event.finish.matched
+        completion.finish_reason, completion.stop = event.finish.reason, event.finish.matched
     if event.stats is not None:
-        one.stats = event.stats
+        completion.stats = event.stats
+
+
+def write_texts(output: RequestOutput, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
+    """Sets the texts of ended completions; they stay empty without a tokenizer."""
+    if tokenizer is None:
+        return
+    for completion in output.outputs:
+        ids, stop = completion.token_ids, completion.stop
+        completion.text = final_text(tokenizer, ids, stop, params, output.prompt_token_ids)

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from speculon.core.config import SamplingParams
-from speculon.core.types import TokenLogprobs
-from speculon.decoding.sampling import NEVER, SMALLEST, Row, adjust, keep_likely, noise_of
+from speculon.core.types import TokenLogprobs, shared_length
+from speculon.decoding.sampling import NEVER, SMALLEST, Row, adjust, keep_likely, row_noise
 
 TIE_NATS = 1e-4  # fp32, law 6 of docs/architecture.md
 TOP = 8  # guess: the second best token of a batch is among so many of another
-MOST_SLACK = 50.0  # nat; e^50 widens any filter to everything
+MAX_SLACK = 50.0  # nat; e^50 widens any filter to everything
 
 
 def tie_limit(measured: float, *, coarse: bool, invariant: bool) -> float:
@@ -37,8 +37,8 @@ def tie_limit(measured: float, *, coarse: bool, invariant: bool) -> float:
 
 def first_difference(a: Seq[int], b: Seq[int]) -> int | None:
     """The first index at which they differ, or one ends; None where they are equal."""
-    shorter = min(len(a), len(b))
-    return next((i for i in range(shorter) if a[i] != b[i]), None if len(a) == len(b) else shorter)
+    shared = shared_length(a, b)
+    return None if shared == len(a) == len(b) else shared
 
 
 def at_or_none(tokens: Seq[int], at: int) -> int | None:
@@ -46,7 +46,7 @@ def at_or_none(tokens: Seq[int], at: int) -> int | None:
 
 
 @torch.inference_mode()
-def regret_of(logits: Tensor, row: Row, token: int, limit: float = 0.0) -> float:
+def token_regret(logits: Tensor, row: Row, token: int, limit: float = 0.0) -> float:
     """The regret of `token` in nat, by the target's raw logits [V] of its row; infinite where p = 0.
 
     Logits may be wrong by `limit` nat. So tokens at the edge of a filter do not count as better, and `token`
@@ -61,7 +61,7 @@ def regret_of(logits: Tensor, row: Row, token: int, limit: float = 0.0) -> float
     inside, among = filtered((scores - scores.amax()) / temperature, params, token, limit / temperature)
     if not among:
         return float("inf")
-    noise = noise_of([row], len(scores), scores.device).view(-1)  # [V]
+    noise = row_noise([row], len(scores), scores.device).view(-1)  # [V]
     noisy = scores.double() - temperature * noise.double().log()
     return max(0.0, float(noisy.masked_fill(~inside, NEVER).amax() - noisy[token]))
 
@@ -78,7 +78,7 @@ def filtered(logits: Tensor, params: SamplingParams, token: int, slack: float) -
 
 def widened(params: SamplingParams, slack: float) -> SamplingParams:
     """The filters as they are when probabilities change by a factor of e^slack."""
-    factor = exp(max(-MOST_SLACK, min(slack, MOST_SLACK)))
+    factor = exp(max(-MAX_SLACK, min(slack, MAX_SLACK)))
     top_p, min_p = min(1.0, params.top_p * factor), min(1.0, params.min_p / factor)
     return params.model_copy(update={"top_p": top_p if params.top_p < 1 else 1.0, "min_p": min_p})
 

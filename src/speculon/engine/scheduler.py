@@ -17,7 +17,7 @@ AGE = attrgetter("id")  # ids are given in the order of arrival
 
 
 @dataclass(slots=True)
-class Step:
+class StepPlan:
     """What a step holds while it is planned."""
 
     pool: BlockPool
@@ -32,7 +32,7 @@ class Step:
         return self.pool.available - self.reserved
 
     @property
-    def most_pages(self) -> int:
+    def max_pages(self) -> int:
         """The most pages that those without a span may take."""
         return ceil_div(self.rows, self.pool.block_size) + len(self.left) if self.left else 0
 
@@ -71,15 +71,15 @@ class Scheduler:
         When pages run out the youngest running sequence gives all of its own back and waits to be computed
         again. The oldest always runs: admission has checked that it fits alone.
         """
-        step = Step(self.pool, self.max_batch_tokens)
+        step = StepPlan(self.pool, self.max_batch_tokens)
         running = set(self.running)
         step.left = sorted(self.running, key=AGE)
         decoding = [seq for seq in step.left if seq.pending == 1]
         prompts = [seq for seq in step.left if seq.pending > 1]
         turns = [(seq, 0) for seq in decoding] + self._turns(prompts, step.rows - len(decoding))
         starts = True  # until the first in the queue lacks pages
-        for seq, kept in turns:
-            rows = step.rows - kept
+        for seq, left_rows in turns:
+            rows = step.rows - left_rows
             if rows <= 0:
                 break
             if seq not in running:
@@ -107,12 +107,12 @@ class Scheduler:
             seq
             for seq in sorted(others, key=lambda seq: (left[seq], seq.id))
             if left[seq] < left[oldest]
-            and (seq in started or not any(self.pool.shares_page(seq, one) for one in started))
+            and (seq in started or not any(self.pool.shares_page(seq, other) for other in started))
         ]
         shorter = self._with_room(shorter, started, rows)
-        kept = min(rows // 2, sum(left[seq] for seq in shorter))
+        left_rows = min(rows // 2, sum(left[seq] for seq in shorter))
         rest = [seq for seq in others if seq not in set(shorter)]
-        return [(oldest, kept), *((seq, 0) for seq in (*shorter, *rest))]
+        return [(oldest, left_rows), *((seq, 0) for seq in (*shorter, *rest))]
 
     def _with_room(self, seqs: list[Sequence], started: set[Sequence], rows: int) -> list[Sequence]:
         """Those of them that run, and that may start before others: these leave a place and pages to the
@@ -122,16 +122,16 @@ class Scheduler:
         fixed = [seq for seq in (first, *started) if seq is not None and seq in self.waiting]
         places = self.max_num_seqs - len(self.running) - len(fixed)
         pages = self.pool.available - ceil_div(rows, self.pool.block_size) - len(self.running)
-        pages -= sum(self._most(seq) - self.pool.held(seq) for seq in {*fixed, *started})
-        found: list[Sequence] = []
+        pages -= sum(self._max_pages(seq) - self.pool.held(seq) for seq in {*fixed, *started})
+        fitting: list[Sequence] = []
         for seq in seqs:
             if seq not in started and seq is not first:
-                places, pages = places - 1, pages - self._most(seq)
+                places, pages = places - 1, pages - self._max_pages(seq)
             if seq in started or (places >= 0 and pages >= 0):
-                found.append(seq)
-        return found
+                fitting.append(seq)
+        return fitting
 
-    def _go_on(self, seq: Sequence, rows: int, step: Step) -> bool:
+    def _go_on(self, seq: Sequence, rows: int, step: StepPlan) -> bool:
         """Gives a running sequence its rows and pages; returns whether nobody had to give pages back."""
         span = Span(seq, seq.committed, self.pool.chunk(seq, rows))
         missing, enough = self.pool.missing(seq, span.end), True
@@ -144,23 +144,23 @@ class Scheduler:
         step.add(span, missing)
         return enough
 
-    def _start(self, seq: Sequence, rows: int, step: Step) -> bool:
+    def _start(self, seq: Sequence, rows: int, step: StepPlan) -> bool:
         """Gives a waiting sequence a place, rows and pages, if there are enough; returns whether it runs."""
         if len(self.running) == self.max_num_seqs:
             return False
-        found = self.pool.attach(seq)
-        missing = self._most(seq) - self.pool.held(seq)
-        if missing > step.free - step.most_pages:
+        cached = self.pool.attach(seq)
+        missing = self._max_pages(seq) - self.pool.held(seq)
+        if missing > step.free - step.max_pages:
             self.pool.release(seq)
             return False
         if not seq.stats.preemptions:  # what it finds when it comes back was its own
-            seq.stats.cached_tokens = found
+            seq.stats.cached_tokens = cached
         self.waiting.remove(seq)
         self.running.append(seq)
         step.add(Span(seq, seq.committed, self.pool.chunk(seq, rows)), missing)
         return True
 
-    def _most(self, seq: Sequence) -> int:
+    def _max_pages(self, seq: Sequence) -> int:
         """The most pages that it holds at once until its tokens are computed."""
         return self.pool.most(len(seq.tokens), self.max_batch_tokens)
 
@@ -171,7 +171,7 @@ class Scheduler:
         for span in spans:
             seq, verdict = span.seq, span.verdict
             if verdict.tokens or verdict.finish or verdict.prompt_logprobs:
-                events.append(output_of(seq, verdict, span.draft))
+                events.append(output_event(seq, verdict, span.draft))
             if seq.committed >= seq.request.prompt_len:
                 for sibling in self._siblings.pop(seq.id, ()):
                     self._wait(sibling)
@@ -188,9 +188,8 @@ class Scheduler:
             self._siblings.pop(seq.id, None)
             self._remove(seq)
         finish = Finish("abort")
-        return [output_of(seq, Verdict((), finish=finish)) for seq in aborted], [
-            (seq, finish) for seq in aborted
-        ]
+        events = [output_event(seq, Verdict((), finish=finish)) for seq in aborted]
+        return events, [(seq, finish) for seq in aborted]
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless the pool is exactly what the running sequences hold."""
@@ -215,7 +214,7 @@ class Scheduler:
         self.pool.release(seq)
 
 
-def output_of(seq: Sequence, verdict: Verdict, draft: Draft = NO_DRAFT) -> Event:
+def output_event(seq: Sequence, verdict: Verdict, draft: Draft = NO_DRAFT) -> Event:
     return Event(
         seq.request.id,
         seq.sample,

@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 
 from speculon.core.config import EngineConfig
 from speculon.core.errors import ConfigError, SpeculonError, StateInUse
-from speculon.speculation.events import settings_of, versions
+from speculon.speculation.events import speculation_settings, versions
 
 if TYPE_CHECKING:
     from speculon.speculation.proposers.base import TargetFacts
@@ -54,7 +54,7 @@ class Part:
     name: str
     learned: Learned
     identity: Mapping[str, Any]
-    kept: bool = True  # False once its file is in doubt: nothing is written over it
+    readable: bool = True  # False once its file is in doubt: nothing is written over it
 
     @property
     def file(self) -> str:
@@ -63,9 +63,7 @@ class Part:
 
 
 class State:
-    """Of one engine, whose thread calls it; a fault of the disk costs what would have been kept, with one
-    warning.
-    """
+    """Of one engine, whose thread calls it; a fault of the disk costs what is not kept, with one warning."""
 
     @classmethod
     def of(
@@ -84,7 +82,8 @@ class State:
             return None
         model = {"model": config.model, "parameters": parameters, "vocab_size": facts.vocab_size}
         machine = {name: getattr(facts, name) for name in MACHINE}
-        machine |= {"threads": threads, "draft": settings_of(config)["draft"], "versions": versions()}
+        draft = speculation_settings(config)["draft"]
+        machine |= {"threads": threads, "draft": draft, "versions": versions()}
         parts = [Part("pools", proposers, model), Part("policies", policies, {**model, **machine})]
         return cls(config.state, parts, lock=lock)
 
@@ -112,7 +111,7 @@ class State:
         if self.clock() < self.due or (self.writing and self.writing.is_alive()):
             return
         self.due = self.clock() + EVERY
-        self.writing = threading.Thread(target=self._write, args=(self._told(),), name="speculon-state")
+        self.writing = threading.Thread(target=self._write, args=(self._collect(),), name="speculon-state")
         self.writing.start()
 
     def save(self) -> None:
@@ -120,9 +119,9 @@ class State:
         # where the garbage is collected nobody chooses
         if self.writing and self.writing is not threading.current_thread():
             self.writing.join()
-        self._write(self._told())
+        self._write(self._collect())
 
-    def save_at_end_of(self, owner: object) -> None:
+    def save_at_end(self, owner: object) -> None:
         """Once: when this is closed, when the owner is collected, or at the end of the process."""
         self.close = weakref.finalize(owner, self._end)
 
@@ -131,12 +130,12 @@ class State:
         if self._lock is not None:
             self._lock.release()
 
-    def _told(self) -> list[tuple[Part, Lines]]:
-        return [(part, part.learned.state()) for part in self._parts if part.kept]
+    def _collect(self) -> list[tuple[Part, Lines]]:
+        return [(part, part.learned.state()) for part in self._parts if part.readable]
 
-    def _write(self, told: list[tuple[Part, Lines]]) -> None:
+    def _write(self, collected: list[tuple[Part, Lines]]) -> None:
         try:
-            for part, lines in told:
+            for part, lines in collected:
                 head = {"format": FORMAT, "identity": part.identity}
                 write(self._folder / part.file, [head, *lines, {"end": len(lines)}])
             self._warned = False
@@ -147,21 +146,17 @@ class State:
 
     def _load(self, part: Part) -> int:
         path = self._folder / part.file
-        others = sum(found != path for found in self._folder.glob(f"{part.name}-*.jsonl"))
+        others = sum(file != path for file in self._folder.glob(f"{part.name}-*.jsonl"))
         if others:
-            log.info(
-                "state: %d %s of other models or settings in %s are left alone",
-                others,
-                part.name,
-                self._folder,
-            )
+            message = "state: %d %s of other models or settings in %s are left alone"
+            log.info(message, others, part.name, self._folder)
         if not path.exists():
             return 0
         try:
             lines = read(path, part.identity)
             part.learned.restore(lines)
         except (OSError, ValueError, SpeculonError, RecursionError) as error:
-            part.kept = False
+            part.readable = False
             log.warning("state: %s is not read, and stays as it is: %.200s", path, error)
             return 0
         return len(lines)
@@ -190,10 +185,8 @@ def hold(folder: Path, model: str) -> FileLock:
         lock.acquire(timeout=LOCK_SECONDS)
     except Timeout:
         holder = path.read_text(encoding="utf-8") or "another process"
-        message = (
-            f"state = {str(folder)!r}: {holder} writes what is kept of {model!r}; each engine needs its own"
-        )
-        raise StateInUse(message) from None
+        why = f"{holder} writes what is kept of {model!r}; each engine needs its own"
+        raise StateInUse(f"state = {str(folder)!r}: {why}") from None
     path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
     return lock
 
@@ -215,10 +208,8 @@ def write(path: Path, lines: Iterable[Any]) -> None:
 
 def read(path: Path, identity: Mapping[str, Any]) -> Lines:
     """What was told. Raises `ValueError` for a file that is not whole, or of something else."""
-    head, *lines, end = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] or [
-        None,
-        None,
-    ]
+    values = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    head, *lines, end = values or (None, None)
     if head != {"format": FORMAT, "identity": identity}:
         raise ValueError("it was not learned here")
     if end != {"end": len(lines)} or not all(isinstance(line, list) and len(line) == 2 for line in lines):

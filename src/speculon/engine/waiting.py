@@ -77,11 +77,9 @@ class Host(Protocol):
 
     def abort(self, request_ids: list[str]) -> None:
         """Ends these requests; their last events come to their queues."""
-        ...
 
     def end(self, queue: OutputQueue) -> None:
         """Ends the open requests of a queue, and lets go of it."""
-        ...
 
 
 class OutputQueue:
@@ -271,8 +269,8 @@ class Stepper:
         self._calling = 0  # threads that wait with a short call, which goes before the next step
         self._requests = RequestTable()
         # for tasks of event loops: admission must not wait for the steps
-        self._calls = ThreadPoolExecutor(1, "speculon-call")
-        self._steps = ThreadPoolExecutor(1, "speculon-step")
+        self.calls = ThreadPoolExecutor(1, "speculon-call")
+        self.steps = ThreadPoolExecutor(1, "speculon-step")
 
     @contextmanager
     def turn(self, *, closed_too: bool = False) -> Iterator[Engine]:
@@ -299,27 +297,13 @@ class Stepper:
         """Admits all of these requests or none, for one thread; ends them with the block."""
         queue = OutputQueue(self)
         try:
-            self._admit(calls, queue)
+            self.admit(calls, queue)
             yield queue
         finally:
             queue.close()
 
-    def requests_of_task(self, calls: Seq[Call]) -> TaskRequests:
-        """`requests` for one task: a thread steps the engine until they have ended."""
-        return TaskRequests(self, calls)
-
-    async def admit_for_task(self, calls: Seq[Call], queue: OutputQueue) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._calls, self._admit, calls, queue)
-        self._steps.submit(self._step_for, queue)
-
-    async def end_for_task(self, queue: OutputQueue) -> None:
-        # also where the task is cancelled meanwhile
-        await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._calls, queue.close))
-
     def events(self, queue: OutputQueue) -> Iterator[Event]:
-        """Steps the engine for a thread until all sequences of its queue have ended. Raises what a step
-        raises.
-        """
+        """Steps the engine for a thread until its queue's sequences have ended. Raises what a step raises."""
         self._step_until(lambda: queue.ready)
         while queue.unread:
             yield queue.unread.popleft()
@@ -341,13 +325,13 @@ class Stepper:
 
     def replay(self) -> None:
         """All replays of the monitor, each forward of them only while nobody's request runs."""
-        more = True
-        while more:
+        unfinished = True
+        while unfinished:
             self._step_until(lambda: not self._engine.has_work)
             with self.turn() as engine:
                 if not engine.has_work and engine.has_replays:
                     engine.replay()
-                more = engine.has_work or engine.has_replays
+                unfinished = engine.has_work or engine.has_replays
 
     def check_when_idle(self) -> None:
         """Raises AssertionError unless every page is accounted for; does nothing while requests run."""
@@ -367,13 +351,13 @@ class Stepper:
                     self._requests.put(engine.abort(request_id))
             engine.close()
 
-    def _admit(self, calls: Seq[Call], queue: OutputQueue) -> None:
+    def admit(self, calls: Seq[Call], queue: OutputQueue) -> None:
         with self.turn() as engine:
             for call in calls:
                 add = Add(engine.add_request(*call), call.prompt, call.params)
                 self._requests.add(Progress(add), queue)
 
-    def _step_for(self, queue: OutputQueue) -> None:
+    def step_for(self, queue: OutputQueue) -> None:
         try:
             self._step_until(lambda: queue.ended)
         except BaseException as error:
@@ -414,7 +398,7 @@ class Stepper:
 
 
 class TaskRequests:
-    """Requests of one task, which end with its block.
+    """`Stepper.requests` for one task: a thread steps the engine until they have ended.
 
     No generator: a loop that ends closes those that were left in any order, one inside another too.
     """
@@ -423,13 +407,17 @@ class TaskRequests:
         self._stepper, self._calls = stepper, calls
 
     async def __aenter__(self) -> OutputQueue:
-        self._queue = OutputQueue(self._stepper, asyncio.get_running_loop())
+        loop, stepper = asyncio.get_running_loop(), self._stepper
+        self._queue = OutputQueue(stepper, loop)
         try:
-            await self._stepper.admit_for_task(self._calls, self._queue)
+            await loop.run_in_executor(stepper.calls, stepper.admit, self._calls, self._queue)
+            stepper.steps.submit(stepper.step_for, self._queue)
         except BaseException:
-            await self._stepper.end_for_task(self._queue)
+            await self.__aexit__()
             raise
         return self._queue
 
     async def __aexit__(self, *error: object) -> None:
-        await self._stepper.end_for_task(self._queue)
+        # also where the task is cancelled meanwhile
+        closing = asyncio.get_running_loop().run_in_executor(self._stepper.calls, self._queue.close)
+        await asyncio.shield(closing)

@@ -59,17 +59,13 @@ def batches(engine: Engine) -> Iterator[list[Sequence]]:
     """What is tried, and in which order: all methods with one sequence first."""
     methods = engine.proposers.methods_of((), engine.proposers.default)
     modes = [(OFF, 0), *((method, k) for k, method in product(DRAFTS, methods))]
-    most = ROUNDS * (1 + DRAFTS[0])
-    params = SamplingParams(temperature=0.0, max_tokens=most, min_tokens=ROUNDS, ignore_eos=True)
+    max_tokens = ROUNDS * (1 + DRAFTS[0])
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, min_tokens=ROUNDS, ignore_eos=True)
     sizes = dict.fromkeys(min(size, engine.config.max_num_seqs) for size in BATCHES)
     for size, (method, k) in product(sizes, modes):
         speculation = RequestSpeculation(method=method, num_speculative_tokens=k, policy="fixed", pool="")
-        yield [sequence(engine, number, params, speculation) for number in range(size)]
-
-
-def sequence(
-    engine: Engine, number: int, params: SamplingParams, speculation: RequestSpeculation
-) -> Sequence:
-    prompt = [(number * 7919 + place) % engine.target.vocab_size for place in range(PROMPT)]
-    (seq,) = engine.admission.admit(NAME, prompt, params, speculation, prefix_cache=False)
-    return seq
+        seqs: list[Sequence] = []
+        for number in range(size):
+            prompt = [(number * 7919 + place) % engine.target.vocab_size for place in range(PROMPT)]
+            seqs += engine.admission.admit(NAME, prompt, params, speculation, prefix_cache=False)
+        yield seqs

@@ -26,9 +26,9 @@ from speculon.engine.messages import (
     Outputs,
     PoolsForgotten,
     Refused,
+    Shutdown,
     Stage,
     Statistics,
-    Stop,
 )
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Worker:
                 self._send_statistics()
 
     def _read_messages(self) -> bool:
-        """Handles what has come; without work, waits for a message. False after `Stop`."""
+        """Handles what has come; without work, waits for a message. False after `Shutdown`."""
         while not self.engine.has_work or self._pipe.poll():
             if not self.engine.has_work:
                 self._replay_when_idle()
@@ -116,7 +116,7 @@ class Worker:
                     self._send_outputs(self.engine.abort(request_id))
                 case ForgetPools(number, tenant, pool):
                     self._pipe.send(PoolsForgotten(number, self.engine.forget_pools(pool, tenant)))
-                case Stop():
+                case Shutdown():
                     return False
             # after an abort the engine may be without work, which the statistics have to show
             if not self._pipe.poll():

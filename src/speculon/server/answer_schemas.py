@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from speculon.core.capabilities import Status
+from speculon.core.types import Status
 from speculon.decoding.sequence import Fate
 from speculon.server.schemas import Body, Extensible
 

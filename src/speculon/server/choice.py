@@ -9,11 +9,11 @@ from itertools import repeat, zip_longest
 from typing import Any, NamedTuple
 
 from speculon.core.telemetry import RequestStats
-from speculon.core.types import Finish, TokenLogprobs
+from speculon.core.types import Finish, TokenLogprobs, shared_length
 from speculon.decoding.sequence import Event
 from speculon.decoding.text.deltas import Delta
 from speculon.decoding.text.thinking import AnswerStart
-from speculon.decoding.text.tokenizer import Stream, Tokenizer, shared_length
+from speculon.decoding.text.tokenizer import Stream, Tokenizer
 from speculon.server.request import GenerationRequest
 
 MIN_LOGPROB = -9999.0  # the API's form of minus infinity

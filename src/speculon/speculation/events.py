@@ -27,11 +27,12 @@ VERSION = 2
 MARK = "speculon_events"  # the first key of a first line
 BEGINNING = f'{{"{MARK}":'.encode()
 PAUSE = 0.25  # seconds between two writes: what a kill may cost
-MOST_HELD = 2**24  # bytes that wait for a slow disk; beyond, rounds are lost and counted
+MAX_HELD = 2**24  # bytes that wait for a slow disk; beyond, rounds are lost and counted
 PATIENCE = 5.0  # seconds at the end for what still waits
 MARGIN = 2**16  # bytes of half a limit, for its last line and the header
 NEXT_FILE = b""
 PACKAGES = ("speculon", "torch", "transformers")
+SETTINGS = ("model", "max_num_seqs", "max_batch_tokens", "block_size")  # in the first line
 
 log = logging.getLogger("speculon")
 
@@ -55,9 +56,8 @@ class Writer:
         try:
             for name in (path, older(path)):
                 if name.exists() and not is_record(name):
-                    raise ConfigError(
-                        f"events = {str(path)!r}: {name} is no record of rounds, and would be lost"
-                    )
+                    why = f"{name} is no record of rounds, and would be lost"
+                    raise ConfigError(f"events = {str(path)!r}: {why}")
             self._begin()
         except OSError as error:
             raise ConfigError(f"events = {str(path)!r}: {error.strerror or error}") from None
@@ -67,7 +67,7 @@ class Writer:
     def put(self, line: bytes) -> bool:
         """Whether the line was taken: not while too many wait for the disk."""
         with self._lock:
-            if self.held + len(line) > MOST_HELD:
+            if self.held + len(line) > MAX_HELD:
                 return False
             self._lines.append(line)
             self.held += len(line)
@@ -89,9 +89,8 @@ class Writer:
         self._let_go()
         if self.path.exists():
             os.replace(self.path, older(self.path))
-        self._file = os.open(
-            self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666
-        )
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+        self._file = os.open(self.path, flags, 0o666)
         self._write(self._head(self._begun))
         self._begun += 1
 
@@ -144,28 +143,16 @@ class Events:
 
     @classmethod
     def of(cls, config: EngineConfig, **facts: Any) -> Events | None:
-        """Where the settings ask for it; `facts` of the engine are for the first line.
-
-        Raises `ConfigError` for a bad file.
-        """
+        """Where the settings ask for it; `facts` are for the first line. Raises `ConfigError`."""
         if config.events is None:
             return None
-        fixed: dict[str, Any] = {
-            "run": secrets.token_hex(8),
-            "time": round(time(), 3),
-            "versions": versions(),
-            **facts,
-        }
-        fixed |= {
-            name: getattr(config, name)
-            for name in ("model", "max_num_seqs", "max_batch_tokens", "block_size")
-        }
-        fixed["speculation"] = settings_of(config)
+        began = round(time(), 3)
+        fixed = {"run": secrets.token_hex(8), "time": began, "versions": versions(), **facts}
+        fixed |= {name: getattr(config, name) for name in SETTINGS}
+        fixed["speculation"] = speculation_settings(config)
         limit = int(config.events_limit_mb * 2**20)
-        return cls(
-            Writer(config.events, limit, lambda part: as_line({MARK: VERSION, "part": part} | fixed)),
-            fixed["time"],
-        )
+        writer = Writer(config.events, limit, lambda part: as_line({MARK: VERSION, "part": part} | fixed))
+        return cls(writer, began)
 
     def __init__(self, writer: Writer, began: float):
         self.writer, self._began = writer, began
@@ -248,16 +235,16 @@ def as_line(value: Mapping[str, Any]) -> bytes:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
+    installed = {"python": sys.version.split()[0]}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
-def settings_of(config: EngineConfig) -> dict[str, Any]:
+def speculation_settings(config: EngineConfig) -> dict[str, Any]:
     """Of speculation. What a plug-in was given stays out: nobody knows what is in it."""
     settings = config.speculation
     drafts = {
@@ -265,7 +252,5 @@ def settings_of(config: EngineConfig) -> dict[str, Any]:
         for method, draft in settings.drafts.items()
         if draft
     }
-    return settings.model_dump(mode="json", exclude={"draft", "options"}) | {
-        "draft": drafts,
-        "options": sorted(settings.options),
-    }
+    fields = settings.model_dump(mode="json", exclude={"draft", "options"})
+    return fields | {"draft": drafts, "options": sorted(settings.options)}

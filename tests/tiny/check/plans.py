@@ -31,7 +31,7 @@ TINY = {**SMALL, "runs": 16}
 
 def credulous(spans: list[Span], logits: Tensor, draw: Draw | None = None) -> verifying.Outcomes:
     """Every draft is accepted, whatever the target samples."""
-    tokens, outcomes = iter(sample(*verifying.rows_of(spans, logits), draw) if spans else ()), []
+    tokens, outcomes = iter(sample(*verifying.scored_rows(spans, logits), draw) if spans else ()), []
     for span in spans:
         *_, bonus = islice(tokens, len(span.draft.tokens) + 1)
         outcomes.append(((*span.draft.tokens, bonus), len(span.draft.tokens)))

@@ -29,7 +29,7 @@ match = verifying.match
 def one_off(spans: list[Span], logits: Tensor, draw: Draw | None = None) -> verifying.Outcomes:
     """The correction is read from the row before, where there is one."""
     outcomes, first = match(spans, logits, draw), 0
-    tokens = sample(*verifying.rows_of(spans, logits), draw) if spans else []
+    tokens = sample(*verifying.scored_rows(spans, logits), draw) if spans else []
     for i, span in enumerate(spans):
         kept, accepted = outcomes[i]
         if 0 < accepted < len(span.draft.tokens):

@@ -10,7 +10,7 @@ import pytest
 from speculon import LLM, SamplingParams
 from speculon.core.errors import InvalidParameter, TooLong
 from speculon.engine.llm import Completion
-from speculon.engine.regret import regret_of
+from speculon.engine.regret import token_regret
 from speculon.measure.check import sampled as check_sampled
 from speculon.measure.check.arms import ArmStats, watched, whole
 from speculon.measure.check.exact import Divergence, ExactResult, Margin, judge, row_after
@@ -58,7 +58,7 @@ def test_a_sampled_token_has_no_regret_and_all_others_have_some(llm: LLM) -> Non
     for n, one in enumerate(llm.generate([prompt], params, speculation={"method": "off"})[0].outputs):
         for position, logprobs in enumerate(one.logprobs or ()):
             logits, row = row_after(llm.engine, prompt, one.token_ids[:position], (params, n))
-            regrets = {token: regret_of(logits, row, token) for token, _ in logprobs.top}
+            regrets = {token: token_regret(logits, row, token) for token, _ in logprobs.top}
             assert [token for token, regret in regrets.items() if not regret] == [one.token_ids[position]]
     llm.engine.check_integrity()
 

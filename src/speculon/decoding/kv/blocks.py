@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from speculon.core.types import ceil_div, most_pages
+from speculon.core.types import ceil_div, max_pages
 from speculon.decoding.kv.draft_slots import DraftSlots
 from speculon.decoding.kv.slots import StateSlots
 from speculon.decoding.sequence import GONE, Sequence
@@ -76,7 +76,7 @@ class BlockPool:
 
     def most(self, length: int, rows: int) -> int:
         """The most pages of a sequence at once while it grows to `length` tokens by `rows` at most."""
-        return most_pages(length, rows, self.reach, self.block_size)
+        return max_pages(length, rows, self.reach, self.block_size)
 
     def attach(self, seq: Sequence) -> int:
         """Gives a sequence without pages the longest cached prefix of its tokens; returns the tokens found.

@@ -27,7 +27,8 @@ class Spellings:
         self._ordered = sorted(range(len(written)), key=written.__getitem__)
         self._in_order = [written[token] for token in self._ordered]
         self._all = BETWEEN.join(written)
-        self._starts = list(accumulate((len(one) + 1 for one in written), initial=0))  # of each token in it
+        # of each token in it
+        self._starts = list(accumulate((len(text) + 1 for text in written), initial=0))
 
     def beginning_with(self, part: bytes) -> list[int]:
         after = part[:-1] + bytes([part[-1] + 1])
@@ -63,18 +64,18 @@ class BadWords:
 
     def completing(self, tokens: Seq[int], drafts: Seq[int] = ()) -> list[TokenSet]:
         """The tokens that complete a word after these."""
-        text = self._end_of(tokens, drafts)
+        text = self._text_end(tokens, drafts)
         ends = (text[start:] for start in range(len(text)))
         return [self._always, *(self._completing(end) for end in ends if end in self._endings)]
 
     def _completing(self, beginning: bytes) -> TokenSet:
         if beginning not in self._after:
             endings = self._endings[beginning]
-            found = {token for end in endings for token in self._spellings.beginning_with(end)}
-            self._after[beginning] = TokenSet(sorted(found - self._hidden))
+            completing = {token for end in endings for token in self._spellings.beginning_with(end)}
+            self._after[beginning] = TokenSet(sorted(completing - self._hidden))
         return self._after[beginning]
 
-    def _end_of(self, tokens: Seq[int], drafts: Seq[int]) -> bytes:
+    def _text_end(self, tokens: Seq[int], drafts: Seq[int]) -> bytes:
         """As many bytes of the text's end as a beginning may have."""
         text, written = b"", self._spellings.written
         for part in (drafts, tokens):

@@ -1,5 +1,4 @@
-"""Structured output: which tokens a JSON schema, a regular expression, a choice or a grammar allows next (by
-llguidance).
+"""Structured output by llguidance: which tokens a schema, an expression, a choice or a grammar allows next.
 
 A `Matcher` has the state of its sequence: it is fed with committed tokens only, so that drafts, faults and
 preemption leave no trace in it. Masks of drafted rows are computed ahead of it and taken back within one
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from speculon.decoding.text.tokenizer import Tokenizer
 
 FEATURE = "parameters.structured"  # in the capability table
-KEPT = 64  # compiled grammars; requests of one program ask for the same few
+MAX_COMPILED = 64  # compiled grammars; requests of one program ask for the same few
 # llguidance allows 2,000, which an object of 500 optional keys exceeds; MAX_GRAMMAR has room for 7,000
 MAX_ROW = 30_000
 JSON_STYLE: Any = {"whitespace_flexible": False}
@@ -78,11 +77,8 @@ class Matcher:
         """The tokens that must follow, as far as there is no choice."""
         return tuple(self.inner.compute_ff_tokens())
 
-    def end_of(self, tokens: tuple[int, ...]) -> tuple[int, Finish] | None:
-        """(index, how) of the token with which the text is complete, or cannot go on; None while it goes on.
-
-        Pure.
-        """
+    def find_end(self, tokens: tuple[int, ...]) -> tuple[int, Finish] | None:
+        """(index, how) of the token that completes the text or cannot follow; None while it goes on. Pure."""
         ends = self.home.ends
         body = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
         taken = self.inner.try_consume_tokens(list(tokens[:body])) if body else 0
@@ -97,9 +93,7 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles what requests ask for, for one tokenizer and a model with V logits; compiled grammars are
-    kept.
-    """
+    """Compiles grammars for one tokenizer and a model with V logits, and keeps them."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Iterable[int], threads: int | None = None
@@ -113,20 +107,17 @@ class Grammars:
         self._no_token: int | None = None  # the id of END, and of all beyond it, where END is needed
 
     def matcher(self, params: SamplingParams, written: Seq[int] = ()) -> Matcher | None:
-        """The matcher of a sequence with output `written`; None for a request that asks for no form.
-
-        Raises `InvalidParameter`.
-        """
+        """The matcher of a sequence with output `written`, if any. Raises `InvalidParameter`."""
         form = params.structured
         if form is None:
             return None
         compiled = self._compile(form)  # refused by itself: after a thinking anything may fit
         if params.thinking is not None:
             compiled = self._compile(form, params.thinking)
-        found = Matcher(self, compiled.deep_copy(), params.ignore_eos)
-        if not found.consume(written):
+        matcher = Matcher(self, compiled.deep_copy(), params.ignore_eos)
+        if not matcher.consume(written):
             raise InvalidParameter("structured", written, "what is written does not follow it")
-        return found
+        return matcher
 
     def _compile(self, form: Structured, thinking: Thinking | None = None) -> LLMatcher:
         name, value = form.constraint
@@ -142,28 +133,25 @@ class Grammars:
             text = source(name, value)
             if thinking is not None:
                 text = after_thinking(text, thinking, self.tokenizer, self.ends)
-            found = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+            compiled = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         except ValueError as error:
             raise InvalidParameter(f"structured.{name}", value, first_line(str(error))) from None
-        if found.is_error():
-            why = first_line(found.get_error())
+        if compiled.is_error():
+            why = first_line(compiled.get_error())
             why += NO_LARK * (name == "grammar" and "JSON schema" not in why)
             raise InvalidParameter(f"structured.{name}", value, why)
-        start = found.deep_copy()
+        start = compiled.deep_copy()
         opening = self.allowed([(Matcher(self, start, False), ())])[0]
         opening[[token for token in self.ends if token < self._vocab_size]] = False
         if not opening.any():
             raise InvalidParameter(f"structured.{name}", value, NOTHING_FITS)
-        self.compiled[key] = found
-        if len(self.compiled) > KEPT:
+        self.compiled[key] = compiled
+        if len(self.compiled) > MAX_COMPILED:
             self.compiled.popitem(last=False)
-        return found
+        return compiled
 
     def _read_tokenizer(self, name: str, value: Any) -> LLTokenizer:
-        """The tokenizer as llguidance reads it, which takes a second for a large one: once.
-
-        Raises `InvalidParameter` for the parameter `name`.
-        """
+        """The tokenizer as llguidance reads it, which takes a second: once. Errors are about `name`."""
         if self._inner is not None:
             return self._inner
         from llguidance import LLExecutor, LLTokenizer
@@ -182,9 +170,8 @@ class Grammars:
             if "ByteFallback(" not in repr(backend.decoder):
                 vocabulary = backend.get_vocab().items()
                 self._not_text = [token for piece, token in vocabulary if BYTE_PIECE.fullmatch(piece)]
-            backend.decoder = decoders.Sequence(
-                [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-            )
+            steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+            backend.decoder = decoders.Sequence(steps)
         self.ends = frozenset(token for token in self.ends if token < backend.get_vocab_size())
         if not self.ends:
             backend.add_special_tokens([END])
@@ -225,18 +212,18 @@ class Grammars:
         if ahead:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(ahead, masks.data_ptr(), 4 * width, rows)
         bits = masks.view(torch.uint8)[:, :, None] >> torch.arange(8, dtype=torch.uint8)  # [R, bytes, 8]
-        found = (bits & 1).bool().flatten(1)[:, : self._vocab_size]
+        allowed = (bits & 1).bool().flatten(1)[:, : self._vocab_size]
         if self._no_token is not None:
-            found[:, self._no_token :] = False
+            allowed[:, self._no_token :] = False
         if self._not_text:
-            found[:, self._not_text] = False
-        return found
+            allowed[:, self._not_text] = False
+        return allowed
 
 
 def forbid(drafted: list[tuple[Matcher, tuple[int, ...]]], device: torch.device) -> Tensor:
     """What each row must not be, bool [R, V]: those of [last token, d_1..d_K] of each text, end to end.
 
-    A row that no token could follow forbids nothing: its token is dropped (`Matcher.end_of`).
+    A row that no token could follow forbids nothing: its token is dropped (`Matcher.find_end`).
     """
     home = drafted[0][0].home
     allowed = home.allowed(drafted)
@@ -267,11 +254,9 @@ class LookAheadMatchers:
     def forbid(self, which: Iterable[int], device: torch.device) -> dict[int, Tensor]:
         """By index, what the next draft must not be, [V]; no entry without a grammar."""
         bound = [i for i in which if i in self._ahead]
-        return (
-            dict(zip(bound, forbid([(self._ahead[i], ()) for i in bound], device), strict=True))
-            if bound
-            else {}
-        )
+        if not bound:
+            return {}
+        return dict(zip(bound, forbid([(self._ahead[i], ()) for i in bound], device), strict=True))
 
     def go_on(self, i: int, token: int) -> bool:
         """Moves on over a draft; whether anything can follow it."""

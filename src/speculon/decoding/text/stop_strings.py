@@ -36,19 +36,20 @@ class StopStrings:
         whole = self._tokenizer.continuation(context, [*tail, *new[:named]], skip_special_tokens)
         if UNSURE in whole or self._complete(whole, settled):
             for i in range(named):
-                text = self._sure_text(context, [*tail, *new[: i + 1]], skip_special_tokens)
+                # an unfinished character must not match: alone or among drafts, the same token ends the text
+                text = sure_text(self._tokenizer, context, [*tail, *new[: i + 1]], skip_special_tokens)
                 if ends := self._complete(text, settled):
                     return i, min(ends)[2]
         return (named, special[new[named]]) if named < len(new) else None
 
     def _complete(self, text: str, settled: int) -> list[tuple[int, int, str]]:
         """(end, rank, stop string) of those in `text` that end after its first `settled` characters."""
-        found = []
+        matches = []
         for rank, stop in enumerate(self._stops):
             at = text.find(stop, max(0, settled - len(stop) + 1))
             if at >= 0:
-                found.append((at + len(stop), rank, stop))
-        return found
+                matches.append((at + len(stop), rank, stop))
+        return matches
 
     def _tail(self, before: list[int], skip: bool) -> tuple[list[int], Seq[int], int]:
         """Last tokens that hold every character a stop string could begin with, what they are decoded after,
@@ -57,16 +58,12 @@ class StopStrings:
         # tokens can be single bytes of characters that have four, so only their text says whether they are
         # enough
         enough, n = self._longest + 4, 4 + self._longest // 2
-        most = 4 * enough + MAX_UNSURE
+        longest = 4 * enough + MAX_UNSURE
         while True:
-            n = min(n, len(before), most)
+            n = min(n, len(before), longest)
             tail = before[len(before) - n :]
             context = self._context if n == len(before) else self._tokenizer.anchor
-            text = self._sure_text(context, tail, skip)
-            if len(text) >= enough or n == len(before) or n == most:
+            text = sure_text(self._tokenizer, context, tail, skip)
+            if len(text) >= enough or n == len(before) or n == longest:
                 return tail, context, len(text)
             n *= 2
-
-    def _sure_text(self, context: Seq[int], ids: list[int], skip: bool) -> str:
-        # an unfinished character must not match: alone or among drafts, the same token ends the text
-        return sure_text(self._tokenizer, context, ids, skip)

@@ -11,6 +11,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from speculon.core.errors import InvalidParameter, InvalidRequest
+from speculon.core.types import shared_length
 from speculon.decoding.text.bad_words import BadWords, Spellings
 
 if TYPE_CHECKING:
@@ -59,9 +60,8 @@ class Tokenizer:
                 ids = self.inner(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
             return list(ids)
         except Exception as error:
-            raise InvalidParameter(
-                name, text, f"the tokenizer cannot encode it: {first_line(error)}"
-            ) from error
+            limit = f"the tokenizer cannot encode it: {first_line(error)}"
+            raise InvalidParameter(name, text, limit) from error
 
     def decode(self, ids: Seq[int], skip_special_tokens: bool = True) -> str:
         # without the clean-up of spaces: it would change text that has been streamed already
@@ -77,22 +77,17 @@ class Tokenizer:
         *,
         answer_follows: bool = True,
     ) -> str:
-        """The conversation as the checkpoint's template writes it, up to where the answer begins, if one
-        follows.
-        """
+        """The conversation as the template writes it, up to where the answer begins, if one follows."""
         check_messages(messages)
         if not self.has_chat_template:
             raise InvalidRequest("this checkpoint has no chat template: give a plain prompt")
         known = {**(variables or {}), "tokenize": False, "add_generation_prompt": answer_follows}
-        if (
-            taken := known.keys()
-            & inspect.signature(self.inner.apply_chat_template).parameters.keys() - OWN_VARIABLES
-        ):
+        parameters = inspect.signature(self.inner.apply_chat_template).parameters
+        if taken := known.keys() & parameters.keys() - OWN_VARIABLES:
             raise InvalidParameter("chat_template_kwargs", min(taken), "is no variable of a template")
         try:
-            text: str = self.inner.apply_chat_template(
-                [dict(m) for m in messages], tools=list(tools) or None, **known
-            )
+            plain = [dict(message) for message in messages]
+            text: str = self.inner.apply_chat_template(plain, tools=list(tools) or None, **known)
         except Exception as error:  # templates raise errors of their own choice
             refusal = "the chat template refuses these messages"
             refused = InvalidRequest(f"{refusal}: {first_line(error)}")
@@ -121,9 +116,7 @@ class Tokenizer:
 
     @cached_property
     def anchor(self) -> list[int]:
-        """A token of plain text, after which others are written as in the middle of a text; none where no
-        token alone is text.
-        """
+        """A token of plain text, after which others are written as inside a text; none where none is."""
         try:
             usual = self.encode("a", add_special_tokens=False)[-1:]
         except InvalidParameter:
@@ -178,9 +171,7 @@ class Tokenizer:
         return frozenset(turns if end is None else {end, *turns})
 
     def token_text(self, token: int, first: bool = False) -> str:
-        """One token as it is written after others, or as the `first` of a text; bytes that are no whole
-        character show as U+FFFD.
-        """
+        """One token as written after others, or as the `first`; bytes that are no character are U+FFFD."""
         if (token, first) not in self._texts:
             context = [] if first else self.anchor
             self._texts[token, first] = self.continuation(context, [token], skip_special_tokens=False)
@@ -198,18 +189,16 @@ class Tokenizer:
         except UnicodeDecodeError:
             text = None
         piece = self._piece(token)
-        if text is not None and not (text != piece and BYTE_PIECE.fullmatch(piece) and self._has(text)):
+        as_byte = text is not None and text != piece and BYTE_PIECE.fullmatch(piece)
+        if text is not None and not (as_byte and self.token_id(text) is not None):
             return text
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    def _has(self, token: str) -> bool:
-        return self.token_id(token) is not None
-
     def token_id(self, token: str) -> int | None:
         """The id of one token of the vocabulary, by its name; None where there is none."""
-        found = self.inner.convert_tokens_to_ids(token)
+        index = self.inner.convert_tokens_to_ids(token)
         # an unknown name has the id of the unknown token
-        return found if found is not None and self.inner.convert_ids_to_tokens(found) == token else None
+        return index if index is not None and self.inner.convert_ids_to_tokens(index) == token else None
 
     def token_bytes(self, token: int, first: bool = False) -> list[int] | None:
         """The bytes of one token as `token_text` has them; None where the vocabulary does not tell them."""
@@ -251,9 +240,7 @@ class Tokenizer:
 
 
 def ends_of_turn(token_id: Callable[[str], int | None], template: str) -> set[int]:
-    """The ids of tokens that end a turn, by their names; without a template that writes it, as in many base
-    models, such a token has no meaning.
-    """
+    """Ids of tokens that end a turn, by name; where no template writes it, such a token has no meaning."""
     ids = (token_id(name) for name in ENDS_OF_TURN if name in template)
     return {token for token in ids if token is not None}
 
@@ -288,7 +275,7 @@ class Stream:
     @classmethod
     def of(cls, tokenizer: Tokenizer, params: SamplingParams, prompt: Seq[int] = ()) -> Stream:
         """A stream of the text that continues a prompt with these parameters."""
-        context = context_of(tokenizer, params, prompt)
+        context = output_context(tokenizer, params, prompt)
         include = params.include_stop_str_in_output
         return cls(tokenizer, params.stop, params.skip_special_tokens, include, context)
 
@@ -347,9 +334,7 @@ class Stream:
         self._sure = max(0, len(self._text) - unsure)
 
     def _may_be_stop(self) -> int:
-        """Length of the held text's tail from where a stop string ended in the last token, or may be
-        beginning.
-        """
+        """Length of the held text's tail from where a stop string ended in the last token, or may begin."""
         text, longest = self._held, 0
         for stop in self._stops:
             at = text.find(stop, max(0, self._settled - len(stop) + 1))
@@ -369,7 +354,8 @@ def sure_text(tokenizer: Tokenizer, context: Seq[int], ids: Seq[int], skip: bool
     # some decoders show a whole run of bytes as garbage for an unfinished character at its end
     cuts = range(max(0, len(ids) - UNFINISHED), len(ids))
     shorter = (tokenizer.continuation(context, ids[:n], skip) for n in cuts)
-    return max(text.rstrip(UNSURE), *(one for one in shorter if not one.endswith(UNSURE)), "", key=len)
+    whole = [text for text in shorter if not text.endswith(UNSURE)]
+    return max(text.rstrip(UNSURE), *whole, "", key=len)
 
 
 def truncate(text: str, stop: str, after: int = 0, include: bool = False) -> str:
@@ -380,7 +366,7 @@ def truncate(text: str, stop: str, after: int = 0, include: bool = False) -> str
     return text[:at] + stop * include if at >= 0 else text + stop * include
 
 
-def context_of(tokenizer: Tokenizer, params: SamplingParams, prompt: Seq[int]) -> list[int]:
+def output_context(tokenizer: Tokenizer, params: SamplingParams, prompt: Seq[int]) -> list[int]:
     """The tokens after which an output is decoded; a text of a given form is never at its beginning, where a
     space would be left out.
     """
@@ -396,7 +382,7 @@ def final_text(
     prompt: Seq[int] = (),
 ) -> str:
     """The whole text of an ended output; `stop` is what ended it (`Finish.matched`)."""
-    context, skip = context_of(tokenizer, params, prompt), params.skip_special_tokens
+    context, skip = output_context(tokenizer, params, prompt), params.skip_special_tokens
     text = tokenizer.continuation(context, ids, skip)
     # only in the last token can a stop string have ended it: an earlier one was passed over for min_tokens
     if UNSURE in text:  # a decoder may show bytes that are no text in another way once others follow
@@ -407,12 +393,6 @@ def final_text(
         after = len(sure_text(tokenizer, context, ids[:-1], skip)) if isinstance(stop, str) else 0
     include = params.include_stop_str_in_output
     return truncate(text, stop, after, include) if isinstance(stop, str) else text
-
-
-def shared_length(a: Seq[int], b: Seq[int]) -> int:
-    """How many tokens the two have in common at their beginning."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (one, other) in pairs if one != other), min(len(a), len(b)))
 
 
 def check_text(name: str, text: str) -> None:

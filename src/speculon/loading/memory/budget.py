@@ -13,7 +13,7 @@ import torch
 
 from speculon.core.config import EngineConfig
 from speculon.core.errors import ConfigError
-from speculon.core.types import LayerSpec, Needs, joint_reach, most_pages
+from speculon.core.types import LayerSpec, Needs, joint_reach, max_pages
 
 # of an estimate
 PARTS = ("held", "drafters", "scratch", "remembered", "pages", "states", "snapshots", "additional")
@@ -200,7 +200,7 @@ class Budget:
         """Pages of full contexts; of their windows alone, where no prefix cache keeps the others."""
         config = self._config
         reach = None if config.prefix_cache else joint_reach(self._target.layers, drafters)
-        each = most_pages(self._max_context, config.max_batch_tokens, reach, config.block_size)
+        each = max_pages(self._max_context, config.max_batch_tokens, reach, config.block_size)
         return config.max_num_seqs * each
 
     def _for_pages(self, drafters: Sequence[Needs]) -> int:
@@ -236,4 +236,4 @@ class Budget:
 def replay_pages(config: EngineConfig, max_context: int, layers: tuple[LayerSpec, ...]) -> int:
     """The monitor's own pages: those of one sequence of the longest prompt and answer that it replays."""
     tokens = min(max_context, config.monitor_max_tokens)
-    return most_pages(tokens, REPLAY_ROWS, joint_reach(layers), config.block_size)
+    return max_pages(tokens, REPLAY_ROWS, joint_reach(layers), config.block_size)

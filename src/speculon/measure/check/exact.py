@@ -18,8 +18,8 @@ from torch import Tensor
 
 from speculon.core.config import MAX_LOGPROBS, SamplingParams
 from speculon.decoding.sampling import Row
-from speculon.engine.lane import Lane
-from speculon.engine.regret import TOP, at_or_none, first_difference, movement, regret_of, tie_limit
+from speculon.engine.monitor import Lane
+from speculon.engine.regret import TOP, at_or_none, first_difference, movement, tie_limit, token_regret
 from speculon.measure.check.arms import Advance, ArmStats, Texts, write
 from speculon.measure.check.plan import CheckPlan
 from speculon.speculation.proposers.registry import OFF
@@ -201,7 +201,7 @@ def regrets_of(
 ) -> tuple[float, float] | None:
     """Of both tokens after the prompt and this output, in nat; None where one of them has probability 0."""
     logits, row = row_after(llm.engine, prompt, output, sampled)
-    regrets = [regret_of(logits, row, token) for token in tokens]
+    regrets = [token_regret(logits, row, token) for token in tokens]
     return (regrets[0], regrets[1]) if all(map(isfinite, regrets)) else None
 
 
@@ -214,7 +214,7 @@ def row_after(
     seq = engine.admission.admit("judge", prompt, params, PLAIN, output, prefix_cache=False)[sample]
     lane = Lane(engine.target, engine.pool, engine.leases, engine.config.max_batch_tokens)
     with closing(lane.run(seq)) as steps:
-        logits = next(step.logits for step in steps if step.span.samples)
+        logits = next(logits for span, logits in steps if span.samples)
     return logits[-1], Row(seq, seq.request.rules)
 
 

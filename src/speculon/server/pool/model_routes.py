@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
-from speculon.core.capabilities import as_json
 from speculon.core.errors import SpeculonError
+from speculon.core.types import capabilities_json
 from speculon.server.answer import Answer
 from speculon.server.answer_schemas import CapabilityRow, CapabilityTable, ModelCard, ModelList
 from speculon.server.app_state import AppState
@@ -38,7 +38,7 @@ def add_models(app: FastAPI, state: AppState) -> None:
     async def capabilities(model: str | None = None) -> CapabilityTable:
         """What a model and its engine can do, what a request may ask, and why the others are denied."""
         async with pool.use(model) as pooled:
-            rows = as_json(pooled.facts.capabilities)
+            rows = capabilities_json(pooled.facts.capabilities)
             return CapabilityTable(
                 object="speculation.capabilities",
                 model=pooled.name,

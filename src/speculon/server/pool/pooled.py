@@ -14,7 +14,7 @@ from speculon.core.config import EngineConfig
 from speculon.core.config.models import ModelSettings
 from speculon.core.config.speculation import OFF
 from speculon.core.errors import InvalidParameter, LoadFailed, NotReady, QueueFull, SpeculonError
-from speculon.engine.async_engine import MOST_PAUSE, STEADY_SECONDS
+from speculon.engine.async_engine import MAX_PAUSE, STEADY_SECONDS
 from speculon.engine.messages import Ready
 from speculon.server.answer import ABORT_SECONDS
 from speculon.server.model import ServedModel, defaults_differ
@@ -195,7 +195,7 @@ class PooledModel:
         if self.state == "loaded" and monotonic() - self._loaded_at > STEADY_SECONDS:
             self._pause = 0.0
         self._retry_at = monotonic() + self._pause
-        self._pause = min(MOST_PAUSE, 2 * self._pause + 1)
+        self._pause = min(MAX_PAUSE, 2 * self._pause + 1)
         self.error, self.served, self.failures = error, None, self.failures + 1
         self.enter("failed")
         if self.steady.is_set():

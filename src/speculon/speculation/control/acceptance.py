@@ -56,8 +56,8 @@ class Acceptance:
 
     def chance(self, position: int = ANY) -> float:
         """At a position, counted from 0; over all of them without one."""
-        found = self._at.get(position if position == ANY else min(position, POSITIONS - 1))
-        return self._prior(position) if found is None else found.mean
+        beta = self._at.get(position if position == ANY else min(position, POSITIONS - 1))
+        return self._prior(position) if beta is None else beta.mean
 
     def _prior(self, position: int) -> float:
         return self.chance() if position != ANY else self._wider.chance() if self._wider else PRIOR
@@ -99,9 +99,7 @@ class Acceptance:
 
 @dataclass(slots=True)
 class SequenceAcceptance:
-    """How one sequence departs from its class: accepted against expected drafts, as a factor 2^(shift / 2) of
-    the odds.
-    """
+    """A sequence against its class: accepted and expected drafts, as a factor 2^(shift / 2) of the odds."""
 
     accepted: float = 0.0
     expected: float = 0.0

@@ -1,7 +1,4 @@
-"""The number of drafts follows how many were accepted of late: one more than their mean.
-
-It weighs no cost.
-"""
+"""The number of drafts is one more than the mean of those accepted of late, whatever drafts cost."""
 
 from __future__ import annotations
 
@@ -39,10 +36,8 @@ class AdaptiveLookahead:
         if proposed < 0 or accepted < 0:
             raise ValueError(f"proposed = {proposed}, accepted = {accepted}: neither can be negative")
         reached = float(min(accepted, proposed))
-        alpha = self.config.alpha
-        self.mean_accepted = (
-            alpha * reached + (1 - alpha) * self.mean_accepted if self.observations else reached
-        )
+        alpha = self.config.alpha if self.observations else 1.0
+        self.mean_accepted = alpha * reached + (1 - alpha) * self.mean_accepted
         self.observations += 1
         if self._cooldown:
             self._cooldown -= 1

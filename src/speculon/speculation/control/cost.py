@@ -26,7 +26,7 @@ STEP = (*PROPOSAL, 0.03, 0.01, 0.1, 0.03)
 Features = tuple[float, ...]
 Part = Annotated[float, Field(ge=-1e9, le=1e9)]
 STATE: TypeAdapter[dict[str, tuple[Part, ...]]] = TypeAdapter(dict[str, tuple[Part, ...]])
-MOST_SIZES = 32  # of the curve that is shown, and sent with all statistics
+MAX_SIZES = 32  # of the curve that is shown, and sent with all statistics
 
 
 class LinearCost:
@@ -77,10 +77,10 @@ class LinearCost:
         gain = [sum(map(mul, row, relative)) for row in self._covariance]
         total = noise + sum(map(mul, relative, gain))
         step = (ms / scale - sum(map(mul, self.parts, relative))) / total
-        parts = [part + each * step for part, each in zip(self.parts, gain, strict=True)]
+        parts = [part + g * step for part, g in zip(self.parts, gain, strict=True)]
         for i, row in enumerate(self._covariance):
             share = gain[i] / total
-            self._covariance[i] = row = [p - share * each for p, each in zip(row, gain, strict=True)]
+            self._covariance[i] = row = [p - share * g for p, g in zip(row, gain, strict=True)]
             row[i] += (DRIFT * max(parts[i], self.units[i] * parts[0])) ** 2
         for i, row in enumerate(self._covariance):
             if parts[i] < 0:  # what the others most likely are if this one is 0
@@ -90,9 +90,7 @@ class LinearCost:
 
 
 class Prices(NamedTuple):
-    """Of one proposal, in ms: the call, a position of all its sequences, a draft, a token that is read before
-    it drafts.
-    """
+    """ms of one proposal: the call, a position of all its sequences, a draft, a token that is read before."""
 
     call: float = 0.0
     depth: float = 0.0
@@ -127,17 +125,20 @@ class Costs:
         context = sequences * self._context, rows * self._context
         return (1.0, sequences, drafting, rows, *bends, *context)
 
-    def rows(self, sequences: int, beside: int, drafting: int, most: int) -> list[float]:
+    def rows(self, sequences: int, beside: int, drafting: int, max_drafts: int) -> list[float]:
         """ms of the 1st, 2nd, .. draft of each of `drafting` sequences, beside so many drafts of others."""
         parts, begin = [max(0.0, part) for part in self._step.parts], sequences + beside
-        each, bends = parts[3] + parts[-1] * self._context, list(zip(BENDS, parts[4:-2], strict=True))
-        each += sum(part for bend, part in bends if bend <= begin)
-        bends = [(bend, part) for bend, part in bends if begin < bend < begin + drafting * most]
+        row_ms, bends = parts[3] + parts[-1] * self._context, list(zip(BENDS, parts[4:-2], strict=True))
+        row_ms += sum(part for bend, part in bends if bend <= begin)
+        bends = [(bend, part) for bend, part in bends if begin < bend < begin + drafting * max_drafts]
         factor = self._step.factors.get((sequences, True), 1.0)
         return [
             factor
-            * (each + sum(part * share_beyond(bend, begin + drafting * k, drafting) for bend, part in bends))
-            for k in range(1, most + 1)
+            * (
+                row_ms
+                + sum(part * share_beyond(bend, begin + drafting * k, drafting) for bend, part in bends)
+            )
+            for k in range(1, max_drafts + 1)
         ]
 
     def first(self, sequences: int) -> float:
@@ -158,7 +159,7 @@ class Costs:
     def plain_steps(self) -> dict[int, float]:
         """Sequences -> ms of a plain step, for the batch sizes that were measured; of many of them, some."""
         sizes = self._plain_sizes()
-        step = ceil_div(max(1, len(sizes)), MOST_SIZES)
+        step = ceil_div(max(1, len(sizes)), MAX_SIZES)
         sizes = sizes[(len(sizes) - 1) % step :: step]  # the largest is among them
         return {n: self.step(n) for n in sizes}
 
@@ -166,10 +167,8 @@ class Costs:
         """Of a proposal for so many sequences; nothing for a method that was never measured."""
         if not self.calls(method):
             return Prices()
-        factor, (a, b, c, d) = (
-            self._proposals[method].factors.get(sequences, 1.0),
-            self._proposals[method].parts,
-        )
+        cost = self._proposals[method]
+        factor, (a, b, c, d) = cost.factors.get(sequences, 1.0), cost.parts
         return Prices(factor * max(a, 0.0), factor * max(b, 0.0), factor * max(c, 0.0), max(d, 0.0))
 
     def proposal(self, method: str, sequences: int, k: int, unread: int = 0) -> float:
@@ -194,20 +193,19 @@ class Costs:
         self._step.observe(self._features(sequences, drafting, rows), (sequences, drafting > 0), ms)
 
     def observe_proposal(self, method: str, call: Proposal) -> None:
-        self._proposals[method].observe(
-            (1.0, call.k, call.k * call.sequences, call.unread), call.sequences, call.ms
-        )
+        features = (1.0, call.k, call.k * call.sequences, call.unread)
+        self._proposals[method].observe(features, call.sequences, call.ms)
 
     def state(self) -> dict[str, tuple[float, ...]]:
         return {name: cost.parts for name, cost in {"": self._step, **self._proposals}.items() if cost.parts}
 
     def restore(self, state: Any) -> None:
         """Raises `ValueError` for what `state` cannot have told."""
-        found = STATE.validate_python(state)
-        for name, parts in found.items():
+        by_name = STATE.validate_python(state)
+        for name, parts in by_name.items():
             if len(parts) != (features := len(PROPOSAL if name else STEP)):
                 raise ValueError(f"{name or 'a step'!r:.80} has {len(parts)} parts, not {features}")
-        for name, parts in found.items():
+        for name, parts in by_name.items():
             cost = self._proposals[name] if name else self._step
             cost.begin(parts, spread=0.2)
             cost.measured = len(parts)

@@ -1,7 +1,4 @@
-"""Does a prompt look as if its answer would repeat it?
-
-Read once, before anything is known of how drafts fare.
-"""
+"""Whether a prompt looks as if its answer repeats it, read once, before anything is known of drafts."""
 
 from __future__ import annotations
 
@@ -44,8 +41,7 @@ WEAK_PATTERNS = [(reason, re.compile(pattern)) for reason, pattern in WEAK]
 
 
 def prompt_shape(text: str) -> tuple[bool, str]:
-    """Whether the answer to a prompt is likely to repeat it, and the marker that says so: (favourable,
-    reason).
+    """(Whether the answer to a prompt is likely to repeat it, the marker that says so).
 
     One strong marker is enough, or two different weak ones; the reason is then the second one's.
 
@@ -59,14 +55,14 @@ def prompt_shape(text: str) -> tuple[bool, str]:
         if pattern.search(text):
             return True, reason
     words = dict.fromkeys(weakly(word) for word in WORD.findall(text))
-    found = [(reason, word) for reason, word in words if reason]
-    return (True, found[ENOUGH - 1][0]) if len(found) >= ENOUGH else (False, NO_SIGNAL)
+    markers = [(reason, word) for reason, word in words if reason]
+    return (True, markers[ENOUGH - 1][0]) if len(markers) >= ENOUGH else (False, NO_SIGNAL)
 
 
-def shape_of(greedy: bool, prompt: str) -> PromptShape:
+def classify_prompt(greedy: bool, prompt: str) -> PromptShape:
     """The class of a request's prompt; drafts are believed to fare alike in sequences of one class.
 
-    >>> shape_of(True, "Repeat:\n```\nx = 1\n```").name
+    >>> classify_prompt(True, "Repeat:\n```\nx = 1\n```").name
     'greedy, repeating'
     """
     favourable, marker = prompt_shape(prompt)

@@ -71,9 +71,7 @@ class Added:
 
 
 class PromptClass:
-    """Statistics of the sequences of one class of prompts: acceptance by method, with that of all classes as
-    prior.
-    """
+    """Statistics of one class of prompts: acceptance by method, with that of all classes as prior."""
 
     def __init__(self, wider: defaultdict[str, Acceptance]) -> None:
         # tokens of those that ended
@@ -133,7 +131,7 @@ class Running:
 
 
 @dataclass(slots=True)
-class Round:
+class RoundPrices:
     """The round that runs; prices are in tokens: r times ms."""
 
     number: int = 0
@@ -142,7 +140,8 @@ class Round:
     first: float = 0.0  # r c
     rows: int = 0  # of the step so far, beside one of each sequence
     lookups: dict[str, float] = field(default_factory=dict)  # method -> price of a proposal
-    models: dict[str, list[Running]] = field(default_factory=dict)  # method -> the sequences it may draft for
+    # method -> the sequences it may draft for
+    models: dict[str, list[Running]] = field(default_factory=dict)
     probe: Span | None = None  # whose draft is a probe
 
 
@@ -155,7 +154,7 @@ class Goodput(Policy):
         self._shadow = Shadow()  # dropped drafts are compared with what is generated anyway
         self._budget_ms = 0.0  # for probes
         self._refused: Reason | None = None  # why no model paid when they were last weighed
-        self._now = Round()
+        self._now = RoundPrices()
 
     # before the drafts
 
@@ -164,60 +163,58 @@ class Goodput(Policy):
             for span in spans:
                 span.decision = Decision.plain(unable(span) or Reason.COLD)
             return
-        running = [self._of(span) for span in spans]
+        running = [self._stats(span) for span in spans]
         now = self._now = self._begin(running, max(len(spans), load.running))
         offers: dict[Span, Ask] = {}
         if self._refused is None or now.number % WEIGH_GAP == 0:
             self._refused = self._offer(now, offers)
         plain = Decision.plain(self._refused or Reason.COOLDOWN)
-        for one in running:
-            one.span.decision = self._decision(now, one, offers.get(one.span), plain)
+        for stats in running:
+            stats.span.decision = self._decision(now, stats, offers.get(stats.span), plain)
 
-    def _of(self, span: Span) -> Running:
+    def _stats(self, span: Span) -> Running:
         """A sequence begins with what its class had on average: the last rounds of a text are its best."""
         seq = span.seq
-        if one := self._running.get(seq.id):
-            one.span = span
-            return one
+        if stats := self._running.get(seq.id):
+            stats.span = span
+            return stats
         cls = self._classes.setdefault(seq.request.shape.name, PromptClass(self._methods))
         seq.cold_matches = 0 if seq.request.shape.favourable or cls.added.copied > OF_LATE else COLD
         # lookups are asked at first: it may repeat what they know
         added = replace(cls.added, gain=max(OF_LATE, cls.added.gain))
         return self._running.setdefault(seq.id, Running(span, cls, added, seq.cold_matches))
 
-    def _begin(self, running: list[Running], batch: int) -> Round:
+    def _begin(self, running: list[Running], batch: int) -> RoundPrices:
         """The prices, and who may draft for whom."""
         plain_ms = self.costs.step(batch)
-        tokens = batch + sum(one.added.tokens for one in running)
-        ms = plain_ms + sum(one.added.ms for one in running)
+        tokens = batch + sum(stats.added.tokens for stats in running)
+        ms = plain_ms + sum(stats.added.ms for stats in running)
         now = self._priced(max(batch / plain_ms, tokens / ms), batch)
         # rows of prompts, and of other policies' sequences, are in the step, too
         now.rows = BENDS[-1] if batch > len(running) else 0
-        for one in running:
-            one.price(now.rate)
-            methods = one.seq.methods if unable(one.span) is None else ()
-            one.max_drafts = {method: one.span.max_drafts(method) for method in methods}
-            for method, k in one.max_drafts.items():
+        for stats in running:
+            stats.price(now.rate)
+            methods = stats.seq.methods if unable(stats.span) is None else ()
+            stats.max_drafts = {method: stats.span.max_drafts(method) for method in methods}
+            for method, k in stats.max_drafts.items():
                 if not k:
                     continue
-                if method not in one.seq.request.lookups:
-                    now.models.setdefault(method, []).append(one)
+                if method not in stats.seq.request.lookups:
+                    now.models.setdefault(method, []).append(stats)
                 elif method not in now.lookups:
                     now.lookups[method] = now.rate * self.costs.proposal(method, 1, k)
         return now
 
-    def _priced(self, rate: float, batch: int) -> Round:
-        return Round(self._now.number + 1, batch, rate, rate * self.costs.first(batch))
+    def _priced(self, rate: float, batch: int) -> RoundPrices:
+        return RoundPrices(self._now.number + 1, batch, rate, rate * self.costs.first(batch))
 
-    def _offer(self, now: Round, offers: dict[Span, Ask]) -> Reason | None:
-        """Adds what the model that gains most is to draft, and a probe of another; returns why none gains
-        anything.
-        """
+    def _offer(self, now: RoundPrices, offers: dict[Span, Ask]) -> Reason | None:
+        """Adds what the best model is to draft, and a probe of another; returns why no model gains."""
         best, used, refused, ks = 0.0, "", Reason.COOLDOWN, dict[Span, int]()
         for method, group in now.models.items():
-            found, gain = self._weigh(now, method, group) if self.costs.calls(method) >= COLD else ({}, 0.0)
+            weighed, gain = self._weigh(now, method, group) if self.costs.calls(method) >= COLD else ({}, 0.0)
             if gain > best:
-                best, used, ks = gain, method, found
+                best, used, ks = gain, method, weighed
             elif not best:
                 refused = self._refusal(method, group)
         offers.update((span, Ask(used, k)) for span, k in ks.items())
@@ -226,44 +223,40 @@ class Goodput(Policy):
         return None if best else refused
 
     def _weigh(
-        self, now: Round, method: str, group: list[Running], sure: bool = False
+        self, now: RoundPrices, method: str, group: list[Running], sure: bool = False
     ) -> tuple[dict[Span, int], float]:
-        """K of each in one proposal for these sequences at its best, and the tokens that it gains; `sure`: as
-        if all were accepted.
-        """
+        """K of each in one proposal at its best, and the tokens it gains (`sure`: if all are accepted)."""
         price = self.costs.prices(method, len(group))
         call, depth = now.rate * price.call, now.rate * price.depth
-        bounds = [min(one.max_drafts[method], one.span.reserved) for one in group]
+        bounds = [min(stats.max_drafts[method], stats.span.reserved) for stats in group]
         rows = self.costs.rows(now.batch, now.rows, len(group), max(bounds))
-        each = [now.rate * (row + price.draft) for row in rows]
-        gains, best, most = list[list[float]](), 0, 0.0
-        for one, bound in zip(group, bounds, strict=True):
-            curve = (1.0,) * POSITIONS if sure else one.cls.of(method).survival(one.own[method].shift)
-            read = now.rate * price.unread * one.unread(method) / one.left()
-            gains.append(gains_of(curve[:bound], each, now.first, read))
+        prices = [now.rate * (row + price.draft) for row in rows]
+        gains, best, best_gain = list[list[float]](), 0, 0.0
+        for stats, bound in zip(group, bounds, strict=True):
+            curve = (1.0,) * POSITIONS if sure else stats.cls.of(method).survival(stats.own[method].shift)
+            read = now.rate * price.unread * stats.unread(method) / stats.left()
+            gains.append(draft_gains(curve[:bound], prices, now.first, read))
         for k in range(1, max(map(len, gains), default=0) + 1):
             gain = sum(some[min(k, len(some)) - 1] for some in gains if some) - call - depth * k
-            if gain > most:
-                best, most = k, gain
-        drafting = ((one, some) for one, some in zip(group, gains, strict=True) if best and any(some))
-        return {one.span: min(best, len(some)) for one, some in drafting}, most
+            if gain > best_gain:
+                best, best_gain = k, gain
+        drafting = ((stats, some) for stats, some in zip(group, gains, strict=True) if best and any(some))
+        return {stats.span: min(best, len(some)) for stats, some in drafting}, best_gain
 
     def _refusal(self, method: str, group: list[Running]) -> Reason:
         """Why a model does not pay: in this batch, at this acceptance, or at any."""
         alone = self._priced(1 / self.costs.step(1), 1)
-        best = max(group, key=lambda one: one.own[method].shift)
+        best = max(group, key=lambda stats: stats.own[method].shift)
         if self._weigh(alone, method, [best])[1]:
             return Reason.LOAD if self._now.batch > 1 else Reason.COST
         return Reason.LOW_ACCEPTANCE if self._weigh(alone, method, [best], sure=True)[1] else Reason.COST
 
-    def _probe(self, now: Round, method: str, offers: dict[Span, Ask]) -> None:
-        """A proposal of a model out of use, for the sequence that accepts most of it, once time was saved for
-        it.
-        """
-        one = min(now.models[method], key=lambda one: (-one.own[method].shift, one.unread(method)))
-        k = min(COLD, one.max_drafts[method])
+    def _probe(self, now: RoundPrices, method: str, offers: dict[Span, Ask]) -> None:
+        """A proposal of a model out of use, for the sequence that accepts most of it, once time was saved."""
+        stats = min(now.models[method], key=lambda stats: (-stats.own[method].shift, stats.unread(method)))
+        k = min(COLD, stats.max_drafts[method])
         ms = (
-            self.costs.proposal(method, 1, k, one.unread(method))
+            self.costs.proposal(method, 1, k, stats.unread(method))
             + self.costs.step(now.batch, 1, k)
             - self.costs.step(now.batch)
         )
@@ -272,15 +265,17 @@ class Goodput(Policy):
         new = self.costs.calls(method) < COLD or self._methods[method].seen < TRIED
         if now.probe is None and (self._budget_ms >= ms or new):
             self._budget_ms -= 0.0 if new else ms
-            now.probe, offers[one.span] = one.span, Ask(method, k)
+            now.probe, offers[stats.span] = stats.span, Ask(method, k)
 
-    def _decision(self, now: Round, one: Running, offer: Ask | None, plain: Decision) -> Decision:
-        span, seq, probe = one.span, one.seq, now.probe is one.span
+    def _decision(self, now: RoundPrices, stats: Running, offer: Ask | None, plain: Decision) -> Decision:
+        span, seq, probe = stats.span, stats.seq, now.probe is stats.span
         if (why := unable(span)) is not None:
             return Decision.plain(why)
-        ks = one.max_drafts
-        asks = [Ask(method, k) for method, k in ks.items() if k and not probe and self._due(now, one, method)]
-        one.looked = bool(asks)
+        ks = stats.max_drafts
+        asks = [
+            Ask(method, k) for method, k in ks.items() if k and not probe and self._due(now, stats, method)
+        ]
+        stats.looked = bool(asks)
         if offer is not None:
             asks.append(offer)
         if not asks:
@@ -290,16 +285,16 @@ class Goodput(Policy):
         )
         return Decision.of(asks, chained=max(ks.values()) if chained else 0)
 
-    def _due(self, now: Round, one: Running, method: str) -> bool:
+    def _due(self, now: RoundPrices, stats: Running, method: str) -> bool:
         """Whether a lookup is asked: in every round while it gains what it costs, then ever more rarely.
 
         The gap doubles up to LONGEST_GAP rounds.
         """
         if method not in now.lookups:
             return False
-        price, gain = now.lookups[method], max(one.added.gain, 1e-9)
+        price, gain = now.lookups[method], max(stats.added.gain, 1e-9)
         return (
-            method in one.seq.request.from_request
+            method in stats.seq.request.from_request
             or gain >= price
             or not now.number % int(2 ** ceil(log2(min(LONGEST_GAP, price / gain))))
         )
@@ -315,29 +310,28 @@ class Goodput(Policy):
                 span.k = min(span.k, ks.get(span, 0))
 
     def trim(self, method: str, span: Span) -> int:
-        """The part of a draft that gains most beyond its rows; none where the model gains more, or where it
-        is only watched.
-        """
-        now, seq, draft, one = self._now, span.seq, span.draft, self._running[span.seq.id]
-        each = (
-            (one.cls.of(name), count, one.own[name].shift) for name, _, count in parts(seq, draft, method)
+        """The part of a draft that gains most; none where the model gains more, or if it is only watched."""
+        now, seq, draft, stats = self._now, span.seq, span.draft, self._running[span.seq.id]
+        chances = (
+            chance
+            for name, _, count in parts(seq, draft, method)
+            for chance in stats.cls.of(name).chances(count, stats.own[name].shift)
         )
-        chances = (chance for acceptance, count, shift in each for chance in acceptance.chances(count, shift))
         curve, lookup = list(accumulate(chances, mul)), method in now.lookups
-        best, most, net = 0, 0.0, -now.first
+        best, best_gain, net = 0, 0.0, -now.first
         model = next((ask.method for ask in span.decision.asks if ask.method in now.models), None)
         if lookup and model is not None:  # what it would gain if nobody else asked it
-            most = self._weigh(now, model, [one])[1]
+            best_gain = self._weigh(now, model, [stats])[1]
         prices = [now.rate * ms for ms in self.costs.rows(now.batch, now.rows, 1, len(curve))]
         for k, (survival, price) in enumerate(zip(curve, prices, strict=True), 1):
             net += survival - price
-            if net > most:
-                best, most = k, net
+            if net > best_gain:
+                best, best_gain = k, net
         if now.probe is span:
             best = len(curve)
-        if method in seq.request.from_request and method not in one.rejected:
+        if method in seq.request.from_request and method not in stats.rejected:
             best = max(best, draft.unchained(seq.methods))
-        if cold := lookup and one.missing > 0 and method not in seq.request.from_request:
+        if cold := lookup and stats.missing > 0 and method not in seq.request.from_request:
             best = 0
         if not best:
             watched = COLD if cold else draft.unchained(seq.methods)
@@ -352,10 +346,10 @@ class Goodput(Policy):
         self._budget_ms += PROBE_SHARE * (timing.target_ms or 0.0)
         row_ms = self._row_ms([len(span.draft.tokens) for span in spans])
         for span in spans:
-            if one := self._running.get(span.seq.id):
-                self._judge(one, span)
-                self._book(one, span, row_ms, timing)
-                one.span = Span(span.seq, span.start, span.length)  # the round's has q [K, V]
+            if stats := self._running.get(span.seq.id):
+                self._judge(stats, span)
+                self._book(stats, span, row_ms, timing)
+                stats.span = Span(span.seq, span.start, span.length)  # the round's has q [K, V]
         self._now.probe = None
 
     def _row_ms(self, lengths: list[int]) -> float:
@@ -365,47 +359,50 @@ class Goodput(Policy):
         batch, drafting = self._now.batch, sum(map(bool, lengths))
         return max(0.0, self.costs.step(batch, drafting, rows) - self.costs.step(batch)) / rows
 
-    def _judge(self, one: Running, span: Span) -> None:
+    def _judge(self, stats: Running, span: Span) -> None:
         """Learns from the drafts that were verified, and from those that were only watched."""
         draft, verdict = span.draft, span.verdict
         for method, _, proposed in span.proposals:
-            if not proposed.tokens and method not in one.seq.request.lookups:
-                one.learn(method, 1, 0)  # an empty proposal costs as much as a rejected one
+            if not proposed.tokens and method not in stats.seq.request.lookups:
+                stats.learn(method, 1, 0)  # an empty proposal costs as much as a rejected one
         judged = min(verdict.accepted + (verdict.outcome is not SpanOutcome.STOP), len(draft.tokens))
         if verdict.accepted < judged:
-            one.rejected.add(draft.sources[verdict.accepted])
-        for name, before, count in parts(one.seq, draft, span.method) if judged else ():
+            stats.rejected.add(draft.sources[verdict.accepted])
+        for name, before, count in parts(stats.seq, draft, span.method) if judged else ():
             if before < judged:
-                one.learn(name, min(count, judged - before), min(count, verdict.accepted - before))
-        for fate in self._shadow.judge(one.seq):
+                stats.learn(name, min(count, judged - before), min(count, verdict.accepted - before))
+        for fate in self._shadow.judge(stats.seq):
             if not fate.overlaps:
-                one.missing = max(0, one.missing - (fate.accepted > 0))
-                one.learn(fate.method, fate.judged, fate.accepted)
+                stats.missing = max(0, stats.missing - (fate.accepted > 0))
+                stats.learn(fate.method, fate.judged, fate.accepted)
 
-    def _book(self, one: Running, span: Span, row_ms: float, timing: Timing) -> None:
+    def _book(self, stats: Running, span: Span, row_ms: float, timing: Timing) -> None:
         """What drafting has added to the round for one sequence."""
-        now, gain = self._now, 0.0 if one.looked else one.added.gain
+        now, gain = self._now, 0.0 if stats.looked else stats.added.gain
         if not span.draft.tokens:
-            return one.book(Added(0.0, 0.0, 0.0, gain))
+            return stats.book(Added(0.0, 0.0, 0.0, gain))
         ms = row_ms * len(span.draft.tokens)
         price, lookup = now.rate * ms, span.method in now.lookups
         if not lookup and (call := timing.proposals.get(span.method)):
             ms += self.costs.proposal(span.method, call.sequences, call.k) / call.sequences
         gained = max(0, len(span.verdict.tokens) - 1)  # -1: it ended with this round
-        one.book(Added(gained, ms, (1 + gained) * lookup, gained - price if lookup else gain))
+        stats.book(Added(gained, ms, (1 + gained) * lookup, gained - price if lookup else gain))
 
     def forget(self, seq: Sequence) -> None:
-        if one := self._running.pop(seq.id, None):
-            one.cls.ended += 1
-            weight = max(OF_LATE, 1 / one.cls.ended)
-            if one.rounds:
-                one.cls.added.move(one.mean, weight)
-            one.cls.length += weight * (seq.num_output - one.cls.length)
+        if stats := self._running.pop(seq.id, None):
+            stats.cls.ended += 1
+            weight = max(OF_LATE, 1 / stats.cls.ended)
+            if stats.rounds:
+                stats.cls.added.move(stats.mean, weight)
+            stats.cls.length += weight * (seq.num_output - stats.cls.length)
         self._shadow.forget(seq)
 
     def state(self) -> dict[str, Any]:
         every = {"": self._methods, **{name: cls.acceptance for name, cls in self._classes.items()}}
-        return {name: {method: one.state() for method, one in some.items()} for name, some in every.items()}
+        return {
+            name: {method: acceptance.state() for method, acceptance in by_method.items()}
+            for name, by_method in every.items()
+        }
 
     def restore(self, state: Any) -> None:
         """Raises `ValueError` for what `state` cannot have told."""
@@ -415,24 +412,20 @@ class Goodput(Policy):
                 (cls.of(method) if cls else self._methods[method]).restore(told)
 
 
-def gains_of(curve: tuple[float, ...], prices: list[float], first: float, read: float) -> list[float]:
-    """What 1, 2, .. drafts of survival S gain: at the price of each, that of any, and of reading for each
-    token.
-    """
-    net, found = -first - read, list[float]()
+def draft_gains(curve: tuple[float, ...], prices: list[float], first: float, read: float) -> list[float]:
+    """What 1, 2, .. drafts of survival S gain, at the price of each, of any, and of reading per token."""
+    net, gains = -first - read, list[float]()
     for survival, price in zip(curve, prices, strict=False):
         gain = survival * (1 - read) - price
         if gain <= 0:
             break
         net += gain
-        found.append(max(0.0, net))
-    return found
+        gains.append(max(0.0, net))
+    return gains
 
 
 def parts(seq: Sequence, draft: Draft, method: str) -> Iterator[tuple[str, int, int]]:
-    """(name, drafts before it, drafts) of one proposal and of what was chained to it, which is learned under
-    its own name.
-    """
+    """(name, drafts before it, drafts) of a proposal and of what was chained to it, under its own name."""
     own, count = draft.unchained(seq.methods), len(draft.tokens)
     yield bucket(method, draft), 0, own
     if own < count:

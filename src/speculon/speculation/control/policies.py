@@ -29,9 +29,7 @@ POLICIES: Mapping[str, Callable[[SpeculationConfig, Costs], Policy]] = {
 
 
 class Policies:
-    """Each sequence is decided for by its own policy, which learns from its own sequences alone; costs are
-    everybody's.
-    """
+    """Each sequence is decided for by its own policy, which learns from its own alone; costs are shared."""
 
     def __init__(self, config: SpeculationConfig, costs: Costs | None = None) -> None:
         self.costs = costs or Costs()
@@ -39,20 +37,20 @@ class Policies:
         self._made: dict[str, Policy] = {}
 
     def decide(self, spans: list[Span], load: Load) -> None:
-        for policy, its in self._by_policy(spans):
-            policy.decide(its, load)
+        for policy, group in self._by_policy(spans):
+            policy.decide(group, load)
 
     def confirm(self, method: str, spans: list[Span]) -> None:
-        for policy, its in self._by_policy(spans):
-            policy.confirm(method, its)
+        for policy, group in self._by_policy(spans):
+            policy.confirm(method, group)
 
     def trim(self, method: str, span: Span) -> int:
         return self.of(span.seq.request.policy).trim(method, span)
 
     def observe(self, spans: list[Span], timing: Timing) -> None:
         self.costs.observe(spans, timing)
-        for policy, its in self._by_policy(spans):
-            policy.observe(its, timing)
+        for policy, group in self._by_policy(spans):
+            policy.observe(group, timing)
 
     def _by_policy(self, spans: list[Span]) -> list[tuple[Policy, list[Span]]]:
         groups: dict[str, list[Span]] = {}

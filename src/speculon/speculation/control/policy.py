@@ -9,20 +9,14 @@ from speculon.decoding.sequence import Sequence, Span
 
 
 class Policy(Protocol):
-    """decide -> (confirm, trim)* -> observe in each round, for the sequences that chose it; forget at their
-    end.
-    """
+    """decide -> (confirm, trim)* -> observe in each round, for those that chose it; forget at their end."""
 
     def decide(self, spans: list[Span], load: Load) -> None:
-        """Sets the `decision` of each decoding span: K of each method to ask, at most `Span.max_drafts`, or
-        the reason why none is.
-        """
+        """Sets each span's `decision`: K of each method, at most `Span.max_drafts`, or why nothing drafts."""
         ...
 
     def confirm(self, method: str, spans: list[Span]) -> None:
-        """May reduce the `k` of spans that a model is about to draft for; 0: it drafts none. Lookups are not
-        confirmed.
-        """
+        """May reduce the `k` of spans that a model is about to draft for (0: none); not for lookups."""
         return None
 
     def trim(self, method: str, span: Span) -> int:

@@ -1,13 +1,11 @@
-"""Drafts that nobody verifies are compared with what is written anyway: acceptance is measured, and nothing
-is at risk.
-"""
+"""Drafts that are not verified are compared with what is generated anyway: acceptance without a risk."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from speculon.core.config import MAX_DRAFTS
-from speculon.core.types import Load, Reason, Timing
+from speculon.core.types import Load, Reason, Timing, shared_length
 from speculon.decoding.sequence import Sequence, Span
 from speculon.speculation.control.fixed import ask_all
 from speculon.speculation.control.policy import Policy
@@ -65,17 +63,14 @@ class Shadow:
         watch.drafts[start] = tokens
 
     def judge(self, seq: Sequence, ended: bool = False) -> list[Judged]:
-        """The drafts whose fate the committed tokens tell, and all that are open where the text has ended.
-
-        Each is told once.
-        """
+        """The drafts whose fate the committed tokens tell, all of an ended text; each is returned once."""
         judged: list[Judged] = []
         if seq.id not in self._texts:
             return judged
         for method, watch in self._texts[seq.id].items():
             for start, tokens in list(watch.drafts.items()):
                 written = seq.tokens[start : start + len(tokens)]
-                accepted = common(tokens, written)
+                accepted = shared_length(tokens, written)
                 differs = accepted < len(written)
                 if not (differs or ended or len(written) == len(tokens)):
                     continue
@@ -93,10 +88,7 @@ class Shadow:
 
 
 class ShadowPolicy(Policy):
-    """The policy `shadow`: asks as `fixed` does, and verifies nothing.
-
-    Each method of a cascade is asked, and measured.
-    """
+    """The policy `shadow`: asks as `fixed` does, measures every method, and verifies nothing."""
 
     def __init__(self) -> None:
         self.shadow = Shadow()
@@ -122,8 +114,3 @@ class ShadowPolicy(Policy):
         for judged in self.shadow.judge(seq, ended):
             if not judged.overlaps:
                 seq.stats.watch(judged.method, judged.drafted, judged.accepted)
-
-
-def common(a: tuple[int, ...], b: list[int]) -> int:
-    """Length of their common beginning."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from speculon.core.types import Draft, Stop
-from speculon.decoding.sampling import NEVER, Row, pick, stream_of, weigh
+from speculon.decoding.sampling import NEVER, Row, pick, round_stream, weigh
 from speculon.decoding.sequence import Sequence
 from speculon.decoding.text.grammar import LookAheadMatchers
 
@@ -45,7 +45,7 @@ def draft_chain(
         logits = forward(active, drafts)  # [len(active), V]
         bans = ahead.forbid(active, logits.device)
         rows = [
-            Row(seqs[i], seqs[i].request.rules, tuple(drafts[i]), stream_of(seqs[i]), bans.get(i))
+            Row(seqs[i], seqs[i].request.rules, tuple(drafts[i]), round_stream(seqs[i]), bans.get(i))
             for i in active
         ]
         weights = weigh(logits, rows)
@@ -87,7 +87,7 @@ def draft_at_once(
     """
     # the tokens before a row count, and no more than that
     rows = [
-        Row(seq, seq.request.rules, (0,) * i, stream_of(seq))
+        Row(seq, seq.request.rules, (0,) * i, round_stream(seq))
         for seq, k in zip(seqs, budgets, strict=True)
         for i in range(k)
     ]

@@ -9,10 +9,9 @@ from typing import Any
 
 from speculon.core.config import SamplingParams
 from speculon.core.telemetry import RequestStats
-from speculon.core.types import Draft, Load, Proposal, Reason, SpanOutcome, Timing, Verdict
+from speculon.core.types import Draft, Load, Proposal, Reason, SpanOutcome, Timing, Verdict, shared_length
 from speculon.decoding.sequence import Ending, Request, Rules, Sequence, Span, share_rows
 from speculon.speculation.control.policies import Policies
-from speculon.speculation.control.shadow import common
 from speculon.speculation.drafting import Drafting
 from speculon.speculation.proposers.base import TargetFacts
 from speculon.speculation.proposers.compose import Proposers
@@ -102,7 +101,7 @@ def verdict_of(draft: Draft, new: list[int]) -> Verdict:
     """What a step of vLLM says of a draft. It may have verified fewer drafts than it was given."""
     if not draft.tokens:
         return Verdict(tuple(new))
-    same = common(draft.tokens, new)
+    same = shared_length(draft.tokens, new)
     if same == len(new):  # nothing was rejected: the last token is the target's own, and the draft had it
         outcome = SpanOutcome.STOP
     elif same == len(draft.tokens):
