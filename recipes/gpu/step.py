@@ -143,7 +143,13 @@ def report(args: argparse.Namespace, device: torch.device, bandwidth: float) -> 
         for (sequences, rows), one in forwards.items():
             times = f"{one.ms:.3f} | {one.busy_ms:.3f} | {one.gaps_ms:.3f}"
             print(f"| {sequences} | {rows} | {times} | {one.launches:.0f} |")
-        plan = BenchPlan(("code",), tuple(args.modes.split(",")), SEQUENCES, args.prompts, args.max_tokens)
+        plan = BenchPlan(
+            workloads=("code",),
+            modes=args.modes,
+            concurrency=SEQUENCES,
+            prompts=args.prompts,
+            max_tokens=args.max_tokens,
+        )
         cells, _ = run(llm, plan.at_hand(llm.engine.proposers.lacking))
         print("\n| sequences | mode | tokens/s | to plain | tokens per call | step, ms |")
         print("|---|---|---|---|---|---|")

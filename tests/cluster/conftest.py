@@ -16,7 +16,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from speculon.cli.serve_replicas import own_ray
+from speculon.cli.serve import own_ray
 
 os.environ |= own_ray() | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}
 

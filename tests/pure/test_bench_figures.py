@@ -7,7 +7,7 @@ import pytest
 from speculon.core.config import SamplingParams
 from speculon.core.telemetry import PARTS, RequestStats
 from speculon.core.types import Draft, SpanOutcome, Verdict
-from speculon.measure.bench.cell import ms_by_rows, overhead, per_text, profile, quartiles, without_loops
+from speculon.measure.bench.cell import ms_by_rows, overhead, profile, quartiles, without_loops
 from speculon.measure.bench.measure import Measurement, Step, loops
 from speculon.measure.bench.rounds import equal_acceptance, mean_step_ms, needs, reached, rounds_of
 from speculon.measure.bench.workloads import Case
@@ -61,7 +61,7 @@ def test_steps_with_prompt_tokens_do_not_count_as_decoding() -> None:
     assert ms_by_rows([one]) == {1: (4, 1), 5: (6.5, 2)}
     assert overhead([one]) == pytest.approx((25 - 17 - 2.5) / 25)
     assert profile([one]) == pytest.approx(timed(2.5 / 3, 17 / 3, 25 / 3))
-    assert profile([]) == per_text([]) == {} and overhead([]) is None
+    assert profile([]) == profile([], per_text=True) == {} and overhead([]) is None
     pair = Measurement(
         0.5,
         [[1], [2]],
@@ -69,7 +69,7 @@ def test_steps_with_prompt_tokens_do_not_count_as_decoding() -> None:
         steps=[Step(2, 2, 2, True, timed(1, 6, 8)), Step(1, 1, 1, True, timed(1, 6, 7))],
     )
     # of three, whose last had no other beside it
-    assert per_text([pair]) == pytest.approx(timed(2 / 3, 4, 5))
+    assert profile([pair], per_text=True) == pytest.approx(timed(2 / 3, 4, 5))
     assert Measurement(0.5, [[1]], [""]).decode_tokens_per_second is None
 
 

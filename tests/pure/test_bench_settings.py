@@ -101,17 +101,30 @@ def test_the_next_command_reads_what_was_written(tmp_path: Path, monkeypatch: py
     assert next_command(Path("speculon.toml")) == "SPECULON_CONFIG=speculon.toml speculon serve"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        'speculation = { method = "off", chained_drafts = [\n1] }\n# kept\n',
+        'speculation.method = "off"\nspeculation.policy = "solo"\n# kept\n[serve]\nport = 9000\n',
+        '[speculation]\nmethod = "off"\n# kept\n[serve]\nport = 9000\n[speculation.options]\ny = 1\n',
+    ],
+)
+def test_settings_are_replaced_however_they_are_spelled(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "speculon.toml"
+    path.write_text(text)
+    values = {"model": "demo", "speculation": {"method": "suffix"}}
+    write(path, values)
+    serve = {"serve": {"port": 9000}} if "serve" in text else {}
+    assert tomllib.loads(path.read_text()) == values | serve
+
+
 def test_a_file_that_cannot_be_merged_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "speculon.toml"
-    for text in (
-        'speculation = { method = "off", chained_drafts = [\n1] }\n',
-        'speculation.method = "off"\n',
-        "no toml =",
-    ):
-        path.write_text(text)
+    for text in (b"no toml =", b"\xff"):
+        path.write_bytes(text)
         with pytest.raises(ConfigError, match="speculon.toml"):
             write(path, {"model": "demo", "speculation": {"method": "suffix"}})
-        assert path.read_text() == text
+        assert path.read_bytes() == text
     for wrong in (tmp_path, tmp_path / "none" / "x.toml"):
         with pytest.raises(InvalidParameter, match="^write = "):
             merged(wrong, {"model": "demo", "speculation": {"method": "off"}})

@@ -6,7 +6,7 @@ import pytest
 from rich.table import Table
 
 from speculon.core.telemetry import PARTS
-from speculon.measure.bench.against import Against, MeanRatio
+from speculon.measure.bench.advice import Against, MeanRatio
 from speculon.measure.bench.plan import AGAIN, MODES, TRANSFORMERS, VARIANT
 from speculon.measure.bench.report import (
     ALL_FIGURES,
@@ -21,7 +21,7 @@ from speculon.measure.bench.report import (
     speed_table,
     verdict,
 )
-from speculon.measure.bench.tables import markdown, terminal_table
+from speculon.measure.bench.tables import Column, markdown, terminal
 from tests.pure.cells import NO_ROUNDS, make_cell
 from tests.pure.screens import READABLE, colours, cut_off, on_screen
 
@@ -172,13 +172,17 @@ def test_a_planted_table_that_is_too_wide_is_found() -> None:
 
 
 def test_a_column_of_words_wraps_and_one_of_figures_never_does() -> None:
-    rows = [["word " * 30, "1234567", "a sentence " * 5]]
-    text = on_screen([terminal_table("title", ("words", "figures", "more"), rows, words=("more",))], 80)
+    columns = [
+        Column("words", lambda row: "word " * 30),
+        Column("figures", lambda row: "1234567"),
+        Column("more", lambda row: "a sentence " * 5, words=True),
+    ]
+    text = on_screen([terminal("title", columns, ["a row"])], 80)
     assert text.count("word") >= 30 and text.count("sentence") == 5 and "1234567" in text
 
 
 def test_colours_are_readable_on_dark_and_on_light() -> None:
     assert 1 < len(colours([*map(speed_table, worst_cells()), against_table(wide_against())]) & READABLE)
     assert colours([*map(speed_table, worst_cells()), against_table(wide_against())]) <= READABLE
-    planted = terminal_table("title", ("a",), [["1"]], styles=["yellow"])
+    planted = terminal("title", [Column("a", str)], [1], lambda row: "yellow")
     assert 33 in colours([planted]) - READABLE

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from speculon.cli import serve_replicas
+from speculon.cli import serve as command
 from speculon.core.config import EngineConfig
 from speculon.core.errors import ConfigError
 from speculon.operations.cluster.config import of_engine, read
@@ -55,8 +55,8 @@ def test_wrong_settings_are_named(given: dict[str, Any], message: str) -> None:
 
 
 def test_without_ray_the_command_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve_replicas, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"replicas = 2: needs Ray, .* 'speculon\[ray\]'"):
-        serve_replicas.run_replicas({}, ["demo"], 2)
+        command.run_replicas({}, ["demo"], 2)
     with pytest.raises(ConfigError, match="replicas = 2: serve one model"):
-        serve_replicas.run_replicas({}, ["demo", "other"], 2)
+        command.run_replicas({}, ["demo", "other"], 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculon.core.errors import DataError, InvalidParameter, InvalidRequest
-from speculon.train.data import Document, Messages, Rows, read_documents, split
+from speculon.train.data import Document, Rows, read_documents, split
 from speculon.train.settings import HeadSettings, TrainSettings
 
 TURNS = [
@@ -30,8 +30,8 @@ class Bytes:
 
     def render_chat(
         self,
-        messages: Messages,
-        tools: Messages = (),
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
         *,
         answer_follows: bool = True,
@@ -120,7 +120,7 @@ def test_a_document_may_contain_other_line_separators(tmp_path: Path) -> None:
 
 def test_a_template_that_rewrites_earlier_turns_ends_the_chat(tmp_path: Path) -> None:
     class Forgetful(Bytes):
-        def render_chat(self, messages: Messages, *known: Any, **more: Any) -> str:
+        def render_chat(self, messages: Sequence[Mapping[str, Any]], *known: Any, **more: Any) -> str:
             return super().render_chat(messages[-2:] if len(messages) > 2 else messages, *known, **more)
 
     (document,) = read_documents([lines(tmp_path / "x.jsonl", {"messages": TURNS})], Forgetful(), 256)

@@ -18,7 +18,7 @@ from typing import Any
 import httpx2 as httpx
 
 from speculon.cli.connections import HttpServer
-from speculon.cli.listening import listen
+from speculon.cli.serve import listen
 from speculon.core.config import EngineConfig
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.async_engine import AsyncEngine

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from speculon.cli import connections
 from speculon.cli.connections import ConnectionLimits, HttpProtocol, LimitedProtocol
-from speculon.cli.serve_replicas import http_options
+from speculon.cli.serve import http_options
 from speculon.core.config.serve import ServeConfig
 from tests.server.inside import Inside, served, wait_until
 from tests.server.outside import LOCAL_HTTP, started

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 
-from speculon.cli.listening import open_to_others, warn_of_open_server
+from speculon.cli.serve import open_to_others, warn_of_open_server
 from speculon.core.config.serve import ServeConfig
 from tests.server.outside import LISTENS, LOCAL_HTTP, PATIENCE, ROOT, SCRIPTED
 

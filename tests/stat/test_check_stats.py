@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculon.measure.check.stats import cells_of, counts_of, deal, max_z, p_value, rejected
+from speculon.measure.check.sampled import cells_of, counts_of, deal, max_z, p_value, rejected
 
 Q = 0.05
 # of tokens: a few likely, a tail

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from speculon import LLM, SamplingParams
 from speculon.cli import app, demo
-from speculon.cli.side_by_side import Piece, Run, frame, replay
+from speculon.cli.drafts import Piece, Replay, frame, replay
 from speculon.measure.bench import workloads
 from tests.tiny.folders import make_folder
 
@@ -134,9 +134,9 @@ def test_figures_and_replay_are_of_the_same_runs(llm: LLM) -> None:
     for one in runs:
         times = [piece.seconds for piece in one.pieces]
         assert times == sorted(times) and 0 < times[0] and times[-1] <= one.measurement.seconds
-        assert "".join(part for piece in one.pieces for part, _ in piece.parts) == one.measurement.texts[0]
+        assert "".join(part for piece in one.pieces for part, _ in piece.runs) == one.measurement.texts[0]
         assert sum(piece.tokens for piece in one.pieces) == one.measurement.tokens == 24
-    accepted = [sum(yes for piece in one.pieces for _, yes in piece.parts) for one in runs]
+    accepted = [sum(source is not None for piece in one.pieces for _, source in piece.runs) for one in runs]
     assert accepted == [0, runs[1].measurement.stats.accepted] and accepted[1] > 0
 
 
@@ -156,9 +156,9 @@ def scripted_clock(*ticks: float) -> Any:
     return lambda: next(times)
 
 
-PLAIN = Run("plain", tuple(Piece(i / 2, ((f"w{i} ", False),), 1) for i in range(1, 5)), 2.0)
-FAST = Run(
-    "speculative", (Piece(0.5, (("w1 ", False),), 1), Piece(1.0, (("w2 w3 ", True), ("w4 ", False)), 3)), 1.0
+PLAIN = Replay("plain", tuple(Piece(i / 2, ((f"w{i} ", None),), 1) for i in range(1, 5)), 2.0)
+FAST = Replay(
+    "speculative", (Piece(0.5, (("w1 ", None),), 1), Piece(1.0, (("w2 w3 ", "ngram"), ("w4 ", None)), 3)), 1.0
 )
 
 
@@ -190,7 +190,7 @@ def test_a_replay_takes_as_long_as_the_slower_run_and_ends_with_both_texts() -> 
 @pytest.mark.parametrize("width", [80, 200])
 def test_columns_fit_the_terminal_and_show_the_last_lines(width: int) -> None:
     text = "".join(f"line {i} {'x' * 90}\n" for i in range(60)) + "the end"
-    run = Run("plain", (Piece(1.0, ((text, True),), 500),), 1.0)
+    run = Replay("plain", (Piece(1.0, ((text, "ngram"),), 500),), 1.0)
     console = Console(file=StringIO(), force_terminal=True, width=width, height=24)
     with console.capture() as captured:
         console.print(frame((run, run), 1.0, console))
@@ -200,7 +200,7 @@ def test_columns_fit_the_terminal_and_show_the_last_lines(width: int) -> None:
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
-    run = Run("plain", (Piece(0.1, (("a\x1b[2Jb\x13", False),), 1),), 0.1)
+    run = Replay("plain", (Piece(0.1, (("a\x1b[2Jb\x13", None),), 1),), 0.1)
     console = Console(file=StringIO(), force_terminal=True, width=80, height=24)
     with console.capture() as captured:
         console.print(frame((run, run), 1.0, console))

@@ -23,12 +23,11 @@ from speculon.drafters.families import read_eagle3_config
 from speculon.loading.reading import quiet
 from speculon.train import losses
 from speculon.train.data import Rows
-from speculon.train.dataset import Dataset
 from speculon.train.draft_model import DraftModelTraining
 from speculon.train.eagle3 import Eagle3Head, Eagle3Training
 from speculon.train.run import train
 from speculon.train.settings import DraftSettings, HeadSettings
-from speculon.train.teacher import Teacher
+from speculon.train.teacher import Dataset, Teacher
 from tests.tiny.conftest import TINY, tiny_model
 from tests.tiny.eagle_reference import forward, fuse
 from tests.tiny.loss_reference import attention_reference, kl_reference
@@ -229,7 +228,7 @@ def test_states_are_cached_within_the_limit_and_reused(
         Dataset(teacher, rows, tmp_path / "states", 2 * row_bytes).batch([0, 1, 2]).taps, fresh.taps
     )
     monkeypatch.setattr(
-        "speculon.train.dataset.shutil.disk_usage", lambda folder: SimpleNamespace(free=1.2 * row_bytes)
+        "speculon.train.teacher.shutil.disk_usage", lambda folder: SimpleNamespace(free=1.2 * row_bytes)
     )
     assert Dataset(teacher, rows, tmp_path / "full disk", 1e9).room == 1
 

@@ -14,14 +14,12 @@ from torch import Tensor
 
 from speculon.core.errors import InvalidParameter
 from speculon.drafters.dflash.heads import RecurrentMarkovHead
-from speculon.train import block_drafter, trainer
-from speculon.train.block_drafter import Blocks, DFlashDrafter, draw_blocks
+from speculon.train import dflash, trainer
 from speculon.train.data import Rows
-from speculon.train.dataset import Dataset
-from speculon.train.dflash import DFlashTraining, DSparkTraining
+from speculon.train.dflash import Blocks, DFlashDrafter, DFlashTraining, DSparkTraining, draw_blocks
 from speculon.train.run import train
 from speculon.train.settings import FlashSettings, SparkSettings
-from speculon.train.teacher import Batch, Teacher, spread
+from speculon.train.teacher import Batch, Dataset, Teacher, tap_ids
 from tests.tiny.block_reference import block_states, flash_loss, spark_loss
 from tests.tiny.training import Interrupted, Silent, make_world, settings
 
@@ -141,8 +139,8 @@ def test_a_causal_mask_in_the_block_is_found(
         ]
         return torch.cat(each, 2)
 
-    attend = block_drafter.attend
-    monkeypatch.setattr(block_drafter, "attend", causal)
+    attend = dflash.attend
+    monkeypatch.setattr(dflash, "attend", causal)
     with pytest.raises(AssertionError, match="not close"):
         compare_with_the_formulas(world, name, {}, tmp_path)
 
@@ -164,8 +162,8 @@ def test_a_block_that_sees_its_anchors_taps_is_found(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They do not exist when the block is drafted."""
-    seen = block_drafter.attend
-    monkeypatch.setattr(block_drafter, "attend", lambda *given: seen(*given[:-1], given[-1] + 1))
+    seen = dflash.attend
+    monkeypatch.setattr(dflash, "attend", lambda *given: seen(*given[:-1], given[-1] + 1))
     with pytest.raises((AssertionError, RuntimeError)):
         compare_with_the_formulas(world, "dflash", {}, tmp_path)
 
@@ -187,7 +185,7 @@ def test_chunks_of_anchors_change_nothing(world: Path, monkeypatch: pytest.Monke
     _, _, drafter, batch = made(world, "dflash", {"anchors": 20})
     anchors = drawn(drafter, batch).anchors
     whole = drafter.block_states(batch.ids, batch.taps, anchors)
-    monkeypatch.setattr(block_drafter, "CHUNK", 3)
+    monkeypatch.setattr(dflash, "CHUNK", 3)
     torch.testing.assert_close(drafter.block_states(batch.ids, batch.taps, anchors), whole)
 
 
@@ -213,11 +211,11 @@ def test_anchors_are_drawn_where_the_next_token_is_learned() -> None:
 
 def test_taps_are_evenly_spread() -> None:
     """The layers of published drafters."""
-    assert spread(5, 36) == (1, 9, 17, 25, 33)
-    assert spread(5, 64) == (1, 16, 31, 46, 61)
-    assert spread(5, 24) == (1, 6, 11, 16, 21)
-    assert spread(1, 36) == (18,)
-    assert spread(5, 2) == (1,)
+    assert tap_ids(5, 36) == (1, 9, 17, 25, 33)
+    assert tap_ids(5, 64) == (1, 16, 31, 46, 61)
+    assert tap_ids(5, 24) == (1, 6, 11, 16, 21)
+    assert tap_ids(1, 36) == (18,)
+    assert tap_ids(5, 2) == (1,)
 
 
 @pytest.mark.parametrize(("name", "form"), FORMS)

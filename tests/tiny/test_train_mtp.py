@@ -28,12 +28,11 @@ from speculon.loading.headers import read_checkpoint
 from speculon.loading.reading import load_tokenizer
 from speculon.train import mtp as training
 from speculon.train.data import Rows
-from speculon.train.evaluate import evaluate
-from speculon.train.mtp import MtpTraining
-from speculon.train.mtp_network import MtpDrafter
+from speculon.train.losses import StepDrafter
+from speculon.train.mtp import MtpDrafter, MtpTraining
+from speculon.train.regenerate import evaluate
 from speculon.train.run import documents_of, train
 from speculon.train.settings import MtpSettings
-from speculon.train.step_drafter import StepDrafter
 from speculon.train.teacher import Batch, Teacher
 from tests.tiny.loss_reference import kl_reference
 from tests.tiny.mtp_forms import FORMS, target_of, watch_mtp, written

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from speculon.core.errors import InvalidParameter, ModelError
 from speculon.train.eagle3 import Eagle3Training
-from speculon.train.optimizers import in_fp32
 from speculon.train.settings import HeadSettings
 from speculon.train.teacher import Teacher
+from speculon.train.trainer import in_fp32
 from tests.tiny.test_train import head_of, rows_of
 from tests.tiny.training import make_world
 

@@ -10,7 +10,7 @@ import torch
 from speculon.core.errors import ConfigError, InvalidParameter, UnsupportedModel
 from speculon.loading.load import wrap_model
 from speculon.loading.load_check import paged_logits
-from speculon.measure.bench.widen import PARTS, SCALE, gated_mlps, longer, widen, widen_target, width_of
+from speculon.measure.bench.widen import PARTS, SCALE, gated_mlps, longer, widen, widen_target
 from speculon.target.target import Target
 from tests.tiny.conftest import build as build_model
 from tests.tiny.conftest import tiny_model
@@ -29,7 +29,7 @@ def test_a_widened_model_is_larger_and_computes_the_same(name: str) -> None:
     assert small_one < 100_000 and abs(target.num_parameters - 1_000_000) < 10_000
     assert float((logits_of(target) - before).abs().max()) <= 1e-5 * float(before.abs().max())
     for mlp in gated_mlps(target.model):
-        new = slice(48, width_of(mlp))  # columns
+        new = slice(48, mlp.down_proj.in_features)  # columns
         gate, up, down = (getattr(mlp, part).weight for part in PARTS)
         assert gate.shape == up.shape == down.T.shape and len(gate) > 1000
         assert not down[:, new].any() and all((rows[new].std(-1) > SCALE / 2).all() for rows in (gate, up))

@@ -6,16 +6,19 @@ Help pages list options in sections. `--help` lists those that are needed often,
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel
+from typer import Option
 from typer.core import TyperCommand, TyperGroup
 
 from speculon import __version__
 from speculon.cli.screen import answered, show_log
 from speculon.core.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig
+from speculon.measure.bench.plan import BenchPlan
+from speculon.measure.check.plan import CheckPlan
 from speculon.train.settings import (
     DraftSettings,
     FlashSettings,
@@ -39,6 +42,8 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
 }
 COMMON, SPECULATION = "Common", "Speculation"
 SECTION_OF_MODEL: Mapping[type[BaseModel], str] = {
+    BenchPlan: COMMON,
+    CheckPlan: COMMON,
     SamplingParams: "Sampling",
     SpeculationConfig: "Settings of drafting methods",
     ServeConfig: "Server",
@@ -78,10 +83,13 @@ class Command(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {COMMON: []}
         left_out = 0
-        for param, record in self.help_records(ctx):
-            section = getattr(param, "rich_help_panel", None)
+        for param in self.get_params(ctx):
+            record, section = param.get_help_record(ctx), getattr(param, "rich_help_panel", None)
+            if record is None:
+                continue
             if section is None or ctx.meta.get(SHOW_ALL) or param.name in OFTEN_NEEDED:
-                sections.setdefault(section or COMMON, []).append(record)
+                names = ARGUMENT_TYPE.sub(lambda m: TYPE_NAMES.get(m[1], m[1].upper()), record[0])
+                sections.setdefault(section or COMMON, []).append((names, record[1]))
             else:
                 left_out += 1
         write_sections(formatter, sections)
@@ -89,28 +97,20 @@ class Command(TyperCommand):
             formatter.write_paragraph()
             formatter.write_text(f"{ctx.command_path} --help-all lists {left_out} more options.")
 
-    def help_records(self, ctx: Any) -> Iterator[tuple[Any, tuple[str, str]]]:
-        for param in self.get_params(ctx):
-            if (record := param.get_help_record(ctx)) is not None:
-                names = ARGUMENT_TYPE.sub(lambda m: TYPE_NAMES.get(m[1], m[1].upper()), record[0])
-                yield param, (names, record[1])
-
 
 class Commands(TyperGroup):
     """The list of commands, in sections, each with the whole first sentence of its description."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        first_sentences = {
-            name: " ".join((command.help or "").split("\n\n")[0].split())
-            for name, command in self.commands.items()
+        sections = {
+            section: [
+                (name, " ".join((self.commands[name].help or "").split("\n\n")[0].split()))
+                for name in names
+                if name in self.commands
+            ]
+            for section, names in COMMANDS.items()
         }
-        write_sections(
-            formatter,
-            {
-                section: [(name, first_sentences[name]) for name in names if name in first_sentences]
-                for section, names in COMMANDS.items()
-            },
-        )
+        write_sections(formatter, sections)
 
 
 def write_sections(formatter: Any, sections: Mapping[str, list[tuple[str, str]]]) -> None:
@@ -158,16 +158,14 @@ def command(name: str, to: typer.Typer = app, help: str | None = None) -> Callab
 def options(
     version: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--version",
             is_eager=True,
             callback=lambda on: on and show_version(),
             help="print the version and exit",
         ),
     ] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="a log line per request, on stderr")
-    ] = False,
+    verbose: Annotated[bool, Option("--verbose", "-v", help="a log line per request, on stderr")] = False,
 ) -> None:
     if verbose:
         show_log()
@@ -178,12 +176,6 @@ def show_version() -> None:
     raise typer.Exit
 
 
-Json = Annotated[bool, typer.Option("--json", help="machine-readable: JSON on stdout and nothing else")]
-SpeculativeConfig = Annotated[
-    str | None,
-    typer.Option(
-        metavar="JSON",
-        help="vLLM's form of the speculation options; single options take precedence",
-        rich_help_panel=SPECULATION,
-    ),
-]
+Json = Annotated[bool, Option("--json", help="machine-readable: JSON on stdout and nothing else")]
+VLLM_HELP = "vLLM's form of the speculation options; single options take precedence"
+SpeculativeConfig = Annotated[str | None, Option(metavar="JSON", help=VLLM_HELP, rich_help_panel=SPECULATION)]

@@ -8,16 +8,17 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import groupby
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Option
 
 from speculon.cli.app import SpeculativeConfig, command
 from speculon.cli.drafts import DraftStream, Run, WordWrap, colour_of, drawn, legend, painted
 from speculon.cli.generate import load_for_one_user
-from speculon.cli.options import MONITOR, Given, settings_from
+from speculon.cli.options import MONITOR, Flags, settings_from
 from speculon.cli.screen import EXIT_REFUSED, account, errors, print_json, say, show_error, streaming
 from speculon.core.config import EngineConfig, SamplingParams, SpeculationConfig
 from speculon.core.errors import InvalidParameter, InvalidRequest, NeverFits, SpeculonError, TooLong
@@ -59,21 +60,21 @@ class Turn:
 @settings_from(SamplingParams, SpeculationConfig, EngineConfig, without=("n", *MONITOR))
 def chat(
     *,
-    system: Annotated[str | None, typer.Option(help="system message")] = None,
+    system: Annotated[str | None, Option(help="system message")] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="no chat template: what you type is continued as plain text")
+        bool, Option("--raw", help="no chat template: what you type is continued as plain text")
     ] = False,
     show_drafts: Annotated[
-        bool, typer.Option("--show-drafts", help="colour accepted drafts by the method that drafted them")
+        bool, Option("--show-drafts", help="colour accepted drafts by the method that drafted them")
     ] = False,
     speculative_config: SpeculativeConfig = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="machine-readable: one JSON object per turn on stdout")
+        bool, Option("--json", help="machine-readable: one JSON object per turn on stdout")
     ] = False,
-    given: Given,
+    flags: Flags,
 ) -> None:
     """Talk with a model, in a terminal or line by line through a pipe. /help lists the commands."""
-    llm, params = load_for_one_user(given, speculative_config, as_json, None if raw else RAW)
+    llm, params = load_for_one_user(flags, speculative_config, as_json, None if raw else RAW)
     if not raw and not llm.tokenizer.has_chat_template:
         raise InvalidRequest(f"{llm.config.model} has no chat template: {RAW}")
     conversation = Chat(llm, llm.session(params, system=system, raw=raw), show_drafts, as_json)
@@ -97,7 +98,12 @@ class Chat:
     def run(self) -> None:
         """Turn by turn until the end of the input. A refused turn changes nothing."""
         if self.interactive and not self.as_json:
-            self.greet()
+            target = self.llm.engine.target
+            raw = "Text is continued as it is." if self.session.raw else ""
+            size = f"{target.num_parameters / 1e6:.1f} M parameters, {target.device}"
+            self.tell(f"{self.llm.config.model}: {size}. /help lists the commands. {raw}")
+            if self.show_drafts:
+                self.explain_colours()
         while True:
             try:
                 turn = read_turn(self._read)
@@ -115,14 +121,6 @@ class Chat:
                 if not self.interactive:
                     raise
                 self.end_line()  # at the prompt: the typed line is dropped
-
-    def greet(self) -> None:
-        target = self.llm.engine.target
-        raw = "Text is continued as it is." if self.session.raw else ""
-        size = f"{target.num_parameters / 1e6:.1f} M parameters, {target.device}"
-        self.tell(f"{self.llm.config.model}: {size}. /help lists the commands. {raw}")
-        if self.show_drafts:
-            self.explain_colours()
 
     def answer(self, content: str) -> None:
         """One turn: the answer is streamed, then its figures are printed. Ctrl-C ends it."""
@@ -167,17 +165,18 @@ class Chat:
             shown = self.wrap.push((drawn(text), source) for text, source in runs)
         for source, group in groupby(shown, key=lambda run: run[1]):
             text = "".join(part for part, _ in group)
-            if source and self.show_drafts and self.shows_colour:
-                text = painted(text, source)
-            sys.stdout.write(text)
+            sys.stdout.write(
+                painted(text, source) if source and self.show_drafts and self.shows_colour else text
+            )
         sys.stdout.flush()
 
     def conclude(self, content: str, output: RequestOutput, text: DraftStream, seconds: float) -> None:
         answer = output.outputs[0]
         if self.as_json:
             drafts = {"sources": answer.sources, "fates": answer.fates} if self.show_drafts else {}
-            facts = {"content": content, **output.to_dict(), **drafts, "seconds": round(seconds, 3)}
-            return print_json(facts)
+            return print_json(
+                {"content": content, **output.to_dict(), **drafts, "seconds": round(seconds, 3)}
+            )
         if self.show_drafts:
             errors().print(legend(text.counts))
         half = "half of the remaining context is used, --max-tokens allows more; "
@@ -187,23 +186,27 @@ class Chat:
 
     def run_command(self, line: str) -> None:
         name, _, argument = line.partition(" ")
-        commands: dict[str, Callable[[str], None]] = {
-            "/help": lambda _: self.help(),
-            "/reset": lambda _: self.forget(len(self.session.turns)),
-            "/undo": lambda _: self.forget(1),
-            "/stats": lambda _: self.stats(),
-            "/system": self.set_system,
-            "/show-drafts": lambda _: self.toggle_drafts(),
-        }
-        if name not in commands:
-            raise InvalidParameter(
-                "command", name, f"known are {', '.join(HELP)}; {QUOTES} before a text that begins with /"
-            )
-        commands[name](argument.strip())
-
-    def help(self) -> None:
-        width = max(map(len, HELP))
-        self.tell("\n".join([*(f"{name:<{width}}  {what}" for name, what in HELP.items()), KEYS]))
+        match name:
+            case "/help":
+                width = max(map(len, HELP))
+                self.tell("\n".join([*(f"{name:<{width}}  {what}" for name, what in HELP.items()), KEYS]))
+            case "/reset":
+                self.forget(len(self.session.turns))
+            case "/undo":
+                self.forget(1)
+            case "/stats":
+                self.stats()
+            case "/system":
+                self.set_system(argument.strip())
+            case "/show-drafts":
+                self.show_drafts = not self.show_drafts
+                if self.show_drafts and not self.as_json:
+                    self.explain_colours()
+                else:
+                    self.tell(f"drafts {'on' if self.show_drafts else 'off'}")
+            case _:
+                known = f"known are {', '.join(HELP)}; {QUOTES} before a text that begins with /"
+                raise InvalidParameter("command", name, known)
 
     def forget(self, count: int) -> None:
         """Removes the last turns; their pages stay until others need them."""
@@ -223,22 +226,18 @@ class Chat:
             raise
         self.tell("system message set" if text else "no system message")
 
-    def toggle_drafts(self) -> None:
-        self.show_drafts = not self.show_drafts
-        if self.show_drafts and not self.as_json:
-            self.explain_colours()
-        else:
-            self.tell(f"drafts {'on' if self.show_drafts else 'off'}")
-
     def explain_colours(self) -> None:
         if not self.shows_colour:
             return self.tell("this output shows no colours; accepted drafts are counted after each answer")
-        names = [Text(name, style=colour_of(name)) for name in self.methods]
-        if not names:
+        speculation, methods = self.llm.config.speculation, list[str]()  # that draft by themselves
+        if speculation.method == AUTO:
+            methods = [*LOOKUPS, *speculation.drafts]
+        elif speculation.method != OFF:
+            methods = [speculation.method]
+        if not methods:
             return self.tell("no method drafts here: every token is the target's own")
-        errors().print(
-            Text.assemble("Accepted drafts of ", Text(", ").join(names), "; plain: the target's own.")
-        )
+        names = Text(", ").join(Text(name, style=colour_of(name)) for name in methods)
+        errors().print(Text.assemble("Accepted drafts of ", names, "; plain: the target's own."))
 
     def stats(self) -> None:
         total = RequestStats()
@@ -248,17 +247,18 @@ class Chat:
         length = len(self.session.turns[-1].tokens) if self.session.turns else 0
         done, context = total.speculation(), self.llm.engine.max_context
         if self.as_json:
-            facts: dict[str, Any] = {
-                "turns": len(self.session.turns),
-                "emitted": total.emitted,
-                "length": length,
-                "max_context": context,
-                "prompt_tokens": sent,
-                "cached_tokens": total.cached_tokens,
-                "reasons": dict(total.reasons),
-                "speculation": done and done.to_dict(),
-            }
-            return print_json(facts)
+            return print_json(
+                {
+                    "turns": len(self.session.turns),
+                    "emitted": total.emitted,
+                    "length": length,
+                    "max_context": context,
+                    "prompt_tokens": sent,
+                    "cached_tokens": total.cached_tokens,
+                    "reasons": dict(total.reasons),
+                    "speculation": done and done.to_dict(),
+                }
+            )
         self.tell(
             f"{counted(len(self.session.turns))}, {length} of {context} tokens; {total.emitted} written; "
             f"{total.cached_tokens} of {sent} prompt tokens from the prefix cache\n"
@@ -281,14 +281,6 @@ class Chat:
     def end_line(self) -> None:
         if self.interactive and not self.as_json:
             errors().print()
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """The methods that draft by themselves under these settings."""
-        speculation = self.llm.config.speculation
-        if speculation.method == AUTO:
-            return (*LOOKUPS, *speculation.drafts)
-        return () if speculation.method == OFF else (speculation.method,)
 
     @property
     def shows_colour(self) -> bool:

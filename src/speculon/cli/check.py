@@ -4,113 +4,73 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 from speculon.cli.app import Json, SpeculativeConfig, command
 from speculon.cli.bench import refuse_chats, show_files
 from speculon.cli.generate import read_text
-from speculon.cli.options import NO_REQUESTS, Given, engine_settings, read_object, settings_from
+from speculon.cli.options import NO_REQUESTS, Flags, engine_settings, pick, read_object, settings_from
 from speculon.cli.screen import counting, load_llm, print_json
 from speculon.core.config import EngineConfig, SamplingParams, SpeculationConfig
+from speculon.measure.check.plan import QUICK, CheckPlan
 from speculon.speculation.proposers.registry import check_method
-
-if TYPE_CHECKING:
-    from speculon.measure.check.plan import CheckPlan
 
 EXIT_FAILED = 1
 
 
-Prompts = Annotated[
-    list[str] | None,
-    typer.Option("--prompt", "-p", help="text to continue; may be repeated (default: 16 built-in prompts)"),
-]
-Data = Annotated[
-    list[Path] | None,
-    typer.Option(
-        metavar="FILE",
-        help="prompts as JSON lines, or .gz of them: Spec-Bench, chats, prompts, HumanEval; may be repeated",
-    ),
-]
-Samplers = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="JSON",
-        help='sampling parameters, as {"temperature": 0.6}; may be repeated (default: three sets)',
-    ),
-]
-Control = Annotated[
-    float | None,
-    typer.Option(
-        help="share of wrong drafts that the control accepts; the check must detect it (default: 0.5)"
-    ),
-]
-Cases = Annotated[
-    int | None,
-    typer.Option(help="number of prompts that are sampled from, from the first on (default: 4)"),
-]
-
-
 @command("check")
-@settings_from(SpeculationConfig, EngineConfig, without=NO_REQUESTS)
+@settings_from(CheckPlan, SpeculationConfig, EngineConfig, without=("prompts", "samplers", *NO_REQUESTS))
 def check(
     *,
-    prompt: Prompts = None,
+    prompt: Annotated[
+        list[str] | None,
+        Option("--prompt", "-p", help="text to continue; may be repeated (default: 16 built-in prompts)"),
+    ] = None,
     prompt_file: Annotated[
-        list[Path] | None, typer.Option(help="a file to continue; may be repeated; - is stdin")
+        list[Path] | None, Option(help="a file to continue; may be repeated; - is stdin")
     ] = None,
-    data: Data = None,
-    sampler: Samplers = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="of a greedy or seeded completion (default: 64)")
+    data: Annotated[
+        list[Path] | None,
+        Option(
+            metavar="FILE",
+            help="prompts as JSON lines, or .gz of them: Spec-Bench, chats, prompts, HumanEval; may be "
+            "repeated",
+        ),
     ] = None,
-    runs: Annotated[
-        int | None, typer.Option(help="sampled completions per arm, prompt and sampler (default: 192)")
+    sampler: Annotated[
+        list[str] | None,
+        Option(
+            metavar="JSON",
+            help='sampling parameters, as {"temperature": 0.6}; may be repeated (default: three sets)',
+        ),
     ] = None,
-    positions: Annotated[
-        int | None, typer.Option(help="tokens of a sampled completion (default: 12)")
-    ] = None,
-    cases: Cases = None,
-    seeds: Annotated[
-        int | None, typer.Option(help="seeded completions per prompt and sampler (default: 4)")
-    ] = None,
-    control: Control = None,
-    seed: Annotated[int | None, typer.Option(help="seed of the check (default: 0)")] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="fewer runs of fewer prompts: detects only coarser errors")
+        bool, Option("--quick", help="fewer runs of fewer prompts: detects only coarser errors")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="folder for report.md, check.json, check.png")
+        Path | None, Option(metavar="FOLDER", help="folder for report.md, check.json, check.png")
     ] = None,
     speculative_config: SpeculativeConfig = None,
     as_json: Json = False,
-    given: Given,
+    flags: Flags,
 ) -> None:
     """Check on your models that speculation changes no text.
 
     Exit code 0 when it passes, 1 when it fails, 2 for bad input.
     """
     from speculon.measure.bench.data import read_prompts
-    from speculon.measure.check.plan import QUICK, CheckPlan
 
-    sizes = {
-        "max_tokens": max_tokens,
-        "runs": runs,
-        "positions": positions,
-        "cases": cases,
-        "seeds": seeds,
-        "seed": seed,
-        "control": control,
-    }
-    fields: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
+    fields = pick(CheckPlan, flags)
     of_data = [each for path in data or () for some in read_prompts(path).prompts.values() for each in some]
     if prompts := (*(prompt or ()), *map(read_text, prompt_file or ()), *of_data):
         fields["prompts"] = prompts
     if sampler:
         fields["samplers"] = tuple(SamplingParams(**read_object("sampler", text)) for text in sampler)
     plan = CheckPlan(**{**(QUICK if quick else {}), **fields})
-    run(plan, with_drafts(engine_settings(given, speculative_config)), out, as_json)
+    run(plan, with_drafts(engine_settings(flags, speculative_config)), out, as_json)
 
 
 def run(plan: CheckPlan, settings: dict[str, Any], out: Path | None, as_json: bool) -> None:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
 from statistics import median, median_low
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer import Option
 
 from speculon.cli.app import Json, command
-from speculon.cli.options import NO_REQUESTS, Given, engine_settings, settings_from
+from speculon.cli.drafts import ACCEPTED, DraftStream, Piece, Replay, in_green, replay
+from speculon.cli.options import NO_REQUESTS, Flags, engine_settings, settings_from
 from speculon.cli.screen import counting, load_llm, output, print_json
-from speculon.cli.side_by_side import ACCEPTED, Piece, Run, replay
 from speculon.core.config import MAX_DRAFTS, EngineConfig, SamplingParams
 from speculon.speculation.proposers.registry import AUTO, OFF
 
@@ -28,6 +26,10 @@ if TYPE_CHECKING:
     from speculon.measure.bench.measure import Measurement
     from speculon.measure.bench.workloads import Case
 
+EXPLANATION = (
+    " tokens are accepted drafts: a lookup or a drafter proposed them, and the target verified several in "
+    "one call."
+)
 TIE = 1e-4  # nat between two tokens that are equally likely but for rounding
 
 
@@ -104,19 +106,22 @@ def demo(
     *,
     num_speculative_tokens: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_DRAFTS, help="K drafts in every round (default: set by the policy)"),
+        Option(min=1, max=MAX_DRAFTS, help="K drafts in every round (default: set by the policy)"),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="measurements of each mode, alternated")] = 2,
+    rounds: Annotated[int, Option(min=1, help="measurements of each mode, alternated")] = 2,
     as_json: Json = False,
-    given: Given,
+    flags: Flags,
 ) -> None:
     """A model answers questions and edits code, with and without speculation, and both texts are compared."""
     # without the caches a run could use results of another
-    settings = {"prefix_cache": False, **engine_settings(given), "state": None}
+    settings = {"prefix_cache": False, **engine_settings(flags), "state": None}
     EngineConfig(**settings)  # refuses wrong settings before torch is imported
     llm = load_llm(settings, as_json)
     console = output(quiet=as_json)
-    console.print(introduction(llm))
+    target = llm.engine.target
+    size = f"{target.num_parameters / 1e6:.1f} M parameters, {len(target.layers)} layers, {target.device}"
+    green = Text("Green", ACCEPTED)
+    console.print(Text.assemble(f"{llm.config.model}: {size}.\n", green, EXPLANATION))
     mode = AUTO if num_speculative_tokens is None else f"{AUTO}:{num_speculative_tokens}"
     outcomes = [perform(llm, prompt, mode, rounds, console) for prompt in PROMPTS]
     same = sum(outcome.same_text for outcome in outcomes)
@@ -125,17 +130,6 @@ def demo(
         print_json({"model": llm.config.model, "tasks": [asdict(outcome) for outcome in outcomes]})
     if any(outcome.failed for outcome in outcomes):
         raise SystemExit(1)
-
-
-def introduction(llm: LLM) -> Text:
-    target = llm.engine.target
-    size = f"{target.num_parameters / 1e6:.1f} M parameters, {len(target.layers)} layers, {target.device}"
-    return Text.assemble(
-        f"{llm.config.model}: {size}.\n",
-        ("Green", ACCEPTED),
-        " tokens are accepted drafts: a lookup or a drafter proposed them, and the target verified"
-        " several in one call.",
-    )
 
 
 def perform(llm: LLM, prompt: Prompt, mode: str, rounds: int, console: Console) -> Outcome:
@@ -155,7 +149,10 @@ def perform(llm: LLM, prompt: Prompt, mode: str, rounds: int, console: Console) 
     console.print(Text(prompt.text, style="dim"), "", sep="\n")
     warm_up = record(llm, case, options["fast"])
     if not console.is_terminal:
-        show_text(warm_up, console)
+        for piece in warm_up.pieces:
+            console.print(in_green(piece.runs), end="")
+        console.print()
+        sys.stdout.flush()
     runs: dict[str, list[Recorded]] = {"plain": [], "fast": []}
     with counting(console.quiet, "measuring", 2 * rounds, still=True) as advance:
         for i in range(rounds):
@@ -177,7 +174,7 @@ def record(llm: LLM, case: Case, speculation: dict[str, Any]) -> Recorded:
     from speculon.engine.outputs import Completion, RequestOutput, absorb
     from speculon.measure.bench.measure import Measurement, recording
 
-    result = RequestOutput([], [Completion()])
+    answer = Completion()
     arrivals: list[tuple[float, Event]] = []
     with recording(llm.engine) as steps:
         began = perf_counter()
@@ -185,45 +182,24 @@ def record(llm: LLM, case: Case, speculation: dict[str, Any]) -> Recorded:
             arrivals.append((perf_counter() - began, event))
         seconds = perf_counter() - began
     for _, event in arrivals:
-        absorb(result, event)
-    done = result.outputs[0]
-    text = final_text(llm.tokenizer, done.token_ids, done.stop, case.params, case.prompt)
-    measurement = Measurement(seconds, [done.token_ids], [text], done.stats, steps)
-    return Recorded(measurement, tuple(as_pieces(llm, case, arrivals)))
+        absorb(RequestOutput([], [answer]), event)
+    answer.text = final_text(llm.tokenizer, answer.token_ids, answer.stop, case.params, case.prompt)
+    stream, pieces = DraftStream(llm.tokenizer, case.params, case.prompt), list[Piece]()
+    for arrived, event in arrivals:
+        runs = [*stream.push(event.tokens, event.sources), *(stream.finish(answer) if event.finish else ())]
+        pieces.append(Piece(arrived, tuple(runs), len(event.tokens)))
+    measurement = Measurement(seconds, [answer.token_ids], [answer.text], answer.stats, steps)
+    return Recorded(measurement, tuple(pieces))
 
 
-def as_pieces(llm: LLM, case: Case, arrivals: list[tuple[float, Event]]) -> Iterator[Piece]:
-    """The text of each event, accepted drafts marked."""
-    from speculon.decoding.text.tokenizer import Stream
-
-    text = Stream.of(llm.tokenizer, case.params, case.prompt)
-    for seconds, event in arrivals:
-        tokens = zip_longest(event.tokens, event.sources)
-        parts = [(text.push([token]), source is not None) for token, source in tokens]
-        if event.finish:
-            parts.append((text.flush(event.finish.matched), False))
-        yield Piece(seconds, tuple(parts), len(event.tokens))
-
-
-def show_text(recorded: Recorded, console: Console) -> None:
-    """The whole text, accepted drafts marked."""
-    for piece in recorded.pieces:
-        for part, accepted in piece.parts:
-            console.print(Text(part, style=ACCEPTED if accepted else ""), end="")
-    console.print()
-    sys.stdout.flush()
-
-
-def typical(plain: list[Recorded], fast: list[Recorded]) -> tuple[Run, Run]:
+def typical(plain: list[Recorded], fast: list[Recorded]) -> tuple[Replay, Replay]:
     """The round of the median speed-up, whose two runs are shown."""
-    ratios = [
-        slow.measurement.seconds / quick.measurement.seconds for slow, quick in zip(plain, fast, strict=True)
-    ]
-    at = ratios.index(median_low(ratios))
-    slow, quick = plain[at], fast[at]
+    pairs = list(zip(plain, fast, strict=True))
+    ratios = [slow.measurement.seconds / quick.measurement.seconds for slow, quick in pairs]
+    slow, quick = pairs[ratios.index(median_low(ratios))]
     return (
-        Run("plain", slow.pieces, slow.measurement.seconds),
-        Run("speculative", quick.pieces, quick.measurement.seconds),
+        Replay("plain", slow.pieces, slow.measurement.seconds),
+        Replay("speculative", quick.pieces, quick.measurement.seconds),
     )
 
 
@@ -233,18 +209,18 @@ def compare(llm: LLM, case: Case, mode: str, plain: list[Measurement], fast: lis
     from speculon.measure.bench.cell import tie_gap
     from speculon.measure.bench.measure import loops
 
-    ratios = [
-        quick.tokens_per_second / slow.tokens_per_second for quick, slow in zip(fast, plain, strict=True)
-    ]
-    others = [run.token_ids[0] for run in (*fast, *plain) if run.token_ids != plain[0].token_ids]
-    gaps = [tie_gap(llm, case, other, plain[0].token_ids[0]) for other in others]
+    pairs = zip(fast, plain, strict=True)
+    ratios = [quick.tokens_per_second / slow.tokens_per_second for quick, slow in pairs]
+    text = plain[0].token_ids[0]
+    others = [run.token_ids[0] for run in (*fast, *plain) if run.token_ids[0] != text]
+    gaps = [tie_gap(llm, case, other, text) for other in others]
     gap = None if None in gaps else max((nats for nats in gaps if nats is not None), default=0.0)
     sides = side_of(plain), side_of(fast)
     same = sameness(gap) if others else "Same text: yes, token for token."
     target = llm.engine.target
     failed = bool(others) and (target.batch_invariant or (target.dtype is float32 and not tied(gap)))
     why = f"{faster(ratios)}: {reason(*sides, plain, fast)}\n{same}"
-    if loops(plain[0].token_ids[0]):
+    if loops(text):
         why += "\nThis text repeats itself: most drafts of a repetition are accepted."
     return Outcome(
         task=case.name,
@@ -320,12 +296,13 @@ def as_table(outcome: Outcome) -> Table:
     for name in ("tokens/s", "ms", "target calls", "tokens per call", "drafts accepted"):
         table.add_column(name, justify="right")
     for name, side in (("plain", outcome.plain), (outcome.mode, outcome.speculative)):
-        figures = (
+        table.add_row(
+            name,
             f"{side.tokens_per_second:.0f}",
             f"{side.ms:.0f}",
             str(side.target_calls),
             f"{side.tokens_per_call:.2f}",
             "-" if side.acceptance is None else f"{side.acceptance:.0%}",
+            style="" if name == "plain" else "bold",
         )
-        table.add_row(name, *figures, style="" if name == "plain" else "bold")
     return table

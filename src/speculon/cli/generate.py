@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from speculon.cli.app import Json, SpeculativeConfig, command
-from speculon.cli.options import MONITOR, Given, engine_settings, pick, settings_from
+from speculon.cli.options import MONITOR, Flags, engine_settings, pick, settings_from
 from speculon.cli.screen import account, counting, load_llm, print_json, say, streaming
 from speculon.core.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
 from speculon.core.errors import InvalidParameter
@@ -28,29 +28,29 @@ NO_TEMPLATE = "without --chat the prompt is continued as plain text"
 def generate(
     *,
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="text to continue; may be repeated")
+        list[str] | None, Option("--prompt", "-p", help="text to continue; may be repeated")
     ] = None,
     prompt_file: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="file to continue; may be repeated; -: stdin")
+        list[Path] | None, Option(metavar="FILE", help="file to continue; may be repeated; -: stdin")
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="each prompt is a message, answered through the chat template")
+        bool, Option("--chat", help="each prompt is a message, answered through the chat template")
     ] = False,
-    system: Annotated[str | None, typer.Option(help="system message; implies --chat")] = None,
+    system: Annotated[str | None, Option(help="system message; implies --chat")] = None,
     prediction_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="file with the expected text: drafts are read from it"),
+        Option(metavar="FILE", help="file with the expected text: drafts are read from it"),
     ] = None,
     speculative_config: SpeculativeConfig = None,
     as_json: Json = False,
-    given: Given,
+    flags: Flags,
 ) -> None:
     """Continue prompts from --prompt, --prompt-file or stdin. A single completion is streamed."""
     texts = read_prompts(prompt or [], prompt_file or [])
     prediction = read_text(prediction_file, "prediction-file") if prediction_file else None
     speculation = RequestSpeculation(prediction=prediction)
     chat = chat or system is not None
-    llm, params = load_for_one_user(given, speculative_config, as_json, NO_TEMPLATE if chat else None)
+    llm, params = load_for_one_user(flags, speculative_config, as_json, NO_TEMPLATE if chat else None)
     if chat:
         first = [{"role": "system", "content": system}] if system is not None else []
         prompts = [llm.tokenizer.apply_chat([*first, {"role": "user", "content": text}]) for text in texts]
@@ -66,14 +66,14 @@ def generate(
 
 
 def load_for_one_user(
-    given: Given, speculative_config: str | None, as_json: bool, no_template: str | None
+    flags: Flags, speculative_config: str | None, as_json: bool, no_template: str | None
 ) -> tuple[LLM, SamplingParams]:
     """The model, and the parameters of the command line over the model's own, which are shown.
 
     Wrong settings are refused before torch is imported.
     """
-    params = SamplingParams(**pick(SamplingParams, given))
-    settings = engine_settings(given, speculative_config)
+    params = SamplingParams(**pick(SamplingParams, flags))
+    settings = engine_settings(flags, speculative_config)
     config = EngineConfig(**settings)
     check_method(config.speculation.method)
     refuse_missing(config.model)
@@ -95,9 +95,8 @@ def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
     if not texts and not sys.stdin.isatty():
         texts = [read_text(Path("-"))]
     if not texts or "" in texts:  # refused before a model is loaded
-        raise InvalidParameter(
-            "prompt", "" if texts else None, "give a text by --prompt, --prompt-file or on stdin"
-        )
+        advice = "give a text by --prompt, --prompt-file or on stdin"
+        raise InvalidParameter("prompt", "" if texts else None, advice)
     return texts
 
 

@@ -1,30 +1,33 @@
-"""`speculon inspect`: what a checkpoint is, by its headers, and whether it is supported, by loading it."""
+"""`speculon inspect`: what a checkpoint or drafter is, by its headers, and whether it is supported."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Option
 
-from speculon.cli import inspect_drafter
 from speculon.cli.app import Json, command
-from speculon.cli.options import Given, pick, settings_from
+from speculon.cli.options import Flags, pick, settings_from
 from speculon.cli.screen import EXIT_REFUSED, as_json_error, loading, output, print_json
 from speculon.core.config import SpeculationConfig
-from speculon.core.errors import MemoryExceeded, ModelError, SpeculonError
+from speculon.core.errors import MemoryExceeded, ModelError, SpeculonError, UnsupportedModel
 from speculon.core.types import capabilities_json
 from speculon.decoding.kv.slots import PER_SEQUENCE
-from speculon.drafters.families import family_of
+from speculon.drafters.config import AUTHORS
+from speculon.drafters.dflash.config import DFlashConfig
+from speculon.drafters.eagle3.config import Eagle3Config
+from speculon.drafters.families import Family, family_of
 from speculon.drafters.mtp.tensors import MTP, find_mtp
+from speculon.drafters.pairing import check_fit
 from speculon.loading.headers import Checkpoint, read_checkpoint
+from speculon.loading.locate import locate
 
 if TYPE_CHECKING:
-    from speculon.core.types import LayerSpec
     from speculon.target.target import Target
 
 Facts = dict[str, Any]
@@ -38,31 +41,36 @@ FIT = ("draft", "method", "memory_policy", "memory_limit_gb", "additional_memory
 # the parts of a memory estimate, whose module needs torch
 MEMORY = ("held", "drafters", "scratch", "remembered", "pages", "states", "snapshots", "additional")
 
-WORDS = {
+LAYER = ("heads", "k_dim", "v_dim", "window", "dtype", "chunk")  # what is told of one
+
+ROWS = (
+    "path architecture model_type num_layers hidden_size vocab_size max_context dtype num_parameters "
+    "num_bytes quantization tensor_types mtp kv_bytes_per_token layers states tokenizer fused "
+    "batch_invariant notes supported engine draft_fits memory"
+).split()
+DRAFTER_ROWS = (
+    "path found method format attention rope taps context block norms own speculative_tokens verifier notes"
+).split()
+LABELS = {  # where they are not the names
     "path": "folder",
-    "architecture": "architecture",
-    "model_type": "model type",
     "num_layers": "layers",
     "hidden_size": "hidden width",
     "vocab_size": "vocabulary",
     "max_context": "context",
-    "dtype": "dtype",
     "num_parameters": "parameters",
     "num_bytes": "weight files",
-    "quantization": "quantization",
-    "tensor_types": "tensor types",
     "mtp": "MTP layers",
     "kv_bytes_per_token": "KV per token",
     "layers": "attention",
     "states": "recurrent states",
-    "tokenizer": "tokenizer",
-    "fused": "fused",
     "batch_invariant": "batch-invariant",
-    "notes": "notes",
-    "supported": "supported",
-    "engine": "engine",
-    "draft_fits": "draft fits",
     "memory": "memory with the draft",
+    "found": "drafter",
+    "format": "written by",
+    "rope": "RoPE",
+    "own": "of its own",
+    "speculative_tokens": "drafts suggested",
+    "verifier": "made for",
 }
 
 
@@ -71,36 +79,34 @@ WORDS = {
 def inspect(
     *,
     path: Annotated[
-        str, typer.Argument(metavar="[MODEL]", help="a folder, a GGUF file, a hub id, or a name")
+        str, Argument(metavar="[MODEL]", help="a folder, a GGUF file, a hub id, or a name")
     ] = "smollm2",
-    model: Annotated[str | None, typer.Option(help="the same, as the other commands spell it")] = None,
-    fuse: Annotated[
-        bool, typer.Option(help="join layers into fewer, faster operations, and list them")
-    ] = True,
+    model: Annotated[str | None, Option(help="the same, as the other commands spell it")] = None,
+    fuse: Annotated[bool, Option(help="join layers into fewer, faster operations, and list them")] = True,
     load: Annotated[
-        bool, typer.Option(help="load it and compare it with its stock forward; without: headers only")
+        bool, Option(help="load it and compare it with its stock forward; without: headers only")
     ] = True,
-    target: Annotated[str | None, typer.Option(help="for a drafter: the target to check it against")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="also list what is on, with its limits")] = False,
+    target: Annotated[str | None, Option(help="for a drafter: the target to check it against")] = None,
+    everything: Annotated[bool, Option("--all", help="also list what is on, with its limits")] = False,
     as_json: Json = False,
-    given: Given,
+    flags: Flags,
 ) -> None:
     """Describe a checkpoint or drafter: whether it is supported, and whether a --draft fits it."""
     model = model or path
-    family = family_of(folder_of(model))
+    family = family_of(locate(model))
     if family.checkpoint is None or target is not None:
-        inspect_drafter.show(family, target and read_checkpoint(folder_of(target)) or None, as_json)
+        show_drafter(family, target and read_checkpoint(locate(target)) or None, as_json)
         return
     facts, refusal = headers(family.checkpoint), None
     if load:
         with loading(as_json) as stage:
             stage("importing torch")
-            loaded, refusal = examine(model, pick(SpeculationConfig, given), fuse, stage)
+            loaded, refusal = examine(model, pick(SpeculationConfig, flags), fuse, stage)
         facts |= loaded
     if as_json:
         print_json(facts)
     else:
-        output().print(as_table(facts))
+        output().print(as_table(ROWS, facts, in_words))
         if table := facts.get("capabilities"):
             output().print("", all_rows(table) if everything else exceptions(table), sep="\n")
     if refusal:
@@ -133,49 +139,43 @@ def tokenizer_of(model: str) -> Facts:
     from speculon.loading.reading import load_tokenizer
 
     try:
-        found = load_tokenizer(model)
+        tokenizer = load_tokenizer(model)
     except ModelError as error:
         return {"tokenizer": NO_TEXT, "tokenizer_error": str(error)}
-    return {"tokenizer": f"{type(found).__name__}, {len(found)} tokens"}
-
-
-def folder_of(model: str) -> Path:
-    """The folder itself, or that of a hub id, for which the loader is imported, and with it torch."""
-    if Path(model).expanduser().exists():
-        return Path(model).expanduser()
-    from speculon.loading.locate import locate
-
-    return locate(model)
+    return {"tokenizer": f"{type(tokenizer).__name__}, {len(tokenizer)} tokens"}
 
 
 def headers(checkpoint: Checkpoint) -> Facts:
-    names = [name for name in WORDS if name in Checkpoint.__slots__]
-    facts = {name: getattr(checkpoint, name) for name in names}
-    return {
-        **facts,
-        "mtp": mtp_words(checkpoint),
-        "path": str(checkpoint.path),
-        "pickled": checkpoint.pickled,
-        "remote_code": checkpoint.remote_code,
-    }
-
-
-def mtp_words(checkpoint: Checkpoint) -> str | None:
-    """Prediction layers in its files, or why they cannot be used; None where it has none."""
     try:
-        found = find_mtp(checkpoint.path)
+        mtp = find_mtp(checkpoint.path)
+        mtp_words = f"{mtp.summary()}: method {MTP}" if mtp else None
     except ModelError as error:
-        return f"not supported: {error}"
-    return f"{found.summary()}: method {MTP}" if found else None
+        mtp_words = f"not supported: {error}"
+    names = [*(name for name in ROWS if name in Checkpoint.__slots__), "pickled", "remote_code"]
+    facts = {name: getattr(checkpoint, name) for name in names}
+    return {**facts, "mtp": mtp_words, "path": str(checkpoint.path)}
 
 
 def target_facts(target: Target) -> Facts:
+    """Of a loaded target; `states` say how a recurrent one restores them."""
+    states = {
+        "mixers": len(target.mixers),
+        "bytes_per_sequence": PER_SEQUENCE * target.state_bytes,
+        "single_rows": {
+            type(mixer.module).__name__: mixer.by_row if mixer.continues else None for mixer in target.mixers
+        },
+    }
     return {
         "num_parameters": target.num_parameters,
         "max_context": target.max_context,
         "kv_bytes_per_token": sum(layer.bytes_per_token for layer in target.layers),
-        "layers": [layer_facts(layer) for layer in target.layers if layer.heads],
-        "states": state_facts(target),
+        "layers": [
+            {name: getattr(layer, name) for name in LAYER}
+            | {"dtype": str(layer.dtype).removeprefix("torch.")}
+            for layer in target.layers
+            if layer.heads
+        ],
+        "states": states if target.recurrent else None,
         "fused": str(target.runner),
         "batch_invariant": target.invariance,
         "notes": list(target.notes),
@@ -199,41 +199,17 @@ def with_engine(
     return facts
 
 
-def state_facts(target: Target) -> Facts | None:
-    """How a recurrent target restores its states; None where it has none."""
-    if not target.recurrent:
-        return None
-    return {
-        "mixers": len(target.mixers),
-        "bytes_per_sequence": PER_SEQUENCE * target.state_bytes,
-        "single_rows": {
-            type(mixer.module).__name__: mixer.by_row if mixer.continues else None for mixer in target.mixers
-        },
-    }
-
-
-def layer_facts(layer: LayerSpec) -> Facts:
-    dtype = str(layer.dtype).removeprefix("torch.")
-    return {
-        "heads": layer.heads,
-        "k_dim": layer.k_dim,
-        "v_dim": layer.v_dim,
-        "window": layer.window,
-        "dtype": dtype,
-        "chunk": layer.chunk,
-    }
-
-
-def as_table(facts: Facts) -> Table:
+def as_table(rows: Iterable[str], facts: Facts, in_words: Callable[[str, Any, Facts], str | Text]) -> Table:
+    """A row for each fact that is known."""
     table = Table(show_header=False, box=None, pad_edge=False)
-    for name, words in WORDS.items():
+    for name in rows:
         if facts.get(name) not in (None, []):
-            table.add_row(Text(words, style="dim"), in_words(name, facts))
+            label = Text(LABELS.get(name, name.replace("_", " ")), style="dim")
+            table.add_row(label, in_words(name, facts[name], facts))
     return table
 
 
-def in_words(name: str, facts: Facts) -> Text:
-    value = facts[name]
+def in_words(name: str, value: Any, facts: Facts) -> Text:
     if name in ("supported", "draft_fits", "engine") and not value:
         return Text(f"no: {facts['error']['message']}", style="red")
     if name == "supported":
@@ -242,47 +218,48 @@ def in_words(name: str, facts: Facts) -> Text:
         return Text("yes", style="green")
     if name == "memory":
         return Text(memory_words(value), style="green" if value["fits"] else "red")
-    return Text(plain_words(name, facts))
+    return Text(plain_words(name, value, facts))
 
 
 def exceptions(capabilities: Facts) -> Table:
     """The capabilities that are off, changed or refused, and how many others there are."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    found = {feature: row for feature, row in capabilities.items() if row["status"] != "on"}
-    for feature, row in found.items():
-        table.add_row(feature, Text(row["status"], style=STYLES[row["status"]]), row["reason"])
-    others = f"{len(capabilities) - len(found)} more, which --all shows"
-    table.add_row("others", Text("on", style=STYLES["on"]), others)
-    return table
+    limited = {feature: row for feature, row in capabilities.items() if row["status"] != "on"}
+    rows = [(feature, row["status"], row["reason"]) for feature, row in limited.items()]
+    return row_table([*rows, ("others", "on", f"{len(capabilities) - len(limited)} more, which --all shows")])
 
 
 def all_rows(capabilities: Facts) -> Table:
     """The table of capabilities; parameters of one reason share a row."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    alike = Counter(row["reason"] for row in capabilities.values() if is_plain(row))
+    plain: dict[str, list[str]] = {}  # reason -> features without limits
     for feature, row in capabilities.items():
-        shared = is_plain(row) and alike[row["reason"]] > 1
-        if not shared:
-            most = ", ".join(f"{name} {limit:,}" for name, limit in row["limits"].items())
-            reason = row["reason"] + f" ({most})" * bool(most)
-            table.add_row(feature, Text(row["status"], style=STYLES[row["status"]]), reason)
-    for reason in (reason for reason, count in alike.items() if count > 1):
-        names = [name for name, row in capabilities.items() if is_plain(row) and row["reason"] == reason]
-        group = names[0].partition(".")[0]
-        listed = ", ".join(name.removeprefix(f"{group}.") for name in names)
-        table.add_row(f"other {group}", Text("on", style=STYLES["on"]), f"{reason}: {listed}")
+        if row["status"] == "on" and not row["limits"]:
+            plain.setdefault(row["reason"], []).append(feature)
+    shared = {reason: features for reason, features in plain.items() if len(features) > 1}
+    rows = []
+    for feature, row in capabilities.items():
+        if feature not in shared.get(row["reason"], ()):
+            limits = ", ".join(f"{name} {limit:,}" for name, limit in row["limits"].items())
+            rows.append((feature, row["status"], row["reason"] + f" ({limits})" * bool(limits)))
+    for reason, features in shared.items():
+        group = features[0].partition(".")[0]
+        listed = ", ".join(feature.removeprefix(f"{group}.") for feature in features)
+        rows.append((f"other {group}", "on", f"{reason}: {listed}"))
+    return row_table(rows)
+
+
+def row_table(rows: Iterable[tuple[str, str, str]]) -> Table:
+    """Features, whether they are on, and why."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for feature, status, reason in rows:
+        table.add_row(feature, Text(status, style=STYLES[status]), reason)
     return table
 
 
-def is_plain(row: Facts) -> bool:
-    return row["status"] == "on" and not row["limits"]
-
-
-def plain_words(name: str, facts: Facts) -> str:
-    value = facts[name]
+def plain_words(name: str, value: Any, facts: Facts) -> str:
     if name == "layers":
-        shapes = Counter(tuple(layer.values()) for layer in value)
-        return "\n".join(describe_layers(count, *shape) for shape, count in shapes.items())
+        return "\n".join(
+            f"{count} layers, {kind}" for kind, count in Counter(map(layer_words, value)).items()
+        )
     if name == "states":
         ways = ", ".join(
             f"{mixer} goes row by row{'' if rows is None else f' up to {rows}'}"
@@ -305,17 +282,82 @@ def memory_words(memory: Facts) -> str:
     return f"{total} ({parts})\n{verdict} the limit of {limit}: {memory['action']}"
 
 
-def describe_layers(
-    count: int, heads: int, k_dim: int, v_dim: int, window: int | None, dtype: str, chunk: int | None
-) -> str:
+def layer_words(layer: Facts) -> str:
+    k_dim, v_dim, window, chunk = (layer[name] for name in ("k_dim", "v_dim", "window", "chunk"))
     width = str(k_dim) if k_dim == v_dim else f"{k_dim}/{v_dim}"
-    seen = f"window {window}" if window else f"chunks of {chunk}" if chunk else "full"
-    return f"{count} layers, {heads} KV heads x {width} in {dtype}, {seen}"
+    span = f"window {window}" if window else f"chunks of {chunk}" if chunk else "full"
+    return f"{layer['heads']} KV heads x {width} in {layer['dtype']}, {span}"
 
 
 def size(number: float) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if number < 1024 or unit == "GiB":
-            return f"{number:.0f} {unit}" if unit == "bytes" else f"{number:.1f} {unit}"
+    for unit in ("bytes", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.{int(unit != 'bytes')}f} {unit}"
         number /= 1024
-    raise AssertionError
+    return f"{number:.1f} GiB"
+
+
+# drafters
+
+
+def show_drafter(family: Family, target: Checkpoint | None, as_json: bool) -> None:
+    """Prints what it is. Exits with a refusal where it is unsupported, or does not fit the target."""
+    facts: Facts = {
+        "path": str(family.path),
+        "found": family.summary,
+        "method": family.method,
+        **(head_facts(family.head) if family.head else {}),
+    }
+    refusal = None
+    try:
+        if family.method is None:
+            raise UnsupportedModel(f"{family.path}: {family.refusal}")
+        if target is not None:
+            facts |= {"fits": True, "target": str(target.path), "odd": list(check_fit(family, target))}
+            if family.head:
+                facts["found"] = family.for_target(target.num_layers).summary
+                facts["taps"] = family.head.describe_taps(target.num_layers)
+    except ModelError as error:
+        refusal = error
+        facts |= {"fits": False, "target": target and str(target.path), **as_json_error(error)}
+    if as_json:
+        print_json(facts)
+    else:
+        verdict = "fits" if facts.get("target") else "supported"
+        shown = {**facts, verdict: facts.get("fits")}
+        output().print(as_table([*DRAFTER_ROWS, verdict], shown, drafter_words))
+    if refusal:
+        raise typer.Exit(EXIT_REFUSED)
+
+
+def head_facts(config: Eagle3Config | DFlashConfig) -> Facts:
+    windows = sorted({window for window in config.windows if window})
+    return {
+        "format": config.format,
+        "attention": f"{config.heads} heads of {config.head_dim}, {config.kv_heads} for keys and values, "
+        + (f"window {', '.join(map(str, windows))}" if windows else "full"),
+        "rope": ", ".join(f"{name} {value}" for name, value in sorted(config.rope.items())),
+        "taps": config.describe_taps(),
+        "context": config.max_context,
+        "block": config.describe_block() if isinstance(config, DFlashConfig) else None,
+        "norms": [
+            name
+            for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+            if getattr(config, name, False)
+        ],
+        "own": [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" in config.names],
+        "speculative_tokens": config.speculative_tokens,
+        "verifier": list(config.verifier),
+        "notes": list(config.notes),
+    }
+
+
+def drafter_words(name: str, value: Any, facts: Facts) -> Text:
+    if name in ("fits", "supported"):
+        if not value:
+            return Text(f"no: {facts['error']['message']}", style="red")
+        return Text("\n".join((f"yes: {facts['target']}", *facts["odd"])), style="green")
+    if name == "format":
+        return Text(AUTHORS[value])
+    between = "\n" if name == "notes" else ", "
+    return Text(between.join(value) if isinstance(value, list) else str(value))

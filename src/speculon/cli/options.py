@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
+from typer import Option
 
 from speculon.cli.app import COMMON, section_of, show_all
 from speculon.core.config import (
@@ -38,19 +39,19 @@ VLLM_NAMES = {
     "suffix_decoding_min_token_prob": "suffix_min_probability",
 }
 
-Given = dict[str, Any]  # field -> value on the command line; no entry for options that are not given
+Flags = dict[str, Any]  # field -> value on the command line; no entry for options that are not given
 
 
 def settings_from(
     *models: type[BaseModel], without: tuple[str, ...] = (), only: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command one option per field of `models`; it receives those that were set, as `given`.
+    """Gives a command one option per field of `models`; it receives those that were set, as `flags`.
 
     `without` names fields that the command sets itself, `only` the ones that it reads where those are few.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "flags"]
         fields = {
             name: (model, field)
             for model in models
@@ -60,18 +61,18 @@ def settings_from(
         reads_file = EngineConfig in models
 
         @wraps(command)
-        def with_given(**values: Any) -> None:
+        def with_flags(**values: Any) -> None:
             values.pop(HELP_ALL.name, None)
-            given = {name: values.pop(name) for name in fields}
-            given = {name: value for name, value in given.items() if value not in (None, [])}
+            flags = {name: values.pop(name) for name in fields}
+            flags = {name: value for name, value in flags.items() if value not in (None, [])}
             with config_file(values.pop(CONFIG.name)) if reads_file else nullcontext():
-                command(**values, given=given)
+                command(**values, flags=flags)
 
         made = [as_parameter(name, field, section_of(model, name)) for name, (model, field) in fields.items()]
         parameters = [*own, *made, *[CONFIG] * reads_file, HELP_ALL]
-        with_given.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        with_given.__annotations__ = {p.name: p.annotation for p in parameters}
-        return with_given
+        with_flags.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        with_flags.__annotations__ = {p.name: p.annotation for p in parameters}
+        return with_flags
 
     return decorate
 
@@ -98,11 +99,12 @@ def config_file(named: Path | None) -> Iterator[None]:
 def as_parameter(name: str, field: FieldInfo, section: str) -> inspect.Parameter:
     """The option of a field. Its value stays text, which the field itself checks."""
     field_type, flag = without_none(field.annotation), "--" + name.replace("_", "-")
-    many, switch = get_origin(field_type) is tuple, field_type is bool
-    option = typer.Option(
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    many, switch = get_origin(field_type) is tuple and not extra, field_type is bool
+    option = Option(
         f"{flag}/--no-{flag[2:]}" if switch else flag,
         help=help_of(field, many),
-        metavar=None if switch else metavar_of(field_type),
+        metavar=None if switch else str(extra.get("metavar") or metavar_of(field_type)),
         rich_help_panel=None if section == COMMON else section,
         show_default=False,
     )
@@ -111,22 +113,19 @@ def as_parameter(name: str, field: FieldInfo, section: str) -> inspect.Parameter
 
 
 def keyword(name: str, option_type: Any, option: Any, default: Any = None) -> inspect.Parameter:
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[option_type, option]
-    )
+    annotation = Annotated[option_type, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 CONFIG = keyword(
     "config",
     Path | None,
-    typer.Option(
-        "--config", metavar="FILE", help="settings file (default: speculon.toml in this folder, if any)"
-    ),
+    Option("--config", metavar="FILE", help="settings file (default: speculon.toml in this folder, if any)"),
 )
 HELP_ALL = keyword(
     "help_all",
     bool,
-    typer.Option("--help-all", is_eager=True, callback=show_all, help="list all options and exit"),
+    Option("--help-all", is_eager=True, callback=show_all, help="list all options and exit"),
     default=False,
 )
 
@@ -147,22 +146,17 @@ def metavar_of(field_type: Any) -> str:
 
 
 def help_of(field: FieldInfo, many: bool) -> str:
-    default = None if field.is_required() else field.get_default(call_default_factory=True)
-    text = field.description or ""
-    if many:
-        text = f"{text}; may be repeated" if text else "may be repeated"
+    text = "; ".join([*filter(None, [field.description]), *["may be repeated"] * many])
     if field.is_required():
         return f"{text} (required)"
-    return text if default in (None, (), {}) else f"{text} (default: {default})"
+    default = field.get_default(call_default_factory=True)
+    return text if default in (None, (), {}) or "(default: " in text else f"{text} (default: {default})"
 
 
-def pick(model: type[BaseModel], given: Given) -> dict[str, Any]:
+def pick(model: type[BaseModel], flags: Flags) -> dict[str, Any]:
     """The fields of one model, with JSON values read."""
-    return {
-        name: read(name, value, model.model_fields[name])
-        for name, value in given.items()
-        if name in model.model_fields
-    }
+    fields = model.model_fields
+    return {name: read(name, value, fields[name]) for name, value in flags.items() if name in fields}
 
 
 def read(name: str, value: Any, field: FieldInfo) -> Any:
@@ -173,12 +167,10 @@ def read(name: str, value: Any, field: FieldInfo) -> Any:
             return field_type(value)
         except ValueError:
             return value
-    table = (
-        get_origin(field_type) is dict
-        or field_type in (Structured, Thinking)
-        or (field_type is str and get_origin(field.annotation) is not None and str(value).startswith("{"))
-    )
-    return read_object(name, value) if table else value
+    table = get_origin(field_type) is dict or field_type in (Structured, Thinking)
+    # a text, or a table
+    either = field_type is str and get_origin(field.annotation) is not None
+    return read_object(name, value) if table or (either and str(value).startswith("{")) else value
 
 
 def read_object(name: str, text: str) -> dict[str, Any]:
@@ -191,20 +183,19 @@ def read_object(name: str, text: str) -> dict[str, Any]:
     return value
 
 
-def engine_settings(given: Given, speculative_config: str | None = None) -> dict[str, Any]:
+def engine_settings(flags: Flags, speculative_config: str | None = None) -> dict[str, Any]:
     """Keywords for `LLM`: engine fields, and tables of the fields that the command line sets."""
-    speculation = {**vllm_alias(speculative_config), **pick(SpeculationConfig, given)}
-    tables = {"speculation": speculation, "serve": pick(ServeConfig, given)}
-    return {**pick(EngineConfig, given), **{name: table for name, table in tables.items() if table}}
+    speculation = {**vllm_alias(speculative_config), **pick(SpeculationConfig, flags)}
+    tables = {"speculation": speculation, "serve": pick(ServeConfig, flags)}
+    return {**pick(EngineConfig, flags), **{name: table for name, table in tables.items() if table}}
 
 
 def vllm_alias(text: str | None) -> dict[str, Any]:
     """vLLM's `--speculative-config`: its `model` is our `draft`; `[ngram]` as a model is our method."""
     if text is None:
         return {}
-    fields = {
-        VLLM_NAMES.get(name, name): value for name, value in read_object("speculative-config", text).items()
-    }
+    options = read_object("speculative-config", text)
+    fields = {VLLM_NAMES.get(name, name): value for name, value in options.items()}
     if fields.get("draft") in ("[ngram]", "ngram"):
         fields = {"method": "ngram", **{name: value for name, value in fields.items() if name != "draft"}}
     return fields

@@ -54,17 +54,18 @@ MEANING: Mapping[str, str] = {
 
 def errors() -> Console:
     """The present stderr; a terminal breaks lines at words, a pipe gets them whole."""
-    return unbroken_in_a_pipe(Console(stderr=True, highlight=False))
+    return console(stderr=True)
 
 
 def output(quiet: bool = False) -> Console:
     """The present stdout, likewise."""
-    return unbroken_in_a_pipe(Console(highlight=False, quiet=quiet))
+    return console(quiet=quiet)
 
 
-def unbroken_in_a_pipe(console: Console) -> Console:
-    console.soft_wrap = not console.is_terminal
-    return console
+def console(**where: bool) -> Console:
+    made = Console(highlight=False, **where)  # type: ignore[arg-type]
+    made.soft_wrap = not made.is_terminal
+    return made
 
 
 def answered(command: Callable[..., None]) -> Callable[..., None]:
@@ -144,10 +145,8 @@ def streaming() -> Iterator[None]:
 @contextmanager
 def loading(as_json: bool) -> Iterator[Callable[[str], None]]:
     """A spinner with the name of a stage; yields the function that sets the stage."""
-    with bar(as_json, "starting", SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as (
-        progress,
-        task,
-    ):
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with bar(as_json, "starting", *columns) as (progress, task):
         yield lambda stage: progress.update(task, description=stage)
 
 
@@ -167,13 +166,11 @@ def counting(
 def bar(
     as_json: bool, what: str, *columns: ProgressColumn, total: int | None = None, still: bool = False
 ) -> Iterator[tuple[Progress, Any]]:
-    console = errors()
-    hidden = as_json or not console.is_terminal
+    stderr = errors()
+    hidden = as_json or not stderr.is_terminal
     # during a measurement no thread may draw: it would compete for the interpreter
-    with Progress(
-        *columns, console=console, transient=True, disable=hidden, auto_refresh=not still
-    ) as progress:
-        yield progress, progress.add_task(what, total=total)
+    with Progress(*columns, console=stderr, transient=True, disable=hidden, auto_refresh=not still) as shown:
+        yield shown, shown.add_task(what, total=total)
 
 
 def load_llm(settings: Mapping[str, Any], as_json: bool, no_template: str | None = None) -> LLM:
@@ -183,18 +180,12 @@ def load_llm(settings: Mapping[str, Any], as_json: bool, no_template: str | None
     before it is loaded.
     """
     with loading(as_json) as stage:
-        if no_template is not None:
-            refuse_chat(EngineConfig(**settings), no_template)
+        if no_template is not None and lacks_template(config := EngineConfig(**settings)):
+            raise InvalidRequest(f"{config.model} has no chat template: {no_template}")
         stage("importing torch")
         from speculon.engine.llm import LLM
 
         return LLM(progress=stage, **settings)
-
-
-def refuse_chat(config: EngineConfig, advice: str) -> None:
-    """Raises `InvalidRequest` where the checkpoint has no chat template."""
-    if lacks_template(config):
-        raise InvalidRequest(f"{config.model} has no chat template: {advice}")
 
 
 def lacks_template(config: EngineConfig) -> bool:
@@ -207,13 +198,12 @@ def lacks_template(config: EngineConfig) -> bool:
 
 def account(done: SpeculationStats | None, reasons: Mapping[str, int]) -> str:
     """What speculation did, and why rounds had none, in one line."""
-    why = "; ".join(
-        f"{MEANING.get(reason, reason)} ({n} round{'s' * (n != 1)})"
-        for reason, n in sorted(reasons.items(), key=lambda item: -item[1])
-    )
+    frequent = sorted(reasons.items(), key=lambda item: -item[1])
+    why = "; ".join(f"{MEANING.get(reason, reason)} ({n} round{'s' * (n != 1)})" for reason, n in frequent)
+    shadow = [in_shadow(*figures) for figures in done.shadow.items()] if done else []
     if done is None or not done.rounds:
         none = f"no speculation: {why or 'the text ended before the first round'}"
-        return "; ".join([none, *(in_shadow(*shadow) for shadow in (done.shadow.items() if done else ()))])
+        return "; ".join([none, *shadow])
     stop = f" and {done.stop_tokens} stop token{'s' * (done.stop_tokens > 1)}" if done.stop_tokens else ""
     line = (
         f"{'+'.join(done.by_source)}: {done.emitted} tokens{stop} in {done.target_calls} target calls, "
@@ -222,15 +212,13 @@ def account(done: SpeculationStats | None, reasons: Mapping[str, int]) -> str:
     )
     if done.saved_ms is not None:
         line += f"; {'saved' if done.saved_ms >= 0 else 'lost'} about {abs(done.saved_ms) / 1e3:.2f} s"
-    line = "; ".join([line, *(in_shadow(method, seen) for method, seen in done.shadow.items())])
-    return f"{line}; plain rounds: {why}" if why else line
+    return "; ".join([line, *shadow, *([f"plain rounds: {why}"] if why else [])])
 
 
-def in_shadow(method: str, seen: Mapping[str, Any]) -> str:
+def in_shadow(method: str, figures: Mapping[str, Any]) -> str:
     """What drafts under policy `shadow` would have saved."""
-    each = 1 + seen["accepted"] / seen["rounds"]
-    share = seen["accepted"] / seen["drafted"]
+    accepted, drafted = figures["accepted"], figures["drafted"]
     return (
-        f"{method} in shadow: {share:.0%} of {seen['drafted']} drafts would have been accepted, "
-        f"{each:.2f} tokens per round with them"
+        f"{method} in shadow: {accepted / drafted:.0%} of {drafted} drafts would have been accepted, "
+        f"{1 + accepted / figures['rounds']:.2f} tokens per round with them"
     )

@@ -1,28 +1,35 @@
-"""`speculon serve`: the server in this process, its engine in another."""
+"""`speculon serve`: the server, with its engine in another process, or replicas on a Ray of this machine."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-import math
+import os
+import secrets
 import signal
 import socket
 import sys
+import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.util import find_spec
+from ipaddress import ip_address
+from math import ceil
 from pathlib import Path
-from time import perf_counter
+from threading import Event
+from time import perf_counter, time
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from rich.panel import Panel
+from typer import Option
 
 from speculon import __version__
 from speculon.cli.app import SpeculativeConfig, command
-from speculon.cli.listening import announce_address, listen, say, wrapped
-from speculon.cli.options import Given, engine_settings, settings_from
-from speculon.core.config import EngineConfig, SpeculationConfig
+from speculon.cli.options import Flags, engine_settings, settings_from
+from speculon.cli.screen import errors
+from speculon.core.config import EngineConfig, ServeConfig, SpeculationConfig
 from speculon.core.config.models import ModelSettingsFile, models_file
-from speculon.core.config.serve import ServeConfig
 from speculon.core.errors import ConfigError, SpeculonError
 from speculon.core.logs import LogFormatter
 from speculon.loading.locate import name_of
@@ -36,13 +43,12 @@ if TYPE_CHECKING:
 
 # given to clients to read the end of requests that were aborted at the drain timeout
 CLOSE_SECONDS = 2
-
-
-class WrappedFormatter(LogFormatter):
-    """Log messages that end between words on a terminal."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        return wrapped(super().formatMessage(record))
+NAME = "speculon"  # of the application on Ray
+OBJECTS = 100 * 2**20  # bytes of Ray's shared memory: events of steps are small
+OPEN_SERVER = (
+    "Everybody who reaches this address can use the model, without a key.",
+    "Set SPECULON_SERVE__API_KEY, or listen on 127.0.0.1 behind a proxy that checks its clients.",
+)
 
 
 @command("serve")
@@ -51,28 +57,25 @@ def serve(
     *,
     model: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help="a folder, a GGUF file, a hub id, or a name such as `smollm2`; may be repeated, the first "
             "is the default (default: smollm2)"
         ),
     ] = None,
     replicas: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=1024, help="engines of one model, on Ray Serve; needs pip install 'speculon[ray]'"
-        ),
+        Option(min=1, max=1024, help="engines of one model, on Ray Serve; needs pip install 'speculon[ray]'"),
     ] = None,
     speculative_config: SpeculativeConfig = None,
-    given: Given,
+    flags: Flags,
 ) -> None:
     """Serve models over HTTP with OpenAI's API. Each request can set its speculation and get its figures."""
     models = model or []
-    settings = engine_settings(given, speculative_config) | ({"model": models[0]} if models else {})
+    settings = engine_settings(flags, speculative_config) | ({"model": models[0]} if models else {})
     if replicas is None:
-        return run(settings, models)
-    from speculon.cli.serve_replicas import run_replicas
-
-    run_replicas(settings, models, replicas)
+        run(settings, models)
+    else:
+        run_replicas(settings, models, replicas)
 
 
 def run(settings: dict[str, Any], models: list[str]) -> None:
@@ -80,7 +83,10 @@ def run(settings: dict[str, Any], models: list[str]) -> None:
     started = perf_counter()
     config = EngineConfig(**settings)
     check_method(config.speculation.method)
-    check_dashboard(config.serve)
+    if config.serve.admin:  # refused before the port is open where its packages are missing
+        from speculon.operations.admin.ui import check_installed
+
+        check_installed()
     listener = listen(config.serve.host, config.serve.port)
     log_to_stderr(wrap=config.serve.log_format == "text")
     from speculon.cli.connections import raise_descriptor_limit
@@ -92,10 +98,10 @@ def run(settings: dict[str, Any], models: list[str]) -> None:
     pool = ModelPool(catalogue, on_stage=lambda model, stage: say(f"loading {model}: {stage}"))
     state = AppState(pool)
     http = http_server(state)
-    if config.serve.capture is not None:
+    if capture := config.serve.capture:
         keys = f"{len(config.serve.capture_key)} API keys" if config.serve.capture_key else "every API key"
-        folder, limit = config.serve.capture.absolute(), f"{config.serve.capture_gb:g} GB"
-        say(f"capturing requests and answers of {keys} in {folder}, at most {limit}")
+        limit = f"at most {config.serve.capture_gb:g} GB"
+        say(f"capturing requests and answers of {keys} in {capture.absolute()}, {limit}")
     host, port = listener.getsockname()[:2]
     announce_address(host, port, config.serve)
     # uvicorn handles them, and raises them once more at its end
@@ -105,14 +111,6 @@ def run(settings: dict[str, Any], models: list[str]) -> None:
         if fault := runner.run(serve_to_end(state, http, listener, started)):
             raise fault
     say("stopped")
-
-
-def check_dashboard(config: ServeConfig) -> None:
-    """Raises `ConfigError` before the port is open where its packages are missing."""
-    if config.admin:
-        from speculon.operations.admin.ui import check_installed
-
-        check_installed()
 
 
 def catalogue_of(settings: dict[str, Any], config: EngineConfig, models: list[str]) -> Catalogue:
@@ -125,16 +123,18 @@ def catalogue_of(settings: dict[str, Any], config: EngineConfig, models: list[st
     tables, names = (file.tables(), file.names()) if file is not None else ({}, {})
     if folder is None and len(models) < 2 and not tables:
         return replace(Catalogue.of_one(settings), writable=writable)
-    given = [names.get(model, model) for model in models] or list(tables)
-    if not given and "model" in config.model_fields_set:
-        given = [config.model]
-    if name is not None and given and given[0] in tables:
-        raise ConfigError(f"served_model_name = {name!r}: {given[0]!r} has its names in {file and file.path}")
-    paths = {model: path_of(model, tables[model], folder, config) for model in given if model in tables}
-    found = find_models(given, folder, name, paths)
-    if len(found.models) > 1:
-        say(f"models: {', '.join(found.models)}; the first is the default")
-    return Catalogue(settings, found.models, found.drafters, file, writable)
+    listed = [names.get(model, model) for model in models] or list(tables)
+    if not listed and "model" in config.model_fields_set:
+        listed = [config.model]
+    if name is not None and listed and listed[0] in tables:
+        raise ConfigError(
+            f"served_model_name = {name!r}: {listed[0]!r} has its names in {file and file.path}"
+        )
+    paths = {model: path_of(model, tables[model], folder, config) for model in listed if model in tables}
+    here = find_models(listed, folder, name, paths)
+    if len(here.models) > 1:
+        say(f"models: {', '.join(here.models)}; the first is the default")
+    return Catalogue(settings, here.models, here.drafters, file, writable)
 
 
 def path_of(name: str, table: Mapping[str, Any], folder: Path | None, config: EngineConfig) -> str:
@@ -171,7 +171,7 @@ def http_server(state: AppState) -> uvicorn.Server:
                 say(f"finishing {count} request{'s' if count > 1 else ''}")
             await super().shutdown(sockets)
 
-    seconds = math.ceil(state.config.drain_timeout) + CLOSE_SECONDS
+    seconds = ceil(state.config.drain_timeout) + CLOSE_SECONDS
     app = create_app(state, __version__)
     add_models(app, state)
     if state.config.admin:
@@ -199,14 +199,124 @@ async def serve_to_end(
 
 async def announce(state: AppState, started: float) -> None:
     await state.pool.started.wait()
-    model, seconds = state.pool.default, perf_counter() - started
-    facts = model.facts
+    model, facts = state.pool.default, state.pool.default.facts
     limits = f"context {facts.max_context}, {facts.pages} pages of {facts.page_tokens} tokens"
-    say(f"serving {model.name}: {limits}, method {facts.method}; ready in {seconds:.1f} s")
+    ready = f"method {facts.method}; ready in {perf_counter() - started:.1f} s"
+    say(f"serving {model.name}: {limits}, {ready}")
 
 
 def log_to_stderr(*, wrap: bool) -> None:
-    """Not wrapped, a message is one line for machines."""
+    """Wrapped, messages end between words on a terminal; else one is a line for machines."""
+
+    class Wrapped(LogFormatter):
+        def formatMessage(self, record: logging.LogRecord) -> str:
+            return wrapped(super().formatMessage(record))
+
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(WrappedFormatter("%(message)s") if wrap else LogFormatter("%(message)s"))
+    handler.setFormatter((Wrapped if wrap else LogFormatter)("%(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+def announce_address(host: str, port: int, config: ServeConfig) -> None:
+    if open_to_others(host, config):
+        warn_of_open_server(host, as_json=config.log_format == "json")
+    say(f"speculon {__version__} listens on http://{f'[{host}]' if ':' in host else host}:{port}")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=2048)
+        # connections inherit it; asyncio sets it on sockets of a named protocol only
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from None
+
+
+def open_to_others(host: str, config: ServeConfig) -> bool:
+    """Whether other machines may reach this numeric address and need no key."""
+    return not config.api_key and not ip_address(host.partition("%")[0]).is_loopback
+
+
+def warn_of_open_server(host: str, *, as_json: bool) -> None:
+    if as_json:
+        fields = {"time": round(time(), 3), "level": "WARNING", "message": f"{host}: {' '.join(OPEN_SERVER)}"}
+        sys.stderr.write(json.dumps(fields) + "\n")
+    elif errors().is_terminal:
+        title = f"WARNING: {host} without an API key"
+        errors().print(Panel("\n".join(OPEN_SERVER), title=title, style="bold red", expand=False))
+    else:
+        lines = [f"{host} without an API key.", *OPEN_SERVER]
+        errors().print("\n".join(f"WARNING: {line}" for line in lines), markup=False)
+
+
+def say(text: str) -> None:
+    errors().print(wrapped(text), style="dim", markup=False)
+
+
+def wrapped(text: str) -> str:
+    """On a terminal, lines that end between words; elsewhere the text as it is."""
+    if not sys.stderr.isatty():
+        return text
+    width = errors().width
+    return textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def own_ray() -> dict[str, str]:
+    """The environment of a Ray that is this command's alone."""
+    return {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # without a cluster of machines its ports are on 127.0.0.1
+        "RAY_memory_monitor_refresh_ms": "0",  # else it ends an engine for what other programs take
+        "RAY_worker_niceness": "0",  # else engines run only where no other program wants the processor
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else Ray keeps one in the home folder
+    }
+
+
+def http_options(host: str, port: int, config: ServeConfig) -> dict[str, Any]:
+    """Of Ray's proxy, which is what clients connect to."""
+    return {"host": host, "port": port, "keep_alive_timeout_s": ceil(config.keep_alive)}
+
+
+def run_replicas(settings: dict[str, Any], models: list[str], replicas: int) -> None:
+    """Serves until TERM or Ctrl-C, then finishes running requests, and exits with 0."""
+    if len(models) > 1:
+        raise ConfigError(f"replicas = {replicas}: serve one model, not {', '.join(models)}")
+    if find_spec("ray") is None:
+        raise ConfigError(f"replicas = {replicas}: needs Ray, which pip install 'speculon[ray]' brings")
+    started = perf_counter()
+    config = EngineConfig(**settings)
+    listener = listen(config.serve.host, config.serve.port)
+    host, port = listener.getsockname()[:2]
+    listener.close()  # Ray's proxy opens it once more
+    for name, value in own_ray().items():
+        os.environ.setdefault(name, value)
+    import ray
+    from ray import serve
+
+    from speculon.operations.cluster import app
+
+    stopped = Event()
+    ray.init(
+        address="local",
+        num_cpus=max(os.cpu_count() or 1, replicas),  # logical: more replicas than cores may be asked for
+        include_dashboard=False,
+        object_store_memory=OBJECTS,
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    try:
+        serve.start(http_options=http_options(host, port, config.serve))
+        gpus = 1.0 if config.device != "cpu" and ray.cluster_resources().get("GPU", 0) >= replicas else 0.0
+        say(f"loading {config.model}: {replicas} replicas")
+        serve.run(app({**settings, "replicas": replicas, "gpus": gpus}), name=NAME)
+        announce_address(host, port, config.serve)
+        say(f"serving {config.model}: {replicas} replicas; ready in {perf_counter() - started:.1f} s")
+        stopped.wait()
+        serve.delete(NAME)
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+    say("stopped")

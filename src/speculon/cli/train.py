@@ -11,7 +11,7 @@ import typer
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from speculon.cli.app import GROUP, Json, app, command
-from speculon.cli.options import Given, pick, settings_from
+from speculon.cli.options import Flags, pick, settings_from
 from speculon.cli.screen import bar, counting, errors, output, print_json, say
 from speculon.core.checked import Checked
 from speculon.train.settings import (
@@ -43,17 +43,17 @@ app.add_typer(trainer, name="train")
 def add_command(method: str, form: type[Checked], help: str) -> None:
     @command(method, to=trainer, help=f"{help}\n\n{RESUMES}")
     @settings_from(TrainSettings, form)
-    def train(*, as_json: Json = False, given: Given) -> None:
-        run(method, form, given, as_json)
+    def train(*, as_json: Json = False, flags: Flags) -> None:
+        run(method, form, flags, as_json)
 
 
 for method, (form, help) in FORMS.items():
     add_command(method, form, help)
 
 
-def run(method: str, form: type[Checked], given: Given, as_json: bool) -> None:
-    settings = TrainSettings(**pick(TrainSettings, given))  # refuses wrong settings before torch is imported
-    shape = form(**pick(form, given))
+def run(method: str, form: type[Checked], flags: Flags, as_json: bool) -> None:
+    settings = TrainSettings(**pick(TrainSettings, flags))  # refuses wrong settings before torch is imported
+    shape = form(**pick(form, flags))
     screen = Screen(as_json)
     screen.tell("importing torch")
     from speculon.train.run import METHODS, train

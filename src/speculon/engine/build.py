@@ -9,8 +9,7 @@ import torch
 
 from speculon.core.config import EngineConfig
 from speculon.decoding.text.tokenizer import Tokenizer
-from speculon.drafters.choose import with_drafts
-from speculon.drafters.draft_check import check_drafts
+from speculon.drafters.choose import check_drafts, with_drafts
 from speculon.engine.engine import Engine
 from speculon.engine.state import hold
 from speculon.engine.warm_up import warm_up

@@ -4,39 +4,24 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from speculon.core.errors import DataError, InvalidRequest
+
+if TYPE_CHECKING:
+    from speculon.decoding.text.tokenizer import Tokenizer
 
 ALONE = " (prompts without answers take --regenerate N: the target then answers them)"
 HELD_OUT = 50  # one document in so many is never trained on
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
-
-
-Messages = Seq[Mapping[str, Any]]
-
-
-class Tokens(Protocol):
-    """The methods of a tokenizer that training uses."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-    def render_chat(
-        self,
-        messages: Messages,
-        tools: Messages = (),
-        variables: Mapping[str, Any] | None = None,
-        *,
-        answer_follows: bool = True,
-    ) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +32,13 @@ class Document:
     answer: tuple[bool, ...]
     prompt: int
 
+    @classmethod
+    def of(cls, prompt: Sequence[int], answer: Sequence[int]) -> Document:
+        return cls((*prompt, *answer), (False,) * len(prompt) + (True,) * len(answer), len(prompt))
+
 
 def read_documents(
-    paths: Iterable[Path], tokens: Tokens, vocab_size: int, *, prompts_alone: bool = False
+    paths: Iterable[Path], tokenizer: Tokenizer, vocab_size: int, *, prompts_alone: bool = False
 ) -> list[Document]:
     """Every document of files and folders, in order of names. Raises DataError with file and line.
 
@@ -57,18 +46,18 @@ def read_documents(
     """
     paths = list(paths)
     readers = PROMPT_READERS if prompts_alone else RECORD_READERS
-    found = [
-        one
+    documents = [
+        document
         for path in paths
         for file in files_of(path)
-        for one in documents_in(file, tokens, readers, named=file == path)
+        for document in documents_in(file, tokenizer, readers, named=file == path)
     ]
-    if not found:
+    if not documents:
         raise DataError(f"{', '.join(map(str, paths))}: no documents in it{'' if prompts_alone else ALONE}")
-    most = max(max(document.ids) for document in found)
-    if most >= vocab_size:
-        raise DataError(f"token id {most}: the target's vocabulary ends at {vocab_size - 1}")
-    return found
+    largest = max(max(document.ids) for document in documents)
+    if largest >= vocab_size:
+        raise DataError(f"token id {largest}: the target's vocabulary ends at {vocab_size - 1}")
+    return documents
 
 
 def files_of(path: Path) -> list[Path]:
@@ -77,15 +66,14 @@ def files_of(path: Path) -> list[Path]:
         raise DataError(f"{path}: no such file or folder")
     if path.is_file():
         return [path]
-    below = (
+    return sorted(
         file
         for file in path.rglob("*")
-        if not any(part.startswith(".") for part in file.relative_to(path).parts)
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
     )
-    return sorted(file for file in below if file.is_file())
 
 
-def documents_in(file: Path, tokens: Tokens, readers: Readers, named: bool) -> Iterator[Document]:
+def documents_in(file: Path, tokenizer: Tokenizer, readers: Readers, named: bool) -> Iterator[Document]:
     """The documents of a file. One that is not UTF-8 is refused if it was named, else skipped."""
     try:
         text = file.read_bytes().decode("utf-8")
@@ -97,17 +85,12 @@ def documents_in(file: Path, tokens: Tokens, readers: Readers, named: bool) -> I
         # not splitlines(): JSON strings may contain other line separators
         for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
-                yield from read_line(line, f"{file}:{number}", tokens, readers)
+                yield from read_line(line, f"{file}:{number}", tokenizer, readers)
     elif text.strip():
-        yield from plain(tokens.encode(text))
+        yield from whole({"text": text}, tokenizer)
 
 
-def plain(ids: Seq[int]) -> Iterator[Document]:
-    if ids:
-        yield Document(tuple(ids), (True,) * len(ids), 0)
-
-
-def read_line(line: str, place: str, tokens: Tokens, readers: Readers) -> Iterator[Document]:
+def read_line(line: str, place: str, tokenizer: Tokenizer, readers: Readers) -> Iterator[Document]:
     """One line of JSONL, read according to its keys."""
     try:
         record = json.loads(line)
@@ -119,19 +102,18 @@ def read_line(line: str, place: str, tokens: Tokens, readers: Readers) -> Iterat
         advice = ALONE if isinstance(record, dict) and "prompt" in record else ""
         raise DataError(f"{place}: none of the known keys in it: {known}{advice}")
     try:
-        yield from readers[keys](record, tokens)
+        yield from readers[keys](record, tokenizer)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise DataError(f"{place}: {error}") from None
 
 
-def chat(record: Mapping[str, Any], tokens: Tokens) -> Iterator[Document]:
+def chat(record: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[Document]:
     """Messages of the assistant, but for an opening one, are answers: what each adds to the rendered chat."""
     messages = record["messages"]
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise ValueError("messages must be a list of objects with a role")
-    known = (record.get("tools") or (), record.get("chat_template_kwargs"))
-    ids: list[int] = []
-    answer: list[bool] = []
+    options = (record.get("tools") or (), record.get("chat_template_kwargs"))
+    ids, answer = list[int](), list[bool]()
     rendered, prompt = "", 0
     for number, message in enumerate(messages, 1):
         # an opening message answers no prompt: it is part of the next one
@@ -139,15 +121,15 @@ def chat(record: Mapping[str, Any], tokens: Tokens) -> Iterator[Document]:
             continue
         if message.get("content") is None and not message.get("tool_calls"):
             raise ValueError(f"message {number} has neither content nor tool_calls")
-        before = tokens.render_chat(messages[: number - 1], *known)
+        before = tokenizer.render_chat(messages[: number - 1], *options)
         try:
-            after = tokens.render_chat(messages[:number], *known, answer_follows=False)
+            after = tokenizer.render_chat(messages[:number], *options, answer_follows=False)
         except InvalidRequest:
             break  # some templates cannot render an answer that calls a tool
         if not before.startswith(rendered) or not after.startswith(before):
             break  # the template rewrites earlier turns: those up to here are kept
         for part, learned in ((before[len(rendered) :], False), (after[len(before) :], True)):
-            more = tokens.encode(part, add_special_tokens=False)
+            more = tokenizer.encode(part, add_special_tokens=False)
             ids += more
             answer += [learned] * len(more)
             prompt = prompt or (len(ids) if not learned else 0)
@@ -156,40 +138,36 @@ def chat(record: Mapping[str, Any], tokens: Tokens) -> Iterator[Document]:
         yield Document(tuple(ids), tuple(answer), prompt)
 
 
-def chat_or_prompt(record: Mapping[str, Any], tokens: Tokens) -> Iterator[Document]:
+def chat_or_prompt(record: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[Document]:
     """A chat, or, where it has no answer and ends with a user's turn, a prompt alone."""
-    found = list(chat(record, tokens))
-    if found:
-        yield from found
-        return
+    answered = list(chat(record, tokenizer))
+    yield from answered
     messages = record["messages"]
-    if messages and messages[-1]["role"] != "assistant":
-        known = (record.get("tools") or (), record.get("chat_template_kwargs"))
-        yield from unanswered(tokens.encode(tokens.render_chat(messages, *known), add_special_tokens=False))
+    if not answered and messages and messages[-1]["role"] != "assistant":
+        rendered = tokenizer.render_chat(
+            messages, record.get("tools") or (), record.get("chat_template_kwargs")
+        )
+        if ids := tokenizer.encode(rendered, add_special_tokens=False):
+            yield Document.of(ids, ())
 
 
-def prompt_alone(record: Mapping[str, Any], tokens: Tokens) -> Iterator[Document]:
-    yield from unanswered(tokens.encode(text_of(record, "prompt")))
+def prompt_alone(record: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[Document]:
+    if ids := tokenizer.encode(text_of(record, "prompt")):
+        yield Document.of(ids, ())
 
 
-def unanswered(ids: Seq[int]) -> Iterator[Document]:
-    """A prompt that the target will answer."""
-    if ids:
-        yield Document(tuple(ids), (False,) * len(ids), len(ids))
+def completion(record: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[Document]:
+    prompt = tokenizer.encode(text_of(record, "prompt"))
+    if answer := tokenizer.encode(text_of(record, "completion"), add_special_tokens=False):
+        yield Document.of(prompt, answer)
 
 
-def completion(record: Mapping[str, Any], tokens: Tokens) -> Iterator[Document]:
-    before = tokens.encode(text_of(record, "prompt"))
-    after = tokens.encode(text_of(record, "completion"), add_special_tokens=False)
-    if after:
-        yield Document((*before, *after), (False,) * len(before) + (True,) * len(after), len(before))
+def whole(record: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[Document]:
+    if ids := tokenizer.encode(text_of(record, "text")):
+        yield Document.of((), ids)
 
 
-def whole(record: Mapping[str, Any], tokens: Tokens) -> Iterator[Document]:
-    yield from plain(tokens.encode(text_of(record, "text")))
-
-
-def token_ids(record: Mapping[str, Any], tokens: Tokens) -> Iterator[Document]:
+def token_ids(record: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[Document]:
     """Token ids, of which the first `prompt_tokens` are a prompt."""
     ids, prompt = record["tokens"], record.get("prompt_tokens", 0)
     if not isinstance(ids, list) or not all(isinstance(token, int) and token >= 0 for token in ids):
@@ -197,7 +175,7 @@ def token_ids(record: Mapping[str, Any], tokens: Tokens) -> Iterator[Document]:
     if not isinstance(prompt, int) or not 0 <= prompt <= len(ids):
         raise ValueError(f"prompt_tokens = {prompt!r}: a number from 0 to {len(ids)}")
     if len(ids) > prompt:
-        yield Document(tuple(ids), (False,) * prompt + (True,) * (len(ids) - prompt), prompt)
+        yield Document.of(ids[:prompt], ids[prompt:])
 
 
 def text_of(record: Mapping[str, Any], key: str) -> str:
@@ -206,7 +184,7 @@ def text_of(record: Mapping[str, Any], key: str) -> str:
     return str(record[key])
 
 
-Reader = Callable[[Mapping[str, Any], Tokens], Iterator[Document]]
+Reader = Callable[[Mapping[str, Any], "Tokenizer"], Iterator[Document]]
 Readers = Mapping[frozenset[str], Reader]
 RECORD_READERS: Readers = {
     frozenset({"messages"}): chat,
@@ -221,13 +199,15 @@ PROMPT_READERS: Readers = {
 }
 
 
-def split(documents: Seq[Document]) -> tuple[list[Document], list[Document]]:
+def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
     """Training and held-out documents, split by a hash of their tokens, so that copies stay together."""
-    held = [d for d in documents if int.from_bytes(digest(np.array(d.ids, np.int32))) % HELD_OUT == 0]
-    kept = [d for d in documents if int.from_bytes(digest(np.array(d.ids, np.int32))) % HELD_OUT != 0]
-    if not held and len(kept) > 1:
-        held, kept = kept[-1:], kept[:-1]
-    return kept, held
+    sides: tuple[list[Document], list[Document]] = [], []
+    for each in documents:
+        sides[int.from_bytes(digest(np.array(each.ids, np.int32))) % HELD_OUT == 0].append(each)
+    learned, held = sides
+    if not held and len(learned) > 1:
+        held.append(learned.pop())
+    return learned, held
 
 
 def digest(*arrays: np.ndarray[Any, Any]) -> bytes:
@@ -249,25 +229,22 @@ class Rows:
 
     @classmethod
     def of(
-        cls, documents: Seq[Document], length: int, end: int | None, prompt_weight: float, seed: int
+        cls, documents: Sequence[Document], length: int, end: int | None, prompt_weight: float, seed: int
     ) -> Rows:
         """Raises DataError where all documents together do not fill one row."""
         order = random.Random(f"{seed}:pack").sample(range(len(documents)), len(documents))
         tail = [] if end is None else [end]
         ids = np.concatenate([np.array([*documents[i].ids, *tail], np.int32) for i in order])
         answers = np.concatenate([np.array([*documents[i].answer, *(True for _ in tail)]) for i in order])
-        counts = np.where(answers, np.float32(1), np.float32(prompt_weight))
-        following = np.append(counts[1:], np.float32(0))
-        rows = len(ids) // length
-        if not rows:
+        following = np.append(np.where(answers, np.float32(1), np.float32(prompt_weight))[1:], np.float32(0))
+        count = len(ids) // length
+        if not count:
             raise DataError(f"{len(ids)} tokens in all: one row takes {length}")
-        whole = cls(
-            ids[: rows * length].reshape(rows, length), following[: rows * length].reshape(rows, length)
-        )
-        useful = whole.weights.sum(-1) > 0
+        rows, weights = (each[: count * length].reshape(count, length) for each in (ids, following))
+        useful = weights.sum(-1) > 0
         if not useful.any():
             raise DataError("no answer to learn in any row")
-        return cls(whole.ids[useful], whole.weights[useful])
+        return cls(rows[useful], weights[useful])
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -283,7 +260,7 @@ class Rows:
             picked.append(orders[epoch][offset])
         return picked
 
-    def hash(self, rows: Seq[int]) -> str:
+    def hash(self, rows: Sequence[int]) -> str:
         """A hash of a batch of these rows."""
         return digest(self.ids[list(rows)], self.weights[list(rows)]).hex()
 

@@ -13,12 +13,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 from speculon.loading.reading import load_tokenizer, quiet
 from speculon.train.data import Rows
 from speculon.train.losses import kl
-from speculon.train.networks import attention_heads
 from speculon.train.settings import DraftSettings
 from speculon.train.teacher import Batch, Teacher
-from speculon.train.training import Training
+from speculon.train.training import Training, attention_heads
 
 FAMILIES = ("llama", "qwen3")  # whose layers a draft may have; any other target gets a llama
+COPIED = (
+    *("vocab_size", "max_position_embeddings", "tie_word_embeddings"),
+    *("eos_token_id", "bos_token_id", "pad_token_id"),
+)
 DRAFTS = 4  # per round, when it is tried out
 
 
@@ -57,7 +60,6 @@ class DraftModelTraining(Training[DraftSettings, DraftModel]):
         return 0
 
     def check(self, teacher: Teacher) -> None:
-        """Raises InvalidParameter for a form that does not fit the target."""
         config_of(self.settings, teacher)
 
     def drafter(self, teacher: Teacher, rows: Rows) -> DraftModel:
@@ -87,45 +89,35 @@ def config_of(settings: DraftSettings, teacher: Teacher) -> PreTrainedConfig:
     target = teacher.config
     hidden = settings.hidden or teacher.width
     heads, kv_heads = attention_heads(settings.heads, settings.kv_heads, target)
+    intermediate = settings.intermediate or getattr(target, "intermediate_size", None) or 4 * hidden
     numbers = {
         "num_hidden_layers": settings.layers,
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": getattr(target, "head_dim", None) or teacher.width // target.num_attention_heads,
-        "intermediate_size": settings.intermediate
-        or getattr(target, "intermediate_size", None)
-        or 4 * hidden,
+        "intermediate_size": intermediate,
     }
     if target.model_type in FAMILIES:
         known = {name: value for name, value in target.to_dict().items() if name != "layer_types"}
         return type(target)(**{**known, **numbers})
-    same = (
-        "vocab_size",
-        "max_position_embeddings",
-        "eos_token_id",
-        "bos_token_id",
-        "pad_token_id",
-        "tie_word_embeddings",
-    )
-    return LlamaConfig(**{name: getattr(target, name) for name in same if hasattr(target, name)}, **numbers)
+    same = {name: getattr(target, name) for name in COPIED if hasattr(target, name)}
+    return LlamaConfig(**same, **numbers)
 
 
 @torch.no_grad()
 def copy_alike(target: nn.Module, draft: nn.Module, layers: int, depth: int) -> None:
-    """Copies parameters of equal shape: the first half of the layers from the bottom, others from the top."""
+    """Copies parameters of equal shape: the first half of the layers from the bottom, others from the top.
+
+    `model.layers.1.mlp...` of a draft of 2 layers is `model.layers.19.mlp...` of a target of 20.
+    """
     sources = dict(target.named_parameters())
     for name, parameter in draft.named_parameters():
-        source = sources.get(source_name(name, layers, depth))
+        before, dot, after = name.partition("layers.")
+        if dot:
+            number, _, rest = after.partition(".")
+            layer = int(number) if int(number) < (layers + 1) // 2 else max(depth - layers + int(number), 0)
+            name = f"{before}layers.{layer}.{rest}"
+        source = sources.get(name)
         if source is not None and source.shape == parameter.shape:
             parameter.copy_(source)
-
-
-def source_name(name: str, layers: int, depth: int) -> str:
-    """`model.layers.1.mlp...` of a draft of 2 layers is `model.layers.19.mlp...` of a target of 20."""
-    before, found, after = name.partition("layers.")
-    if not found:
-        return name
-    number, _, rest = after.partition(".")
-    layer = int(number)
-    return f"{before}{found}{layer if layer < (layers + 1) // 2 else max(depth - layers + layer, 0)}.{rest}"

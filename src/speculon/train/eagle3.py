@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,10 @@ from speculon.drafters.eagle3.network import Eagle3Network
 from speculon.loading.headers import parameters_by_dtype, read_config
 from speculon.loading.locate import locate
 from speculon.train.data import Rows
-from speculon.train.losses import attention
-from speculon.train.networks import WEIGHTS, network_sizes, write_network
+from speculon.train.losses import StepDrafter, attention
 from speculon.train.settings import HeadSettings
-from speculon.train.step_drafter import StepDrafter
 from speculon.train.teacher import Batch, Teacher
-from speculon.train.training import Training
+from speculon.train.training import WEIGHTS, Training, network_sizes, write_network
 
 Past = list[tuple[Tensor, Tensor]]  # keys and values [B, KV, N, D] of each step so far
 
@@ -87,7 +85,6 @@ class Eagle3Training(Training[HeadSettings, Eagle3Head]):
         return self.settings.ttt
 
     def check(self, teacher: Teacher) -> None:
-        """Raises InvalidParameter for a form that does not fit the target, or the head to start from."""
         config = config_of(self.settings, teacher)
         if self.settings.start is not None:
             refuse_other_form(self.settings.start, config, self.settings.draft_vocab or teacher.vocab_size)
@@ -99,18 +96,23 @@ class Eagle3Training(Training[HeadSettings, Eagle3Head]):
         """Random layers between the target's embeddings and output head, or the head that it starts from."""
         settings = self.settings
         before = {} if settings.start is None else load_file(locate(settings.start) / WEIGHTS)
-        if "d2t" in before:
-            used = before["d2t"] + torch.arange(len(before["d2t"]))
-        else:
+        offsets = before.get("d2t")
+        if offsets is None:
             used = most_used(rows, settings.draft_vocab, teacher)
+        else:
+            used = offsets + torch.arange(len(offsets))
         teacher.used = used.to(teacher.device)
         head = Eagle3Head(config_of(settings, teacher), settings.ttt, settings.decay).to(teacher.device)
         head.start_from(teacher.embed, teacher.norm)
         head.ids = teacher.used
         with torch.no_grad():
             head.lm_head.weight.copy_(teacher.head.weight[teacher.used.to(teacher.head.weight.device)])
-        if before:
-            copy_into(head, before, settings.start)
+            for name, parameter in head.named_parameters() if before else ():
+                shape, here = list(before[name].shape) if name in before else "missing", list(parameter.shape)
+                if shape != here:
+                    reason = f"{name} is {shape} there and {here} here: give the settings of that head"
+                    raise InvalidParameter("start", str(settings.start), reason)
+                parameter.copy_(before[name])
         return head
 
     def write(self, drafter: Eagle3Head, teacher: Teacher, target: str, folder: Path) -> None:
@@ -128,25 +130,12 @@ def refuse_other_form(start: str, config: Eagle3Config, vocab: int) -> None:
     folder = locate(start)
     if not all((folder / name).is_file() for name in ("config.json", WEIGHTS)):
         raise InvalidParameter("start", str(start), f"has no config.json and {WEIGHTS}")
-    stored, here = read_config(folder), {**form_of(config), "draft_vocab_size": vocab}
+    stored = read_config(folder)
     parameters_by_dtype(folder / WEIGHTS)
-    for name, value in here.items():
+    for name, value in {**form_of(config), "draft_vocab_size": vocab}.items():
         if stored.get(name) != value:
             reason = f"{name} is {stored.get(name)} there and {value} here: give that head's settings"
             raise InvalidParameter("start", str(start), reason)
-
-
-@torch.no_grad()
-def copy_into(head: Eagle3Head, before: Mapping[str, Tensor], source: str | None) -> None:
-    """Copies the weights of a head of the same shape. Raises InvalidParameter for another one."""
-    for name, parameter in head.named_parameters():
-        shape = list(before[name].shape) if name in before else "missing"
-        if shape != list(parameter.shape):
-            reason = (
-                f"{name} is {shape} there and {list(parameter.shape)} here: give the settings of that head"
-            )
-            raise InvalidParameter("start", str(source), reason)
-        parameter.copy_(before[name])
 
 
 def config_of(settings: HeadSettings, teacher: Teacher) -> Eagle3Config:
@@ -191,8 +180,7 @@ def speculators_config(config: Eagle3Config, target: str) -> dict[str, Any]:
         rope_parameters=dict(config.rope),
         tie_word_embeddings=False,
     )
-    greedy = {
-        "proposal_type": "greedy",
+    drafts = {
         "speculative_tokens": config.speculative_tokens,
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
@@ -203,7 +191,7 @@ def speculators_config(config: Eagle3Config, target: str) -> dict[str, Any]:
         "speculators_version": "0.5.0",
         "speculators_config": {
             "algorithm": "eagle3",
-            "proposal_methods": [greedy],
+            "proposal_methods": [{"proposal_type": "greedy", **drafts}],
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": target, "architectures": list(config.verifier)},
         },

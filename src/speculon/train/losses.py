@@ -1,12 +1,15 @@
-"""The losses of a drafter, and the attention of the training-time test, with explicit gradients."""
+"""The losses of drafters, and the attention of the training-time test, with explicit gradients."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from speculon.train.teacher import Batch
 
 KL_ROWS = 128  # at once on a CPU, whose caches hold their logits
 TINY = 1e-5  # added to a sum of weights, so that rows of weight 0 have no loss
@@ -79,13 +82,12 @@ class Attention(torch.autograd.Function):
         (batch, heads, rows, dim), kv = q.shape, both[0].shape[1]
         q = q.reshape(batch, kv, heads // kv, rows, dim)
         (key, *own_keys), (value, *own_values) = both[:steps], both[steps:]
-        out, kept = torch.empty_like(q), []
+        out, shares = torch.empty_like(q), []
         for start in range(0, rows, Attention.BLOCK):
             stop = min(start + Attention.BLOCK, rows)
             part = q[:, :, :, start:stop].reshape(batch, kv, -1, dim)  # [B, KV, G * n, D]
-            scores = (
-                (part @ key[:, :, :stop].transpose(-1, -2)).float().view(batch, kv, -1, stop - start, stop)
-            )
+            scores = (part @ key[:, :, :stop].transpose(-1, -2)).float()
+            scores = scores.view(batch, kv, -1, stop - start, stop)
             scores[..., start:] += torch.full((stop - start,) * 2, float("-inf"), device=q.device).triu(1)
             own = [
                 (q[:, :, :, start:stop] * k[:, :, None, start:stop]).sum(-1, keepdim=True).float()
@@ -98,8 +100,8 @@ class Attention(torch.autograd.Function):
             for s, v in enumerate(own_values):
                 mixed += p[..., stop + s, None] * v[:, :, None, start:stop]
             out[:, :, :, start:stop] = mixed
-            kept.append(p)
-        ctx.save_for_backward(q, out, *both, *kept)
+            shares.append(p)
+        ctx.save_for_backward(q, out, *both, *shares)
         ctx.steps = steps
         return out.view(batch, heads, rows, dim)
 
@@ -107,39 +109,85 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, out, *rest = ctx.saved_tensors
         batch, kv, groups, rows, dim = q.shape
-        both, kept = rest[: 2 * ctx.steps], rest[2 * ctx.steps :]
+        both, shares = rest[: 2 * ctx.steps], rest[2 * ctx.steps :]
         (key, *own_keys), (value, *own_values) = both[: ctx.steps], both[ctx.steps :]
         gradient = gradients[0].reshape(q.shape)
         inner = (gradient * out).sum(-1, keepdim=True).float()  # [B, KV, G, N, 1]
         for_q, sums = torch.empty_like(q), [torch.zeros_like(t, dtype=torch.float32) for t in both]
-        for number, p in enumerate(kept):
+        for number, p in enumerate(shares):
             start = number * Attention.BLOCK
             stop = min(start + Attention.BLOCK, rows)
             block = slice(start, stop)
             part, grad = (t[:, :, :, block].reshape(batch, kv, -1, dim) for t in (q, gradient))
             seen = p[..., :stop]
-            slope = (
-                (grad @ value[:, :, :stop].transpose(-1, -2))
-                .float()
-                .view(batch, kv, groups, stop - start, stop)
-            )
-            slope = (
-                (slope.sub_(inner[:, :, :, block]).mul_(seen) * dim**-0.5)
-                .to(q.dtype)
-                .view(batch, kv, -1, stop)
-            )
+            slope = (grad @ value[:, :, :stop].transpose(-1, -2)).float()
+            slope = slope.view(batch, kv, groups, stop - start, stop)
+            slope = slope.sub_(inner[:, :, :, block]).mul_(seen) * dim**-0.5
+            slope = slope.to(q.dtype).view(batch, kv, -1, stop)
             moved = (slope @ key[:, :, :stop]).view(batch, kv, groups, stop - start, dim).float()
             sums[0][:, :, :stop] += slope.transpose(-1, -2) @ part
             sums[ctx.steps][:, :, :stop] += seen.reshape(batch, kv, -1, stop).transpose(-1, -2) @ grad
             for s, (k, v) in enumerate(zip(own_keys, own_values, strict=True)):
                 k, v, own = k[:, :, None, block], v[:, :, None, block], p[..., stop + s, None].float()
-                rise = (
-                    own
-                    * ((gradient[:, :, :, block] * v).sum(-1, keepdim=True) - inner[:, :, :, block])
-                    * dim**-0.5
-                )
+                rise = (gradient[:, :, :, block] * v).sum(-1, keepdim=True) - inner[:, :, :, block]
+                rise = own * rise * dim**-0.5
                 moved += rise * k
                 sums[1 + s][:, :, block] = (rise * q[:, :, :, block]).sum(2)
                 sums[ctx.steps + 1 + s][:, :, block] = (own * gradient[:, :, :, block]).sum(2)
             for_q[:, :, :, block] = moved
         return for_q.view(batch, -1, rows, dim), None, *(total.to(q.dtype) for total in sums)
+
+
+Loss = Literal["kl", "ce"]
+
+
+class StepDrafter:
+    """Row i of step k reads token i + 1 + k and predicts token i + 2 + k: a draft at depth k."""
+
+    steps: int
+    decay: float
+    goal: Loss = "kl"
+
+    def states(self, batch: Batch) -> Iterator[Tensor]:
+        """What the output head reads, of each step [B, N, H]; N = T - steps."""
+        raise NotImplementedError
+
+    def head_of(self, step: int) -> Tensor:
+        """The output head of a step [Vd, H]"""
+        raise NotImplementedError
+
+    def best(self, step: int, states: Tensor) -> Tensor:
+        """The target's ids of the tokens that a step drafts."""
+        return F.linear(states, self.head_of(step)).argmax(-1)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """sum_k decay^k l_k, each a weighted mean over rows; l is KL(p || q), or the text's cross entropy."""
+        total = torch.zeros((), device=batch.ids.device)
+        for k, states in enumerate(self.states(batch)):
+            total = total + self.decay**k * self._loss_of(k, states, batch)
+        return total
+
+    def correct(self, batch: Batch) -> Tensor:
+        """Whether the best token of each step is the target's, for rows of non-zero weight [steps, M]."""
+        counts = batch.weights[:, self._positions(0, batch)] > 0  # [B, N]
+        return torch.stack(
+            [
+                self.best(k, states[counts]) == batch.best[:, self._positions(k, batch)][counts]
+                for k, states in enumerate(self.states(batch))
+            ]
+        )
+
+    def _loss_of(self, step: int, states: Tensor, batch: Batch) -> Tensor:
+        at, head = self._positions(step, batch), self.head_of(step)
+        learned = batch.weights[:, at] > 0  # [B, N]
+        hidden, weights = states[learned], batch.weights[:, at][learned]  # [M, H], [M]
+        if self.goal == "kl":
+            return kl(hidden, head, batch.p[:, at][learned], batch.entropy[:, at][learned], weights)
+        ids = F.pad(batch.ids, (0, 1))  # the token after the row is not known: weight 0
+        known = torch.arange(at.start, at.stop, device=ids.device) + 1 < batch.ids.shape[1]
+        weights = weights * known.expand_as(learned)[learned]
+        return cross_entropy(hidden, head, ids[:, at.start + 1 : at.stop + 1][learned], weights)
+
+    def _positions(self, step: int, batch: Batch) -> slice:
+        """The target's positions that predict the same tokens as the rows of a step."""
+        return slice(step + 1, step + 1 + batch.ids.shape[1] - self.steps)

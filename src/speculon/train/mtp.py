@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from speculon.core.errors import InvalidParameter, UnsupportedModel
+from speculon.drafters.mtp.check import set_attention
 from speculon.drafters.mtp.load import load_modules, mtp_needs, read_tensors, rotary_of, stored_tensors
 from speculon.drafters.mtp.network import Module
 from speculon.drafters.mtp.tensors import MTP, MtpConfig, find_mtp
@@ -16,10 +20,70 @@ from speculon.loading.locate import locate
 from speculon.loading.probe import discover, use_attention
 from speculon.target.target import Target
 from speculon.train.data import Rows
-from speculon.train.mtp_network import MtpDrafter
+from speculon.train.losses import StepDrafter
 from speculon.train.settings import MtpSettings
-from speculon.train.teacher import Teacher
-from speculon.train.training import Training
+from speculon.train.teacher import Batch, Teacher
+from speculon.train.training import WEIGHTS, Training
+
+TRAINED = ("embed_norm", "state_norm", "proj", "layer", "norm")
+
+
+Rotary = Callable[[Tensor, Tensor], Any]
+
+
+class MtpDrafter(StepDrafter, nn.Module):
+    """Step k is that of module k; the last module makes all steps after its own, from its own states."""
+
+    def __init__(
+        self, modules: list[Module], rotary: Rotary, windows: list[int | None], settings: MtpSettings
+    ):
+        super().__init__()
+        self.steps, self.decay, self.goal = settings.ttt, settings.decay, settings.loss
+        self.chain, self.rotary, self.windows = modules, rotary, windows
+        parts = [{name: getattr(module, name) for name in TRAINED} for module in modules]
+        self.parts = nn.ModuleList(nn.ModuleDict(each) for each in parts).float().requires_grad_(True)
+
+    def use_attention(self, name: str) -> None:
+        """The attention function of all layers, by its name in transformers: `sdpa` or `eager`."""
+        self.attention = name
+        for module in self.chain:
+            set_attention(module, name)
+
+    def states(self, batch: Batch) -> Iterator[Tensor]:
+        """Row i of step k reads row i of the step before, or the target's state of position i.
+
+        A module attends to its rows up to i, of its first step, and to row i of its later steps. Its rotary
+        positions are i in its first step, and one more in each later one.
+        """
+        rows, last = batch.ids.shape[1] - self.steps, len(self.chain) - 1
+        x, cache = batch.last[:, :rows].float(), DynamicCache()
+        for k in range(self.steps):
+            number, again = min(k, last), max(k - last, 0)
+            positions = torch.arange(again, again + rows, device=x.device)[None]
+            x = self.chain[number].batch(
+                batch.ids[:, k + 1 : k + 1 + rows],
+                x,
+                self.rotary(x, positions),
+                positions,
+                self._mask(rows, again, self.windows[number], x),
+                cache if number == last else None,
+            )
+            yield x
+
+    def head_of(self, step: int) -> Tensor:
+        head: Any = self.chain[min(step, len(self.chain) - 1)].head
+        weight: Tensor = head.weight
+        return weight
+
+    def _mask(self, rows: int, again: int, window: int | None, x: Tensor) -> Tensor:
+        """[1, 1, N, (1 + again) * N]: the rows of the first step, then those of each later one."""
+        ages = torch.arange(rows, device=x.device)[:, None] - torch.arange(rows, device=x.device)
+        age = torch.cat([ages + again - step for step in range(again + 1)], -1)
+        own = torch.cat([ages >= 0, *[ages == 0] * again], -1)
+        seen = (own & (age < (window or 2 * rows + again)))[None, None]
+        if self.attention == "sdpa":
+            return seen
+        return torch.zeros(seen.shape, device=x.device).masked_fill(~seen, torch.finfo(x.dtype).min)
 
 
 class MtpTraining(Training[MtpSettings, MtpDrafter]):
@@ -48,24 +112,28 @@ class MtpTraining(Training[MtpSettings, MtpDrafter]):
         before = read_tensors(config)
         tensors: dict[str, Tensor] = {}
         for module, names in zip(drafter.chain, config.modules, strict=True):
-            left_out = shared(module, teacher)
-            tensors |= {stored: before[stored] for name, stored in names.items() if name not in left_out}
+            # copies of what the target has
+            shared = {
+                "embed.weight": module.embed is teacher.embed,
+                "head.weight": module.head is teacher.head,
+            }
+            tensors |= {name: before[name] for own, name in names.items() if not shared.get(own)}
             tensors |= stored_tensors(module, names)
-        made = {
+        stored = {
             name: value.detach().to("cpu", before[name].dtype).contiguous() for name, value in tensors.items()
         }
-        facts = (config.path / "config.json").read_bytes()  # of the target: the layout depends on it
+        of_target = (config.path / "config.json").read_bytes()  # the layout depends on it
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(made, folder / "model.safetensors", {"format": "pt"})
-        (folder / "config.json").write_bytes(facts)
+        save_file(stored, folder / WEIGHTS, {"format": "pt"})
+        (folder / "config.json").write_bytes(of_target)
 
     def _config(self, teacher: Teacher) -> MtpConfig:
         folder = teacher.folder if self.settings.start is None else locate(self.settings.start)
-        found = find_mtp(folder)
-        if found is None:
+        config = find_mtp(folder)
+        if config is None:
             advice = "start (--start) names a folder that has some"
             raise UnsupportedModel(f"{folder}: no MTP modules to train; {advice}")
-        return found
+        return config
 
     def _network(self, teacher: Teacher) -> MtpDrafter:
         config, target = self._config(teacher), target_of(teacher)
@@ -83,18 +151,13 @@ def target_of(teacher: Teacher) -> Target:
     attention = teacher.model.config.get_text_config()._attn_implementation
     layers, vocab_size, _ = discover(teacher.model)
     use_attention(teacher.model, attention)
-    context = getattr(teacher.config, "max_position_embeddings", 0)
+    context, name = getattr(teacher.config, "max_position_embeddings", 0), str(teacher.folder)
     return Target(
-        teacher.model,
-        layers,
-        name=str(teacher.folder),
-        vocab_size=vocab_size,
-        max_context=context,
-        eos_ids=frozenset(),
+        teacher.model, layers, name=name, vocab_size=vocab_size, max_context=context, eos_ids=frozenset()
     )
 
 
-def refuse_other_heads(modules: Seq[Module], teacher: Teacher) -> None:
+def refuse_other_heads(modules: Sequence[Module], teacher: Teacher) -> None:
     """Raises UnsupportedModel where logits are more than a matrix over the states, or of other tokens."""
     if getattr(teacher.config, "final_logit_softcapping", None):
         raise UnsupportedModel(f"{teacher.folder}: its logits are capped, so MTP modules cannot learn them")
@@ -104,9 +167,3 @@ def refuse_other_heads(modules: Seq[Module], teacher: Teacher) -> None:
         if not isinstance(head, nn.Linear) or head.bias is not None or head.weight.shape != expected:
             what = f"a matrix {list(expected)} without bias as its output head"
             raise UnsupportedModel(f"{teacher.folder}: MTP module {number} needs {what}")
-
-
-def shared(module: Module, teacher: Teacher) -> set[str]:
-    """Names of copies of what the target has, which are not written."""
-    found = {"embed.weight": module.embed is teacher.embed, "head.weight": module.head is teacher.head}
-    return {name for name, same in found.items() if same}

@@ -1,19 +1,12 @@
-"""The record of a run: JSON files, logs of JSON lines, and provenance."""
+"""What a run reports while it lasts, and its record: JSON files and logs of JSON lines."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
-
-from speculon.measure.bench.provenance import commit, versions
-
-
-def provenance() -> dict[str, Any]:
-    """Command, commit and versions of a run."""
-    return {"argv": sys.argv, "commit": commit(), "versions": versions()}
+from typing import Any, Protocol
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
@@ -29,3 +22,14 @@ def whole_lines(file: Path) -> list[str]:
     if len(whole) < len(content):
         file.write_bytes(whole)
     return whole.decode().splitlines()
+
+
+Advance = Callable[[float, Mapping[str, Any]], None]  # share of the run that is done, and figures to show
+
+
+class Progress(Protocol):
+    """Where a run reports its stages and its figures."""
+
+    def tell(self, stage: str) -> None: ...
+    def counting(self, what: str, total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]: ...
+    def training(self) -> AbstractContextManager[Advance]: ...

@@ -1,20 +1,23 @@
-"""Regenerated answers: a drafter should learn the target's own tokens, not those of other authors."""
+"""The target's answers to prompts: those that a drafter learns, and those on which it is evaluated."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from speculon.core.config import SamplingParams
+from speculon.core.errors import EngineError
+from speculon.core.telemetry import RequestStats
 from speculon.engine.llm import LLM
 from speculon.train.data import Document
-from speculon.train.progress import Progress
-from speculon.train.record import whole_lines
+from speculon.train.record import Progress, whole_lines
 from speculon.train.settings import SHORTEST, TrainSettings
 
 BATCH = 32  # requests at once, and between two writes to the file
 GRAM = 16  # tokens whose repetition shows that an answer loops
+MAX_DRAFTS = 8  # of a round that is evaluated
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
 
 
@@ -46,18 +49,19 @@ def regenerate(settings: TrainSettings, documents: list[Document], progress: Pro
                 out.flush()
                 advance(len(numbers))
         llm.close()
-    return [document_of(record["tokens"], record["prompt_tokens"]) for record in done[: settings.regenerate]]
+    records = [(record["tokens"], record["prompt_tokens"]) for record in done[: settings.regenerate]]
+    return [Document.of(ids[:prompt], without_loop(ids[prompt:])) for ids, prompt in records]
 
 
-def cut_prompt(documents: Seq[Document], seed: int, number: int, room: int) -> list[int]:
+def cut_prompt(documents: Sequence[Document], seed: int, number: int, room: int) -> list[int]:
     """The prompt of a random document, or a piece of a plain text; at most `room` tokens."""
     rng = random.Random(f"{seed}:beginning:{number}")
-    document = documents[rng.randrange(len(documents))]
-    if document.prompt:
-        return list(document.ids[: document.prompt][-room:])
-    length = min(room, len(document.ids), rng.randint(SHORTEST, max(SHORTEST, room)))
-    start = rng.randrange(len(document.ids) - length + 1)
-    return list(document.ids[start : start + length])
+    source = documents[rng.randrange(len(documents))]
+    if source.prompt:
+        return list(source.ids[: source.prompt][-room:])
+    length = min(room, len(source.ids), rng.randint(SHORTEST, max(SHORTEST, room)))
+    start = rng.randrange(len(source.ids) - length + 1)
+    return list(source.ids[start : start + length])
 
 
 def sampling_of(settings: TrainSettings, number: int) -> SamplingParams:
@@ -65,11 +69,6 @@ def sampling_of(settings: TrainSettings, number: int) -> SamplingParams:
     return SamplingParams(
         temperature=rng.choice(TEMPERATURES), max_tokens=settings.regenerate_tokens, seed=rng.randrange(2**32)
     )
-
-
-def document_of(ids: list[int], prompt: int) -> Document:
-    answer = without_loop(ids[prompt:])
-    return Document((*ids[:prompt], *answer), (False,) * prompt + (True,) * len(answer), prompt)
 
 
 def without_loop(ids: list[int]) -> list[int]:
@@ -81,3 +80,38 @@ def without_loop(ids: list[int]) -> list[int]:
             return ids[: end - GRAM]
         seen.add(gram)
     return ids
+
+
+def evaluate(
+    speculation: Mapping[str, Any], settings: TrainSettings, held: Sequence[Document], progress: Progress
+) -> dict[str, Any]:
+    """Greedy decoding after held-out prompts, one at a time, up to the first loop, which is easy to draft."""
+    progress.tell("evaluating on held-out prompts")
+    drafts = min(MAX_DRAFTS, speculation["num_speculative_tokens"])
+    fixed = {**speculation, "policy": "fixed", "num_speculative_tokens": drafts}
+    llm = LLM(settings.target, device=settings.device, speculation=fixed)
+    room = min(settings.length, llm.engine.target.max_context) - settings.eval_tokens
+    total = RequestStats()
+    order = random.Random(settings.seed).sample(held, len(held))
+    with progress.counting("evaluating", settings.eval_prompts, "prompts") as advance:
+        for number in range(settings.eval_prompts):
+            prompt = cut_prompt([order[number % len(order)]], settings.seed, number, room)
+            params = SamplingParams(temperature=0, max_tokens=settings.eval_tokens)
+            plain = llm.generate([prompt], params, speculation={"method": "off"})[0]
+            if length := len(without_loop(plain.token_ids)):
+                params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+                total.add(llm.generate([prompt], params)[0].outputs[0].stats)
+            advance(1)
+    llm.close()
+    account = total.speculation()
+    if account is None:
+        raise EngineError(f"no draft was made after held-out prompts: {dict(total.reasons)}")
+    return {
+        "prompts": settings.eval_prompts,
+        "drafts_per_round": drafts,
+        "emitted": account.emitted,
+        "target_calls": account.target_calls,
+        "tokens_per_target_call": round(account.tokens_per_target_call, 3),
+        "acceptance_rate": round(account.acceptance_rate, 4),
+        "acceptance_per_position": [round(share, 4) for share in account.per_position],
+    }

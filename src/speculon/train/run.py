@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from speculon.core.errors import InvalidParameter
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.loading.locate import locate
 from speculon.loading.reading import load_tokenizer
+from speculon.measure.bench.provenance import commit, versions
 from speculon.train.data import Document, Rows, read_documents, split
-from speculon.train.dataset import Dataset
 from speculon.train.dflash import DFlashTraining, DSparkTraining
 from speculon.train.draft_model import DraftModelTraining
 from speculon.train.eagle3 import Eagle3Training
-from speculon.train.evaluate import evaluate
 from speculon.train.mtp import MtpTraining
-from speculon.train.progress import Progress
-from speculon.train.record import provenance, whole_lines, write_json
-from speculon.train.regenerate import regenerate
+from speculon.train.record import Progress, whole_lines, write_json
+from speculon.train.regenerate import evaluate, regenerate
 from speculon.train.settings import TrainSettings
-from speculon.train.teacher import Teacher
+from speculon.train.teacher import Dataset, Teacher
 from speculon.train.trainer import FIRST, LAST, ROWS, Trainer, refuse_other_run
 from speculon.train.training import Training
 
@@ -46,7 +44,8 @@ class Done:
 
 def train(method: Training[Any, Any], settings: TrainSettings, progress: Progress) -> Done:
     """Trains a drafter and writes its folder. A run in the same work folder is resumed."""
-    made_with = provenance()  # first: the code on disk may change during the run
+    # first: the code on disk may change during the run
+    made_with = {"argv": sys.argv, "commit": commit(), "versions": versions()}
     if settings.out.resolve() == locate(settings.target).resolve():
         reason = "the target's own folder, which would be overwritten"
         raise InvalidParameter("out", str(settings.out), reason)
@@ -66,15 +65,19 @@ def train(method: Training[Any, Any], settings: TrainSettings, progress: Progres
     if settings.regenerate:
         refuse_other_run(settings, identity)  # before the texts of another run are used
         documents = regenerate(settings, documents, progress)
-    rows = Rows.of(documents, settings.length, end_of(teacher, tokens), settings.prompt_weight, settings.seed)
-    held_rows = held_out_rows(settings, held, end_of(teacher, tokens))
+    end = end_of(teacher, tokens)
+    rows = Rows.of(documents, settings.length, end, settings.prompt_weight, settings.seed)
+    held_rows = held_out_rows(settings, held, end)
     if settings.eval_rows and held_rows is None:
         progress.tell("the held-out documents fill no row: no measurements before the end")
     torch.manual_seed(settings.seed)
     drafter = method.drafter(teacher, rows)
     identity[ROWS] = rows.fingerprint
     refuse_other_run(settings, identity)
-    trainer = trainer_of(settings, drafter, teacher, rows, held_rows)
+    folder, limit = settings.folder, settings.cache_gb * 1e9
+    dataset = Dataset(teacher, rows, folder / "states.bin", limit)
+    held_dataset = Dataset(teacher, held_rows, folder / "states_held.bin", limit) if held_rows else None
+    trainer = Trainer(settings, drafter, dataset, held_dataset)
     with (settings.folder / "sessions.jsonl").open("a", encoding="utf-8") as sessions:
         sessions.write(json.dumps({"from_step": trainer.step, **made_with}) + "\n")
     with progress.training() as advance:
@@ -89,16 +92,6 @@ def train(method: Training[Any, Any], settings: TrainSettings, progress: Progres
         record["evaluation"] = evaluate(method.speculation(settings.out.absolute()), settings, held, progress)
         write_json(settings.out / "training.json", record)
     return Done(trainer.step, record)
-
-
-def trainer_of(
-    settings: TrainSettings, drafter: nn.Module, teacher: Teacher, rows: Rows, held_rows: Rows | None
-) -> Trainer:
-    """The trainer, with the target's states of both sets of rows cached in the work folder."""
-    folder, limit = settings.folder, settings.cache_gb * 1e9
-    dataset = Dataset(teacher, rows, folder / "states.bin", limit)
-    held = Dataset(teacher, held_rows, folder / "states_held.bin", limit) if held_rows else None
-    return Trainer(settings, drafter, dataset, held)
 
 
 def documents_of(

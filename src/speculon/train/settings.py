@@ -86,11 +86,9 @@ class TrainSettings(Checked):
     @model_validator(mode="after")
     def _leave_room_for_prompts(self) -> TrainSettings:
         for name, count in (("regenerate_tokens", self.regenerate), ("eval_tokens", self.eval_prompts)):
-            tokens = getattr(self, name)
-            if count and tokens + SHORTEST > self.length:
-                raise ValueError(
-                    f"{name} = {tokens} leaves no prompt of {SHORTEST} tokens in a length of {self.length}"
-                )
+            if count and getattr(self, name) + SHORTEST > self.length:
+                room = f"leaves no prompt of {SHORTEST} tokens in a length of {self.length}"
+                raise ValueError(f"{name} = {getattr(self, name)} {room}")
         return self
 
     @property
@@ -105,8 +103,37 @@ class TrainSettings(Checked):
         return self.work or self.out.with_name(self.out.name + ".work")
 
 
-class HeadSettings(Checked):
-    """The shape of an EAGLE-3 head. None means the target's number."""
+class Shape(Checked):
+    """What every drafter with attention layers has. None means the target's number."""
+
+    layers: int
+    intermediate: int | None = Field(None, ge=1, description="width of its MLP")
+    heads: int | None = Field(None, ge=1, description="attention heads")
+    kv_heads: int | None = Field(None, ge=1, description="key-value heads")
+
+
+class TappingShape(Shape):
+    """A drafter that reads the states after some of the target's layers."""
+
+    taps: str | None
+
+    @field_validator("taps")
+    @classmethod
+    def _are_layers(cls, value: str | None) -> str | None:
+        parts = [] if value is None else [part.strip() for part in value.split(",")]
+        if not all(part == "-1" or part.isdecimal() for part in parts):
+            raise ValueError("layer numbers with commas between, from -1 (the embeddings)")
+        if sorted(set(map(int, parts))) != list(map(int, parts)):
+            raise ValueError("each layer once, in rising order")
+        return value
+
+    @property
+    def tap_ids(self) -> tuple[int, ...] | None:
+        return None if self.taps is None else tuple(map(int, self.taps.split(",")))
+
+
+class HeadSettings(TappingShape):
+    """The shape of an EAGLE-3 head."""
 
     start: str | None = Field(
         None, description="folder of a head of the same shape to start from (None: random layers)"
@@ -120,18 +147,10 @@ class HeadSettings(Checked):
         None, ge=1, description="number of most frequent tokens that can be drafted (None: all)"
     )
     layers: int = Field(1, ge=1, le=32, description="layers of the head")
-    intermediate: int | None = Field(None, ge=1, description="width of its MLP")
-    heads: int | None = Field(None, ge=1, description="attention heads")
-    kv_heads: int | None = Field(None, ge=1, description="key-value heads")
     norm_before_residual: bool = Field(True, description="the residual stream starts after the norm")
     norm_before_fc: bool = Field(True, description="one norm over all taps")
     fc_norm: bool = Field(False, description="a norm for each tap, in place of the one over all")
     norm_output: bool = Field(True, description="the state that is fed back is normed")
-
-    @field_validator("taps")
-    @classmethod
-    def _are_layers(cls, value: str | None) -> str | None:
-        return checked_taps(value)
 
     @model_validator(mode="after")
     def _one_norm(self) -> HeadSettings:
@@ -140,17 +159,13 @@ class HeadSettings(Checked):
         return self
 
     @property
-    def tap_ids(self) -> tuple[int, ...] | None:
-        return numbers_of(self.taps)
-
-    @property
     def norm_all(self) -> bool:
         """Whether one norm is over all taps."""
         return self.norm_before_fc and not self.fc_norm
 
 
-class BlockShape(Checked):
-    """The shape of a block drafter, and what it learns from a row. None means the target's number."""
+class BlockShape(TappingShape):
+    """The shape of a block drafter, and what it learns from a row."""
 
     taps: str | None = Field(None, description="tapped target layers, as 1,9,17 (None: five, evenly spread)")
     block: int = Field(16, ge=2, le=64, description="rows of a block: the last token, then masks")
@@ -162,18 +177,6 @@ class BlockShape(Checked):
         None, ge=0, description="id of the token for masked rows (None: padding, else the end)"
     )
     layers: int = Field(5, ge=1, le=32, description="layers of the drafter")
-    intermediate: int | None = Field(None, ge=1, description="width of its MLP")
-    heads: int | None = Field(None, ge=1, description="attention heads")
-    kv_heads: int | None = Field(None, ge=1, description="key-value heads")
-
-    @field_validator("taps")
-    @classmethod
-    def _are_layers(cls, value: str | None) -> str | None:
-        return checked_taps(value)
-
-    @property
-    def tap_ids(self) -> tuple[int, ...] | None:
-        return numbers_of(self.taps)
 
     @property
     def decay_length(self) -> float:
@@ -215,25 +218,8 @@ class MtpSettings(Checked):
     loss: Literal["kl", "ce"] = Field("kl", description=LOSS)
 
 
-class DraftSettings(Checked):
-    """The shape of a small causal language model. None means the target's number."""
+class DraftSettings(Shape):
+    """The shape of a small causal language model."""
 
     layers: int = Field(2, ge=1, le=256, description="layers of the draft model; a single one cannot copy")
     hidden: int | None = Field(None, ge=1, description="width of its residual stream")
-    intermediate: int | None = Field(None, ge=1, description="width of its MLP")
-    heads: int | None = Field(None, ge=1, description="attention heads")
-    kv_heads: int | None = Field(None, ge=1, description="key-value heads")
-
-
-def checked_taps(value: str | None) -> str | None:
-    """The text of `--taps` itself. Raises ValueError."""
-    parts = [] if value is None else [part.strip() for part in value.split(",")]
-    if not all(part == "-1" or part.isdecimal() for part in parts):
-        raise ValueError("layer numbers with commas between, from -1 (the embeddings)")
-    if sorted(set(map(int, parts))) != list(map(int, parts)):
-        raise ValueError("each layer once, in rising order")
-    return value
-
-
-def numbers_of(taps: str | None) -> tuple[int, ...] | None:
-    return None if taps is None else tuple(int(part) for part in taps.split(","))

@@ -1,11 +1,16 @@
-"""The target as a teacher: its hidden states over rows of tokens, and the probabilities to learn."""
+"""The target as a teacher: hidden states over rows of tokens, cached on disk, and probabilities to learn."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import shutil
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from math import prod
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,7 +20,7 @@ from speculon.loading.headers import read_checkpoint, refuse_unsafe
 from speculon.loading.load import load_config, load_model, pick_device, pick_dtype
 from speculon.loading.locate import locate
 from speculon.loading.reading import quiet
-from speculon.train.data import digest
+from speculon.train.data import Rows, digest
 
 Taps = tuple[int, ...] | int | None  # layers; so many of them, evenly spread; a low, a middle, a high one
 DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp32": "float32"}
@@ -47,16 +52,18 @@ class Teacher:
             place = pick_device(device)
             # otherwise as `LLM` runs it
             dtype = pick_dtype("float32" if precision == "fp32" else "auto", checkpoint.dtype, place)
-            self.model = (
-                load_model(checkpoint, config, dtype, place, trust_remote_code=False)
-                .eval()
-                .requires_grad_(False)
-            )
+            model = load_model(checkpoint, config, dtype, place, trust_remote_code=False)
+            self.model = model.eval().requires_grad_(False)
         self.folder = checkpoint.path
         self.device, self.precision = place, pick_dtype(DTYPES[precision], "bfloat16", place)
         self.config = config.get_text_config()
         self.base = self.model.get_decoder()
-        self.layers = decoder_layers(self.base, self.config.num_hidden_layers)
+        count = self.config.num_hidden_layers
+        lists = (module for module in self.base.modules() if isinstance(module, nn.ModuleList))
+        layers = next((modules for modules in lists if len(modules) == count), None)
+        if layers is None:
+            raise UnsupportedModel(f"{type(self.base).__name__}: its {count} layers were not found")
+        self.layers = layers
         self.taps = tap_ids(taps, len(self.layers))
         self.head: nn.Linear = self.model.get_output_embeddings()
         self.embed: Tensor = self.model.get_input_embeddings().weight
@@ -84,11 +91,9 @@ class Teacher:
         return digest(*(weight.detach().float().cpu().numpy() for weight in weights)).hex()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return (
-            torch.autocast(self.device.type, self.precision)
-            if self.precision is not torch.float32
-            else nullcontext()
-        )
+        if self.precision is torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.precision)
 
     @torch.no_grad()
     def states(self, ids: Tensor) -> Tensor:
@@ -98,31 +103,26 @@ class Teacher:
         def keep(tap: int, value: Any) -> None:
             captured[tap] = value[0] if isinstance(value, tuple) else value
 
-        hooks = [
-            self.layers[0].register_forward_pre_hook(lambda module, args: keep(-1, args))
-            if tap < 0
-            else self.layers[tap].register_forward_hook(lambda module, args, out, tap=tap: keep(tap, out))
-            for tap in self.taps
-        ]
-        try:
-            with self.autocast():
-                last = self.base(ids, use_cache=False).last_hidden_state
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return torch.cat(
-            [*(captured[tap].to(self.precision) for tap in self.taps), last.to(self.precision)], -1
-        )
+        with ExitStack() as hooks, self.autocast():
+            for tap in self.taps:
+                layer = self.layers[max(tap, 0)]
+                hook = (
+                    layer.register_forward_pre_hook(lambda module, args: keep(-1, args))
+                    if tap < 0
+                    else layer.register_forward_hook(lambda module, args, out, tap=tap: keep(tap, out))
+                )
+                hooks.callback(hook.remove)
+            last = self.base(ids, use_cache=False).last_hidden_state
+        states = [*(captured[tap] for tap in self.taps), last]
+        return torch.cat([part.to(self.precision) for part in states], -1)
 
     @torch.no_grad()
     def logits(self, last: Tensor, tokens: Tensor | None = None) -> Tensor:
         """The target's logits [..., V] from its last hidden states [..., Ht], or those of `tokens` alone."""
         chosen = slice(None) if tokens is None else tokens
-        weight = self.head.weight[chosen]
+        weight, bias = self.head.weight[chosen], self.head.bias
         with self.autocast():
-            logits = F.linear(
-                last.to(weight.dtype), weight, None if self.head.bias is None else self.head.bias[chosen]
-            )
+            logits = F.linear(last.to(weight.dtype), weight, None if bias is None else bias[chosen])
         cap = getattr(self.config, "final_logit_softcapping", None)
         return torch.tanh(logits / cap) * cap if cap else logits
 
@@ -165,28 +165,68 @@ class Teacher:
             )
 
 
-def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
-    found = [
-        module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == count
-    ]
-    if not found:
-        raise UnsupportedModel(f"{type(base).__name__}: its {count} layers were not found")
-    return found[0]
-
-
 def tap_ids(requested: Taps, layers: int) -> tuple[int, ...]:
     """Tapped layers (-1: embeddings): the requested ones, so many evenly spread, or EAGLE-3's three."""
     if requested is None:
         return tuple(sorted({max(-1, min(layer, layers - 1)) for layer in (1, layers // 2 - 1, layers - 4)}))
-    if isinstance(requested, int):
-        return spread(requested, layers)
+    if isinstance(requested, int):  # from the second to the third from the top, as DFlash taps them
+        if requested == 1 or layers < 5:
+            return (layers // 2,)
+        return tuple(sorted({round(1 + i * (layers - 4) / (requested - 1)) for i in range(requested)}))
     if wrong := [tap for tap in requested if not -1 <= tap < layers]:
         raise InvalidParameter("taps", wrong[0], f"the target has {layers} layers, so -1 to {layers - 1}")
     return requested
 
 
-def spread(count: int, layers: int) -> tuple[int, ...]:
-    """`count` layers from the second to the third from the top, evenly spread, as DFlash taps them."""
-    if count == 1 or layers < 5:
-        return (layers // 2,)
-    return tuple(sorted({round(1 + i * (layers - 4) / (count - 1)) for i in range(count)}))
+class Dataset:
+    """Rows with the target's outputs; those of the first ones are cached, in at most `limit` bytes."""
+
+    def __init__(self, teacher: Teacher, rows: Rows, file: Path, limit: float):
+        self.teacher, self.rows = teacher, rows
+        width, length = (len(teacher.taps) + 1) * teacher.width, rows.ids.shape[1]
+        row_bytes = length * width * teacher.precision.itemsize
+        taken = file.stat().st_blocks * 512 if file.exists() else 0
+        # writing to a mapped file on a full disk kills the process silently
+        limit = min(limit, 0.9 * (shutil.disk_usage(file.parent).free + taken))
+        self.room = min(len(rows), int(limit // row_bytes))
+        self.cached, self.best, self.valid = torch.empty(0), torch.empty(0), torch.empty(0)
+        if self.room:
+            best, valid = file.with_suffix(".best"), file.with_suffix(".valid")
+            if not (file.exists() and best.exists()):
+                valid.unlink(missing_ok=True)  # it is about a deleted file
+            self.cached = mapped(file, (self.room, length, width), teacher.precision)
+            self.best = mapped(best, (self.room, length), torch.int32)
+            self.valid = mapped(valid, (self.room,), torch.uint8)
+
+    def batch(self, chosen: Sequence[int], draw: int = 0) -> Batch:
+        device = self.teacher.device
+        ids = torch.from_numpy(self.rows.ids[list(chosen)].astype(np.int64)).to(device)
+        weights = torch.from_numpy(self.rows.weights[list(chosen)]).to(device)
+        return self.teacher.batch(ids, weights, *self._outputs(chosen, ids), draw)
+
+    def _outputs(self, chosen: Sequence[int], ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's states [B, T, (k + 1) * Ht], and its best tokens [B, T]."""
+        missing = [
+            place for place, row in enumerate(chosen) if not (row < self.room and bool(self.valid[row]))
+        ]
+        states = self.teacher.states(ids[missing]) if missing else ids.new_empty(0)
+        best = self.teacher.best(states[..., -self.teacher.width :]) if missing else ids.new_empty(0)
+        computed = dict(zip(missing, zip(states, best, strict=True), strict=True))
+        for place, outputs in computed.items():
+            row = chosen[place]
+            if row < self.room:
+                self.cached[row], self.best[row] = (part.cpu() for part in outputs)
+                self.valid[row] = 1  # last: a killed run leaves no partial row
+        outputs_by_place = [
+            computed[place] if place in computed else (self.cached[row], self.best[row])
+            for place, row in enumerate(chosen)
+        ]
+        states, best = (
+            torch.stack([part.to(self.teacher.device) for part in parts])
+            for parts in zip(*outputs_by_place, strict=True)
+        )
+        return states, best.long()
+
+
+def mapped(file: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.from_file(str(file), True, prod(shape), dtype=dtype).view(shape)

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from speculon import LLM
-from speculon.cli.bench import make_plan
-from speculon.core.config import EngineConfig, SamplingParams
+from speculon.core.config import SamplingParams
 from speculon.core.errors import BenchError, DataError, InvalidParameter
 from speculon.measure.bench.cell import Cell
 from speculon.measure.bench.data import answered, read_prompts
 from speculon.measure.bench.measure import Measurement, measure
-from speculon.measure.bench.plan import BenchPlan
+from speculon.measure.bench.plan import BenchPlan, make_plan
 from speculon.measure.bench.run import run
 from speculon.measure.bench.workloads import Case, build
 from tests.tiny.bench.plans import bench, small
@@ -41,7 +40,7 @@ def write(file: Path, *records: Any) -> Path:
 
 
 def plan_of(file: Path, **options: Any) -> BenchPlan:
-    return make_plan({"data": file, "modes": ("ngram:4",), **options}, False, EngineConfig(model="none"))
+    return make_plan({"data": file, "modes": ("ngram:4",), **options}, False)
 
 
 @pytest.mark.parametrize("name", ["mine.jsonl", "mine.jsonl.gz"])
@@ -115,7 +114,8 @@ def test_turns_after_one_without_room_are_left_out(llm: LLM, tmp_path: Path) -> 
 def test_workloads_name_parts_of_the_file(
     tmp_path: Path, named: tuple[str, ...] | None, workloads: list[str]
 ) -> None:
-    plan = plan_of(write(tmp_path / "x.jsonl", *SPEC_BENCH), workloads=named)
+    options = {} if named is None else {"workloads": named}
+    plan = plan_of(write(tmp_path / "x.jsonl", *SPEC_BENCH), **options)
     assert list(plan.workloads) == workloads
     assert plan.concurrency == (1,)  # 4 and 8 are more than the 3 prompts of a category
     assert plan.cases(workloads[0]) == (32 if workloads[0] == "code" else 3)

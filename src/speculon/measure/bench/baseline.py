@@ -1,6 +1,4 @@
-"""Baselines, with the same checkpoint, dtype and threads: transformers' generate, and plain decoding without
-batch invariance.
-"""
+"""Baselines of one checkpoint, dtype and threads: transformers, and plain decoding that is not invariant."""
 
 from __future__ import annotations
 
@@ -41,30 +39,27 @@ class TransformersBaseline:
     def measure(self, cases: list[Case]) -> Measurement:
         """One greedy case after the other."""
         assert all(case.params.greedy for case in cases)
-        ids = [torch.tensor([case.prompt], device=self.model.device) for case in cases]
+        rows = [torch.tensor([case.prompt], device=self.model.device) for case in cases]
         began = perf_counter()
         with quiet():
-            wholes = [self._write(row, case) for row, case in zip(ids, cases, strict=True)]
+            wholes = [
+                self.model.generate(
+                    row,
+                    attention_mask=torch.ones_like(row),
+                    do_sample=False,
+                    repetition_penalty=1.0,  # some checkpoints have another default
+                    max_new_tokens=case.params.max_tokens,
+                    eos_token_id=self.eos_ids or None,
+                    pad_token_id=self.eos_ids[0] if self.eos_ids else 0,
+                )
+                for row, case in zip(rows, cases, strict=True)
+            ]
         seconds = perf_counter() - began
-        outputs = [
-            self._without_stop(whole[0, len(case.prompt) :].tolist())
-            for whole, case in zip(wholes, cases, strict=True)
-        ]
+        outputs = [whole[0, len(case.prompt) :].tolist() for whole, case in zip(wholes, cases, strict=True)]
+        for output in outputs:
+            if output and output[-1] in self.eos_ids:
+                output.pop()
         return Measurement(seconds, outputs, [self.tokenizer.decode(output) for output in outputs])
-
-    def _write(self, row: torch.Tensor, case: Case) -> torch.Tensor:
-        return self.model.generate(
-            row,
-            attention_mask=torch.ones_like(row),
-            do_sample=False,
-            repetition_penalty=1.0,  # some checkpoints have another default
-            max_new_tokens=case.params.max_tokens,
-            eos_token_id=self.eos_ids or None,
-            pad_token_id=self.eos_ids[0] if self.eos_ids else 0,
-        )
-
-    def _without_stop(self, tokens: list[int]) -> list[int]:
-        return tokens[:-1] if tokens and tokens[-1] in self.eos_ids else tokens
 
 
 class BatchVariant:

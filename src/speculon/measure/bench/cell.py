@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from speculon.core.config import SamplingParams
 from speculon.core.errors import BenchError
-from speculon.core.telemetry import PARTS, RequestStats, SpeculationStats
-from speculon.measure.bench.diagnosis import diagnose, gated
+from speculon.core.telemetry import PARTS, RequestStats
 from speculon.measure.bench.measure import Measurement, loops
 from speculon.measure.bench.plan import AGAIN, Mode
 from speculon.measure.bench.rounds import (
     Requirement,
     RoundCosts,
     decoding,
+    diagnose,
+    gated,
     mean_step_ms,
     needs,
     reached,
@@ -29,6 +32,7 @@ from speculon.speculation.proposers.registry import OFF
 if TYPE_CHECKING:
     from speculon.engine.llm import LLM
 
+SPEED, DECODE_SPEED = attrgetter("tokens_per_second"), attrgetter("decode_tokens_per_second")
 TIE_TOP = 20  # candidates considered for a tie
 
 
@@ -76,9 +80,9 @@ Runs = dict[str, Repeats]  # by mode
 
 def summarise(workload: str, concurrency: int, mode: Mode, runs: Runs, cases: list[Case], llm: LLM) -> Cell:
     repeats, plain = runs[mode.label], runs[OFF]
-    stats = RequestStats()
-    for one in flat(repeats):
-        stats.add(one.stats)
+    measurements, stats = flat(repeats), RequestStats()
+    for measurement in measurements:
+        stats.add(measurement.stats)
     at = f"in {workload} at concurrency {concurrency}"
     if mode.speculates and not stats.rounds and not gated(stats):
         raise BenchError(
@@ -88,102 +92,88 @@ def summarise(workload: str, concurrency: int, mode: Mode, runs: Runs, cases: li
     ratios = ratios_of(repeats, plain)
     if not ratios:
         raise BenchError(f"{mode.label} or {OFF} wrote no token {at}")
-    calls = per_text(flat(repeats)), per_text(flat(plain))
     rule = mode.speculation.get("acceptance") or llm.config.speculation.acceptance
+    speeds = [sum(m.tokens for m in groups) / sum(m.seconds for m in groups) for groups in repeats]
+    not_looping = without_loops(repeats, plain, cases)
+    done, costs, plain_ms = stats.speculation(), rounds_of(measurements), mean_step_ms(flat(plain))
+    per_position = done.per_position if done else []
+    calls = profile(measurements, per_text=True), profile(flat(plain), per_text=True)
+    sampled = not all(case.params.greedy for case in cases)
     return Cell(
         workload=workload,
         concurrency=concurrency,
         mode=mode.label,
         policy=mode.policy(llm.config.speculation.policy),
+        tokens_per_second=median(speeds),
+        decode_tokens_per_second=median_or_none(map(DECODE_SPEED, measurements)),
         ratio=median(ratios),
         ratio_quartiles=quartiles(ratios),
+        decode_ratio=median_or_none(ratios_of(repeats, plain, DECODE_SPEED)),
+        ratio_without_loops=median_or_none(chain(*not_looping.values())),
+        texts_without_loops=len(not_looping),
         tokens_per_target_call=stats.tokens_per_target_call if stats.target_calls else None,
-        rejection=mode.speculates
-        and rule in ("rejection", "block")
-        and not all(case.params.greedy for case in cases),
+        acceptance_rate=done.acceptance_rate if done else None,
+        per_position=per_position,
+        sources={n: of["accepted"] / max(1, done.accepted) for n, of in done.by_source.items()}
+        if done
+        else {},
+        rejection=mode.speculates and rule in ("rejection", "block") and sampled,
+        rounds=costs,
+        reached=reached(done) if done else None,
+        needed=needs(costs, plain_ms, len(per_position)) if costs and plain_ms and concurrency == 1 else [],
+        ms_by_rows=ms_by_rows(measurements),
+        profile=profile(measurements),
+        overhead=overhead(measurements),
         reasons=dict(stats.reasons),
         diagnosis=diagnose(stats, *calls, median(ratios), noise_of(runs)) if mode.speculates else None,
-        **speed_fields(repeats, plain, cases),
-        **draft_fields(stats.speculation(), repeats, plain, concurrency),
+        per_repeat=speeds,
+        speeds=[[measurement.tokens_per_second for measurement in groups] for groups in repeats],
         **text_fields(repeats, plain, cases, llm),
     )
 
 
-def speed_fields(repeats: Repeats, plain: Repeats, cases: list[Case]) -> dict[str, Any]:
-    """The speeds of a cell, and where its time went."""
-    speeds = [sum(one.tokens for one in groups) / sum(one.seconds for one in groups) for groups in repeats]
-    decode = [
-        (one.decode_tokens_per_second, base.decode_tokens_per_second) for one, base in pairs(repeats, plain)
-    ]
-    free = without_loops(repeats, plain, cases)
-    return {
-        "tokens_per_second": median(speeds),
-        "decode_tokens_per_second": median_or_none([mine for mine, _ in decode]),
-        "decode_ratio": median_or_none(paired(decode)),
-        "ratio_without_loops": median_or_none([ratio for ratios in free.values() for ratio in ratios]),
-        "texts_without_loops": len(free),
-        "ms_by_rows": ms_by_rows(flat(repeats)),
-        "profile": profile(flat(repeats)),
-        "overhead": overhead(flat(repeats)),
-        "per_repeat": speeds,
-        "speeds": [[one.tokens_per_second for one in groups] for groups in repeats],
-    }
-
-
-def draft_fields(
-    done: SpeculationStats | None, repeats: Repeats, plain: Repeats, concurrency: int
-) -> dict[str, Any]:
-    """What became of the drafts of a cell; `done` is None where there were none."""
-    costs, plain_ms = rounds_of(flat(repeats)), mean_step_ms(flat(plain))
-    if done is None:
-        return {
-            "acceptance_rate": None,
-            "per_position": [],
-            "sources": {},
-            "rounds": costs,
-            "reached": None,
-            "needed": [],
-        }
-    needed = needs(costs, plain_ms, len(done.per_position)) if costs and plain_ms and concurrency == 1 else []
-    return {
-        "acceptance_rate": done.acceptance_rate,
-        "per_position": done.per_position,
-        "sources": {name: n["accepted"] / max(1, done.accepted) for name, n in done.by_source.items()},
-        "rounds": costs,
-        "reached": reached(done),
-        "needed": needed,
-    }
-
-
 def text_fields(repeats: Repeats, plain: Repeats, cases: list[Case], llm: LLM) -> dict[str, Any]:
-    """What a cell wrote: lengths, loops, right answers, differences from plain decoding."""
-    texts = [tokens for one in repeats[0] for tokens in one.token_ids]
-    looping = [stuck(one, i, case) for (one, i), case in zip(slots(repeats[0]), cases, strict=True)]
-    answers = [
-        one.texts[i].strip() == case.reference
-        for (one, i), case in zip(slots(repeats[0]), cases, strict=True)
-        if case.reference
+    """What was written: lengths, loops, right answers, differences from plain decoding."""
+    texts = [
+        text
+        for measurement in repeats[0]
+        for text in zip(measurement.token_ids, measurement.texts, strict=True)
+    ]
+    looping = [loops_wrongly(ids, text, case) for (ids, text), case in zip(texts, cases, strict=True)]
+    right = [
+        text.strip() == case.reference for (_, text), case in zip(texts, cases, strict=True) if case.reference
     ]
     different = [
-        where for groups, others in zip(repeats, plain, strict=True) for where in differences(groups, others)
+        (case, ids, other)
+        for groups, others in zip(repeats, plain, strict=True)
+        for case, ids, other in zip(cases, all_ids(groups), all_ids(others), strict=True)
+        if ids != other
     ]
-    gaps = [tie_gap(llm, cases[i], mine, base) for i, mine, base in different]
+    gaps = [tie_gap(llm, *difference) for difference in different]
     return {
         "texts": len(texts),
-        "tokens": sum(map(len, texts)),
+        "tokens": sum(len(ids) for ids, _ in texts),
         "looping": sum(looping) / len(texts),
-        "exact": sum(answers) / len(answers) if answers else None,
+        "exact": sum(right) / len(right) if right else None,
         "different": len(different),
         "tie_nats": [gap for gap in gaps if gap is not None],
     }
 
 
 def flat(repeats: Repeats) -> list[Measurement]:
-    return [one for groups in repeats for one in groups]
+    return [measurement for groups in repeats for measurement in groups]
 
 
-def ratios_of(repeats: Repeats, plain: Repeats) -> list[float]:
-    return paired([(one.tokens_per_second, base.tokens_per_second) for one, base in pairs(repeats, plain)])
+def all_ids(groups: list[Measurement]) -> list[list[int]]:
+    """The tokens of every text, in the order of the cases."""
+    return [ids for measurement in groups for ids in measurement.token_ids]
+
+
+def ratios_of(
+    repeats: Repeats, plain: Repeats, speed: Callable[[Measurement], float | None] = SPEED
+) -> list[float]:
+    pairs = zip(map(speed, flat(repeats)), map(speed, flat(plain)), strict=True)
+    return [mine / base for mine, base in pairs if mine and base]
 
 
 def noise_of(runs: Runs) -> tuple[float, float]:
@@ -192,23 +182,9 @@ def noise_of(runs: Runs) -> tuple[float, float]:
     return min(1.0, low), max(1.0, high)
 
 
-def pairs(repeats: Repeats, plain: Repeats) -> Iterator[tuple[Measurement, Measurement]]:
-    for groups, others in zip(repeats, plain, strict=True):
-        yield from zip(groups, others, strict=True)
-
-
-def paired(speeds: list[tuple[float | None, float | None]]) -> list[float]:
-    return [mine / base for mine, base in speeds if mine and base]
-
-
-def slots(groups: list[Measurement]) -> Iterator[tuple[Measurement, int]]:
-    """Every text, as its measurement and its place in it, in the order of the cases."""
-    return ((one, i) for one in groups for i in range(len(one.texts)))
-
-
-def stuck(one: Measurement, i: int, case: Case) -> bool:
+def loops_wrongly(ids: list[int], text: str, case: Case) -> bool:
     """Whether a text ends repeating itself and is not the right answer."""
-    return loops(one.token_ids[i]) and one.texts[i].strip() != case.reference
+    return loops(ids) and text.strip() != case.reference
 
 
 def without_loops(repeats: Repeats, plain: Repeats, cases: list[Case]) -> dict[int, list[float]]:
@@ -216,21 +192,17 @@ def without_loops(repeats: Repeats, plain: Repeats, cases: list[Case]) -> dict[i
 
     Of measurements of one text alone.
     """
-    found: dict[int, list[float]] = defaultdict(list)
+    ratios: dict[int, list[float]] = defaultdict(list)
     for groups, others in zip(repeats, plain, strict=True):
-        for i, sides in enumerate(zip(groups, others, strict=True)):
-            if all(len(one.texts) == 1 and one.tokens and not stuck(one, 0, cases[i]) for one in sides):
-                found[i].append(sides[0].tokens_per_second / sides[1].tokens_per_second)
-    return found
-
-
-def differences(
-    groups: list[Measurement], plain: list[Measurement]
-) -> list[tuple[int, list[int], list[int]]]:
-    """(case, its tokens, plain's tokens) of the texts that differ."""
-    mine = [tokens for one in groups for tokens in one.token_ids]
-    base = [tokens for one in plain for tokens in one.token_ids]
-    return [(i, m, b) for i, (m, b) in enumerate(zip(mine, base, strict=True)) if m != b]
+        for i, pair in enumerate(zip(groups, others, strict=True)):
+            if all(
+                len(measurement.texts) == 1
+                and measurement.tokens
+                and not loops_wrongly(measurement.token_ids[0], measurement.texts[0], cases[i])
+                for measurement in pair
+            ):
+                ratios[i].append(pair[0].tokens_per_second / pair[1].tokens_per_second)
+    return ratios
 
 
 def tie_gap(llm: LLM, case: Case, mine: list[int], base: list[int]) -> float | None:
@@ -248,25 +220,20 @@ def tie_gap(llm: LLM, case: Case, mine: list[int], base: list[int]) -> float | N
 
 
 def ms_by_rows(measurements: list[Measurement]) -> dict[int, tuple[float, int]]:
-    found: dict[int, list[float]] = defaultdict(list)
-    for one in measurements:
-        for step in one.steps:
-            if step.decoding:
-                found[step.rows].append(step.forward_ms)
-    return {rows: (median(ms), len(ms)) for rows, ms in sorted(found.items())}
+    ms: dict[int, list[float]] = defaultdict(list)
+    for step in decoding(measurements):
+        ms[step.rows].append(step.forward_ms)
+    return {rows: (median(some), len(some)) for rows, some in sorted(ms.items())}
 
 
-def profile(measurements: list[Measurement]) -> dict[str, float]:
-    """Where the mean decoding step's time goes; empty when there was none."""
+def profile(measurements: list[Measurement], *, per_text: bool = False) -> dict[str, float]:
+    """Where the mean decoding step's time goes; empty when there was none.
+
+    `per_text`: for each text in the step, since a batch shrinks as its texts end.
+    """
     steps = decoding(measurements)
-    return {part: sum(step.profile[part] for step in steps) / len(steps) for part in PARTS} if steps else {}
-
-
-def per_text(measurements: list[Measurement]) -> dict[str, float]:
-    """ms of the decoding steps per text in them: a batch shrinks as its texts end."""
-    steps = decoding(measurements)
-    texts = sum(step.spans for step in steps)
-    return {part: sum(step.profile[part] for step in steps) / texts for part in PARTS} if texts else {}
+    count = sum(step.spans for step in steps) if per_text else len(steps)
+    return {part: sum(step.profile[part] for step in steps) / count for part in PARTS} if steps else {}
 
 
 def overhead(measurements: list[Measurement]) -> float | None:
@@ -274,7 +241,7 @@ def overhead(measurements: list[Measurement]) -> float | None:
     return 1 - (ms["propose"] + ms["forward"]) / sum(ms.values()) if ms else None
 
 
-def median_or_none(values: list[Any]) -> float | None:
+def median_or_none(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return median(known) if known else None
 

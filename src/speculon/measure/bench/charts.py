@@ -12,16 +12,8 @@ from speculon.measure.bench.plan import AGAIN
 from speculon.speculation.proposers.registry import OFF
 
 COLOURS = (
-    "#2f6f9f",
-    "#e08a2e",
-    "#4c9a5f",
-    "#b5495b",
-    "#7a68a6",
-    "#8c6d46",
-    "#5fb0b7",
-    "#d58fb5",
-    "#9aa33b",
-    "#6b6b6b",
+    *("#2f6f9f", "#e08a2e", "#4c9a5f", "#b5495b", "#7a68a6"),
+    *("#8c6d46", "#5fb0b7", "#d58fb5", "#9aa33b", "#6b6b6b"),
 )
 HIGH, LINE = 4.9, 0.17  # inches: of a chart, and of each line of its title
 PANEL, BAR = 4.4, 0.36  # inches: the narrowest panel, and a bar with its number above it
@@ -61,13 +53,10 @@ def chart_of(cells: list[Cell], title: str) -> Figure:
         draw_panel(panel, some)
         name_panel(panel, f"concurrency {count}")
     panels[0].set_ylabel("speed relative to plain decoding (median, quartiles)")
-    handles, labels = max(
-        (panel.get_legend_handles_labels() for panel in panels), key=lambda entries: len(entries[1])
-    )
-    columns = int(wide / (HANDLE + LEGEND_CHAR * max(map(len, labels))))
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=max(1, min(len(labels), columns)), frameon=False
-    )
+    legends = [panel.get_legend_handles_labels() for panel in panels]
+    handles, labels = max(legends, key=lambda entries: len(entries[1]))
+    columns = max(1, min(len(labels), int(wide / (HANDLE + LEGEND_CHAR * max(map(len, labels))))))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
     return figure
 
 
@@ -90,9 +79,8 @@ def draw_panel(panel: Any, cells: list[Cell]) -> None:
             label=mode,
         )
         over = {"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 0.5}
-        panel.bar_label(
-            bars, [f"{cell.ratio:.2f}x" for cell in shown], padding=2, fontsize=7, bbox=over, zorder=4
-        )
+        numbers = [f"{cell.ratio:.2f}x" for cell in shown]
+        panel.bar_label(bars, numbers, padding=2, fontsize=7, bbox=over, zorder=4)
     for cell in cells:
         if cell.mode == AGAIN:
             x = workloads.index(cell.workload)

@@ -14,28 +14,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-HELD_OUT_PER_MILLE = 30
-"""About 3 % of the files are never trained on."""
-
-MAX_FILE_BYTES = 500_000
-"""Longer files are tables or generated code."""
-
-_SKIPPED_PARTS = frozenset(
-    {
-        "site-packages",
-        "dist-packages",
-        "__pycache__",
-        "_bundled",
-        "encodings",
-        "pydoc_data",
-        "encoded_modules",
-        "data",
-    }
+HELD_OUT_PER_MILLE = 30  # of the files are never trained on
+MAX_FILE_BYTES = 500_000  # longer files are tables or generated code
+SKIPPED_PARTS = frozenset(
+    "site-packages dist-packages __pycache__ _bundled encodings pydoc_data encoded_modules data".split()
 )
-_SKIPPED_PREFIXES = ("_sysconfigdata", "bad", "badsyntax_", "_pyrepl_data")
-_KEYWORD_LIKE = frozenset(
-    {"self", "cls", "super", "None", "True", "False", "print", "match", "case", "type", "_"}
-)
+SKIPPED_PREFIXES = ("_sysconfigdata", "bad", "badsyntax_", "_pyrepl_data")
+KEYWORD_LIKE = frozenset("self cls super None True False print match case type _".split())
 
 
 def is_held_out(relative_path: str) -> bool:
@@ -51,25 +36,24 @@ def stdlib_root() -> Path:
 
 def stdlib_files(root: Path | None = None, held_out: bool | None = None) -> list[str]:
     """Sorted posix paths, relative to `root`, of the corpus files; `held_out` keeps one side of the split."""
-    base = root if root is not None else stdlib_root()
-    found: list[str] = []
+    base = root or stdlib_root()
+    names: list[str] = []
     for path in base.rglob("*.py"):
         relative = path.relative_to(base)
-        if _SKIPPED_PARTS.intersection(relative.parts) or relative.name.startswith(_SKIPPED_PREFIXES):
+        if SKIPPED_PARTS.intersection(relative.parts) or relative.name.startswith(SKIPPED_PREFIXES):
             continue
         if relative.parts[0].startswith("config-") or not 0 < path.stat().st_size <= MAX_FILE_BYTES:
             continue
         name = relative.as_posix()
         if held_out is None or is_held_out(name) is held_out:
-            found.append(name)
-    return sorted(found)
+            names.append(name)
+    return sorted(names)
 
 
 def read_source(relative_path: str, root: Path | None = None) -> str | None:
     """The text of one corpus file with `\\n` line ends, or None where it is not UTF-8."""
-    base = root if root is not None else stdlib_root()
     try:
-        text = (base / relative_path).read_bytes().decode("utf-8")
+        text = ((root or stdlib_root()) / relative_path).read_bytes().decode("utf-8")
     except UnicodeDecodeError:
         return None
     return text.replace("\r\n", "\n").replace("\r", "\n").replace("\f", "")
@@ -81,20 +65,18 @@ class Function:
 
     path: str
     name: str
-    source: str
-    """Without a trailing newline."""
-    identifiers: tuple[str, ...]
-    """Names that may be renamed: the function's own, its parameters, its local variables; sorted."""
+    source: str  # without a trailing newline
+    identifiers: tuple[str, ...]  # that may be renamed: its own, its parameters, its local variables; sorted
 
 
-def _bound_names(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+def bound_names(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
     names = {node.name}
     for child in ast.walk(node):
         if isinstance(child, ast.arg):
             names.add(child.arg)
         elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
             names.add(child.id)
-    return {name for name in names if name not in _KEYWORD_LIKE and not name.startswith("__")}
+    return {name for name in names if name not in KEYWORD_LIKE and not name.startswith("__")}
 
 
 def functions_in(source: str, path: str = "") -> Iterator[Function]:
@@ -112,7 +94,7 @@ def functions_in(source: str, path: str = "") -> Iterator[Function]:
             ast.parse(text)
         except (SyntaxError, ValueError):
             continue
-        identifiers = tuple(sorted(_bound_names(node)))
+        identifiers = tuple(sorted(bound_names(node)))
         if identifiers and "```" not in text:
             yield Function(path, node.name, text, identifiers)
 
@@ -145,12 +127,12 @@ def fenced(source: str) -> str:
     return f"```python\n{source}\n```"
 
 
-_FIRST = (
+FIRST_WORDS = (
     "old new raw first last next total final local cached parsed active current shared inner outer left"
     " right base main fast safe known extra hidden open closed ready valid partial merged sorted unique"
     " visible primary"
 ).split()
-_SECOND = (
+SECOND_WORDS = (
     "value item count index name path key node entry buffer line word size result table record token"
     " field state level group order target source offset limit handle option reader writer parser cursor"
     " frame label score unit"
@@ -160,9 +142,8 @@ _SECOND = (
 def draw_new_name(rng: random.Random, taken: str) -> str:
     """A plausible identifier that does not occur in the text `taken`."""
     while True:
-        first, second = rng.choice(_FIRST), rng.choice(_SECOND)
-        name = rng.choice(
-            (f"{first}_{second}", f"{second}_{first}", f"{first}{second}", f"{first}_{second}_{second[0]}")
-        )
+        first, second = rng.choice(FIRST_WORDS), rng.choice(SECOND_WORDS)
+        both = f"{first}_{second}"
+        name = rng.choice((both, f"{second}_{first}", f"{first}{second}", f"{both}_{second[0]}"))
         if not re.search(rf"(?<!\w){name}(?!\w)", taken):
             return name

@@ -12,8 +12,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -41,7 +40,7 @@ class Prompt:
 
     place: str  # file and line
     name: str
-    content: str | Seq[Mapping[str, Any]]
+    content: str | Sequence[Mapping[str, Any]]
     options: tuple[Any, ...] = ()  # a chat's tools, and its template's variables
     follows: bool = False  # whether the prompt before it is its earlier turn
 
@@ -52,7 +51,7 @@ class PromptFile:
 
     path: Path
     digest: str
-    prompts: Mapping[str, Seq[Prompt]] = field(default_factory=dict)
+    prompts: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
 
     @property
     def workloads(self) -> dict[str, tuple[Builder, float | None]]:
@@ -67,34 +66,26 @@ class PromptFile:
 
 def read_prompts(path: Path) -> PromptFile:
     """Raises `DataError` with the file, the line and the reason."""
-    raw = content_of(path)
+    try:
+        raw = path.read_bytes()
+        raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    stem = path.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".json")
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise DataError(f"{path}:{line}: not UTF-8 ({error.reason})") from None
-    found: dict[str, list[Prompt]] = {}
+    by_workload: dict[str, list[Prompt]] = {}
     # not splitlines(): JSON strings may contain other line separators
     for number, line_text in enumerate(text.split("\n"), 1):
         if line_text.strip():
-            name, prompts = read_line(line_text, f"{path}:{number}", stem_of(path))
-            found.setdefault(name, []).extend(prompts)
-    if not found:
+            name, prompts = read_line(line_text, f"{path}:{number}", stem)
+            by_workload.setdefault(name, []).extend(prompts)
+    if not by_workload:
         raise DataError(f"{path}: no prompts in it")
-    return PromptFile(path, hashlib.sha256(raw).hexdigest(), found)
-
-
-def content_of(path: Path) -> bytes:
-    try:
-        raw = path.read_bytes()
-        return gzip.decompress(raw) if path.suffix == ".gz" else raw
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-
-
-def stem_of(path: Path) -> str:
-    """The file's name without `.jsonl` and `.gz`."""
-    return path.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".json")
+    return PromptFile(path, hashlib.sha256(raw).hexdigest(), by_workload)
 
 
 def read_line(line: str, place: str, stem: str) -> tuple[str, list[Prompt]]:
@@ -111,10 +102,10 @@ def read_line(line: str, place: str, stem: str) -> tuple[str, list[Prompt]]:
         category = category_of(record, stem)
     except ValueError as error:
         raise DataError(f"{place}: {error}") from None
-    known = PLAIN_NAME.sub("-", category).strip("-") or "prompts"
+    workload = PLAIN_NAME.sub("-", category).strip("-") or "prompts"
     number = place.rpartition(":")[2]
     name = str(record.get("task_id", record.get("question_id", f"line {number}")))
-    return f"{DATA}:{known}", [
+    return f"{DATA}:{workload}", [
         Prompt(place, f"{name} turn {turn}" if turn > 1 else name, content, options, follows=turn > 1)
         for turn, content in enumerate(contents, 1)
     ]
@@ -131,12 +122,14 @@ def category_of(record: Mapping[str, Any], stem: str) -> str:
     return category
 
 
-Contents = tuple[Seq[str | Seq[Mapping[str, Any]]], tuple[Any, ...]]  # of each turn, and their options
+Contents = tuple[
+    Sequence[str | Sequence[Mapping[str, Any]]], tuple[Any, ...]
+]  # of each turn, and their options
 
 
 def turns_of(record: Mapping[str, Any]) -> Contents:
     turns = record["turns"]
-    if not isinstance(turns, list) or not turns or not all(isinstance(one, str) and one for one in turns):
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         raise ValueError("turns must be a list of strings, none of them empty")
     return [[{"role": "user", "content": turn}] for turn in turns], ()
 
@@ -162,7 +155,9 @@ def plain(record: Mapping[str, Any]) -> Contents:
 READERS = {"turns": turns_of, "messages": chat, "prompt": plain}
 
 
-def cases(path: Path, name: str, prompts: Seq[Prompt], tokenizer: Tokenizer, size: Size) -> Iterator[Case]:
+def cases(
+    path: Path, name: str, prompts: Sequence[Prompt], tokenizer: Tokenizer, size: Size
+) -> Iterator[Case]:
     """The prompts that fit the context. Raises `BenchError` where they are fewer than run at once."""
     params, fitting = SamplingParams(max_tokens=size.max_tokens), 0
     for prompt in prompts:
@@ -177,38 +172,37 @@ def cases(path: Path, name: str, prompts: Seq[Prompt], tokenizer: Tokenizer, siz
         )
 
 
-def answered(prompts: Mapping[str, Seq[Prompt]], llm: LLM, max_tokens: int) -> dict[str, list[Prompt]]:
+def answered(prompts: Mapping[str, Sequence[Prompt]], llm: LLM, max_tokens: int) -> dict[str, list[Prompt]]:
     """Later turns with the turns before them, which the target answers greedily, without speculation.
 
     Turns after one that leaves no room for `max_tokens` are left out.
     """
     chats = {name: conversations(some) for name, some in prompts.items()}
     params, plain = SamplingParams(temperature=0, max_tokens=max_tokens), {"method": OFF}
-    room, waiting, turn = llm.engine.max_context - max_tokens, list(chain(*chats.values())), 1
-    while waiting := [one for one in waiting if len(one) > turn]:
-        tokens = [encode(one[turn - 1], llm.tokenizer) for one in waiting]
-        for one, prompt in zip(waiting, tokens, strict=True):
+    room, turn = llm.engine.max_context - max_tokens, 1
+    while waiting := [chat for chat in chain(*chats.values()) if len(chat) > turn]:
+        tokens = [encode(chat[turn - 1], llm.tokenizer) for chat in waiting]
+        for chat, prompt in zip(waiting, tokens, strict=True):
             if len(prompt) > room:
-                del one[turn:]
-        pairs = [(one, prompt) for one, prompt in zip(waiting, tokens, strict=True) if len(one) > turn]
+                del chat[turn:]
+        pairs = [(chat, prompt) for chat, prompt in zip(waiting, tokens, strict=True) if len(chat) > turn]
         outputs = llm.generate([prompt for _, prompt in pairs], params, speculation=plain) if pairs else []
-        for (one, _), output in zip(pairs, outputs, strict=True):
+        for (chat, _), output in zip(pairs, outputs, strict=True):
             answer = {"role": "assistant", "content": output.text}
-            content = [*one[turn - 1].content, answer, *one[turn].content]
-            one[turn] = replace(one[turn], content=content)
+            chat[turn] = replace(chat[turn], content=[*chat[turn - 1].content, answer, *chat[turn].content])
         turn += 1
     return {name: list(chain(*some)) for name, some in chats.items()}
 
 
-def conversations(prompts: Seq[Prompt]) -> list[list[Prompt]]:
+def conversations(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
     """The turns of each line."""
-    found: list[list[Prompt]] = []
-    for one in prompts:
-        if one.follows:
-            found[-1].append(one)
+    chats: list[list[Prompt]] = []
+    for prompt in prompts:
+        if prompt.follows:
+            chats[-1].append(prompt)
         else:
-            found.append([one])
-    return found
+            chats.append([prompt])
+    return chats
 
 
 def encode(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:

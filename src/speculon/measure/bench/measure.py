@@ -85,9 +85,8 @@ def measure(llm: LLM, cases: list[Case], speculation: Mapping[str, Any], time: s
     each = [{**speculation, "pool": case.user and f"{case.user}, {time}"} for case in cases]
     with recording(llm.engine) as steps:
         began = perf_counter()
-        outputs = llm.generate(
-            [case.prompt for case in cases], [case.params for case in cases], speculation=each
-        )
+        prompts, params = [case.prompt for case in cases], [case.params for case in cases]
+        outputs = llm.generate(prompts, params, speculation=each)
         seconds = perf_counter() - began
     stats = RequestStats()
     for output in outputs:
@@ -114,22 +113,22 @@ def recording(engine: Engine) -> Iterator[list[Step]]:
             steps.append(Step(counters.rows - rows, len(events), tokens, decoding, profile, stops))
         return events
 
-    vars(engine)["step"] = step
-    try:
+    with in_place(engine, step=step):
         yield steps
-    finally:
-        del vars(engine)["step"]
 
 
 @contextmanager
 def in_place(engine: Engine, **parts: Any) -> Iterator[None]:
-    """Other objects in the place of an engine's own, while something is measured."""
-    before = {name: vars(engine)[name] for name in parts}
-    vars(engine).update(parts)
+    """Other objects and methods in the place of an engine's own, while something is measured."""
+    own = vars(engine)
+    before = {name: own[name] for name in parts if name in own}
+    own.update(parts)
     try:
         yield
     finally:
-        vars(engine).update(before)
+        for name in parts:
+            del own[name]
+        own.update(before)
 
 
 def loops(token_ids: list[int]) -> bool:

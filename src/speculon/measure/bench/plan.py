@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
 
-from speculon.core.config import MAX_DRAFTS, USUAL_DRAFTS
+from pydantic import BeforeValidator, Field
+
+from speculon.core.checked import Checked
+from speculon.core.config import MAX_DRAFTS, USUAL_DRAFTS, EngineConfig
 from speculon.core.errors import InvalidParameter
 from speculon.measure.bench import workloads
-from speculon.measure.bench.data import PromptFile
+from speculon.measure.bench.data import DATA, PromptFile, read_prompts
 from speculon.measure.bench.workloads import Known, Size
 from speculon.speculation.proposers.registry import OFF, check_method
 
@@ -19,17 +23,12 @@ TRANSFORMERS = "transformers"
 VARIANT = "batch-variant"  # `off` with batch_invariant = false: its ratio is what batch invariance costs
 BASELINES = frozenset({TRANSFORMERS, VARIANT})  # not modes of the engine
 FIXED = "fixed"  # the policy that others are compared with
-FIXED_MODES = (
-    OFF,
-    "ngram:8",
-    "suffix:8",
-    "suffix:16",
-    "draft_model:2",
-    "draft_model:4",
-    "eagle3:3",
-    "auto:8",
+MODES = (
+    *(OFF, "ngram:8", "suffix:8", "suffix:16", "draft_model:2", "draft_model:4", "eagle3:3", "auto:8"),
+    *("auto/adaptive", "auto:8/solo", "auto"),
 )
-MODES = (*FIXED_MODES, "auto/adaptive", "auto:8/solo", "auto")
+CONCURRENCY = (1, 4, 8)
+QUICK: dict[str, Any] = {"prompts": 8, "max_tokens": 64, "repeats": 1, "concurrency": (1, 4)}
 RULES = ("matching", "rejection", "block")
 FORM = re.compile(r"(?P<method>[^:/+]+)(:(?P<k>[0-9]{1,4}))?(?P<names>(/[^/]+)*)")
 
@@ -48,23 +47,67 @@ class Mode:
         return str(self.speculation.get("policy", default)) if self.speculates else FIXED
 
 
-@dataclass(frozen=True, slots=True)
-class BenchPlan:
+def parts_of(value: Any) -> Any:
+    """`code,edit` as a tuple."""
+    if not isinstance(value, str):
+        return value
+    return tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+def numbers_of(value: Any) -> Any:
+    parts = parts_of(value)
+    if isinstance(value, str) and not all(part.isdecimal() for part in parts):
+        raise ValueError("whole numbers with commas between")
+    return parts
+
+
+Words = Annotated[tuple[str, ...], BeforeValidator(parts_of)]
+Numbers = Annotated[tuple[int, ...], BeforeValidator(numbers_of)]
+LIST: dict[str, Any] = {"metavar": "LIST"}
+
+
+class BenchPlan(Checked):
     """What to compare. Raises `InvalidParameter` or `UnknownMethod` for what cannot be."""
 
-    workloads: tuple[str, ...] = tuple(workloads.WORKLOADS)
-    modes: tuple[str, ...] = MODES
-    concurrency: tuple[int, ...] = (1, 4, 8)
-    prompts: int = 32
-    max_tokens: int = 128
-    repeats: int = 1
-    with_transformers: bool = False
-    with_variant: bool = False  # plain decoding without batch invariance, too
-    widen: int | None = None  # the target, to about this many million parameters
+    workloads: Words = Field(
+        tuple(workloads.WORKLOADS),
+        description="of code, edit, prose, mixed, warm; NAME@T: at temperature T (default: all)",
+        json_schema_extra=LIST,
+    )
+    data: PromptFile | None = Field(
+        None,
+        description="prompts as JSON lines, or .gz of them: Spec-Bench, chats, prompts, HumanEval; each "
+        "category is a workload, instead of the usual ones or beside those of --workloads",
+        json_schema_extra={"metavar": "FILE"},
+    )
+    modes: Words = Field(
+        MODES,
+        description="METHOD:K/POLICY/RULE, of which only METHOD is required: auto, suffix:8, auto:8/solo, "
+        "draft_model:4/block. Without POLICY a mode with K is fixed, and one without K runs under "
+        "--policy (default: methods at several K, and auto under three policies)",
+        json_schema_extra=LIST,
+    )
+    concurrency: Numbers = Field(
+        CONCURRENCY, description="concurrent requests (default: 1,4,8)", json_schema_extra=LIST
+    )
+    prompts: int = Field(32, description="per workload")
+    max_tokens: int = Field(128, description="most tokens per prompt")
+    repeats: int = Field(1, description="measurements of each mode; medians are reported")
+    with_transformers: bool = Field(
+        False, description="also measure transformers' generate, one request at a time"
+    )
+    with_variant: bool = Field(
+        False, description="also measure plain decoding without batch invariance: what that costs"
+    )
+    widen: int | None = Field(
+        None,
+        description="widen the target to N million parameters: the same text at the cost of a larger model",
+        json_schema_extra={"metavar": "N"},
+    )
     fuse: bool = True  # the widened target; any other is loaded fused, or not
-    data: PromptFile | None = None  # whose categories are workloads, too
 
-    def __post_init__(self) -> None:
+    def __init__(self, /, **values: Any):
+        super().__init__(**values)
         for name in ("workloads", "modes", "concurrency"):
             if not getattr(self, name):
                 raise InvalidParameter(name, "", "name at least one")
@@ -82,23 +125,17 @@ class BenchPlan:
                 raise InvalidParameter(
                     "concurrency", count, f"must be from 1 to the number of prompts, {self.prompts}"
                 )
+        highest = max(self.concurrency)
         for name in self.workloads:
             workloads.parse(name, self.more)
-            self.check_enough(name)
-            if workloads.in_loops(name) and self.prompts < 2 * max(self.concurrency):
-                most = max(self.concurrency)
-                raise InvalidParameter(
-                    "prompts", self.prompts, f"{name} takes {2 * most}: two edits for each of {most} users"
-                )
+            if highest > self.cases(name):
+                reason = f"{name} has {self.cases(name)} prompts in {self.data and self.data.path}"
+                raise InvalidParameter("concurrency", highest, reason)
+            if workloads.in_loops(name) and self.prompts < 2 * highest:
+                reason = f"{name} takes {2 * highest}: two edits for each of {highest} users"
+                raise InvalidParameter("prompts", self.prompts, reason)
         for mode in self.modes:
             parse_mode(mode)
-
-    def check_enough(self, workload: str) -> None:
-        """Raises where a workload of the file has fewer prompts than run at once."""
-        available, most = self.cases(workload), max(self.concurrency)
-        if most > available:
-            reason = f"{workload} has {available} prompts in {self.data and self.data.path}"
-            raise InvalidParameter("concurrency", most, reason)
 
     @property
     def more(self) -> Known:
@@ -147,10 +184,49 @@ class BenchPlan:
 
     def at_hand(self, lacking: Callable[[str], object]) -> BenchPlan:
         """Without the modes that have no drafter; `lacking` gives the reason, by method."""
-        return replace(
-            self,
-            modes=tuple(mode for mode in self.modes if not lacking(parse_mode(mode).speculation["method"])),
-        )
+        modes = tuple(mode for mode in self.modes if not lacking(parse_mode(mode).speculation["method"]))
+        return BenchPlan(**{**dict(self), "modes": modes})
+
+    def engine_settings(self, settings: Mapping[str, Any], config: EngineConfig) -> dict[str, Any]:
+        """Those of the command line, with what follows from the plan where nobody set it."""
+        settings, speculation = dict(settings), config.speculation
+        if "suffix_pools" not in speculation.model_fields_set:
+            pools = max(speculation.suffix_pools, self.users)
+            settings["speculation"] = {**settings.get("speculation", {}), "suffix_pools": pools}
+        if self.widen:
+            settings["fuse"] = False  # until it is wide
+        if config.warmup is None:  # a mode may name another policy than the engine's
+            policies = {parse_mode(mode).policy(speculation.policy) for mode in self.modes}
+            settings["warmup"] = policies != {FIXED}
+        return settings
+
+
+def make_plan(options: Mapping[str, Any], quick: bool) -> BenchPlan:
+    """The plan of the options that were set on a command line.
+
+    Of a file all is measured unless a part of it was named, at concurrencies that its prompts suffice for.
+    """
+    fields = {**(QUICK if quick else {}), **options}
+    if DATA in options:
+        data = read_prompts(Path(options[DATA]))
+        fields |= {DATA: data, "workloads": with_data(data, parts_of(options.get("workloads", ())))}
+        if "concurrency" not in options:
+            fewest = min(map(len, data.prompts.values()))
+            usual = fields.get("concurrency", CONCURRENCY)
+            fields["concurrency"] = tuple(count for count in usual if count <= fewest)
+    return BenchPlan(**fields)
+
+
+def with_data(data: PromptFile, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The named workloads. `data` and `data@T` are all of the file, and so is naming none of it."""
+    chosen: list[str] = []
+    for text in names:
+        name, at_sign, temperature = text.partition("@")
+        every = data.prompts if name == DATA else (name,)
+        chosen += [f"{workload}{at_sign}{temperature}" for workload in every]
+    if not any(name.startswith(f"{DATA}:") for name in chosen):
+        chosen += data.prompts
+    return tuple(chosen)
 
 
 def parse_mode(text: str) -> Mode:
@@ -159,10 +235,10 @@ def parse_mode(text: str) -> Mode:
     A mode with K and without a policy is `fixed`; one with neither runs under the engine's policy. Raises
     `UnknownMethod` or `InvalidParameter`.
     """
-    found = FORM.fullmatch(text)
-    if found is None:
+    parts = FORM.fullmatch(text)
+    if parts is None:
         raise wrong(text)
-    method, k, names = found["method"], found["k"], found["names"].split("/")[1:]
+    method, k, names = parts["method"], parts["k"], parts["names"].split("/")[1:]
     check_method(method)
     if method == OFF:
         if k or names:
@@ -173,8 +249,7 @@ def parse_mode(text: str) -> Mode:
     if names or (k and not 1 <= int(k) <= MAX_DRAFTS):
         raise wrong(text)
     options = {"num_speculative_tokens": k and int(k), "policy": policy, "acceptance": rule}
-    given = {name: value for name, value in options.items() if value is not None}
-    return Mode(text, {"method": method, **given})
+    return Mode(text, {"method": method} | {name: v for name, v in options.items() if v is not None})
 
 
 def wrong(text: str) -> InvalidParameter:

@@ -39,30 +39,26 @@ def model_facts(llm: LLM) -> dict[str, Any]:
 
 def commit() -> str | None:
     """Of the checkout this package runs from, with `+` when it has changes; None for an installed package."""
-    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
+        return subprocess.check_output(command, stderr=subprocess.PIPE, text=True, timeout=10).strip()
+
     try:
-        head, changes = (
-            subprocess.run(
-                [*git, *arguments], capture_output=True, text=True, timeout=10, check=True
-            ).stdout.strip()
-            for arguments in (
-                ("rev-parse", "--short=12", "HEAD"),
-                ("status", "--porcelain", "--untracked-files=no", ".."),
-            )
-        )
+        changes = git("status", "--porcelain", "--untracked-files=no", "..")
+        return git("rev-parse", "--short=12", "HEAD") + "+" * bool(changes)
     except (OSError, subprocess.SubprocessError):
         return None
-    return head + "+" * bool(changes)
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    known = {"python": platform.python_version()}
     for name in ("speculon", "torch", "transformers", "tokenizers"):
         try:
-            found[name] = version(name)
+            known[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            known[name] = "not installed"
+    return known
 
 
 def machine() -> dict[str, Any]:

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from importlib.util import find_spec
 from itertools import groupby
 from math import exp, log
@@ -17,12 +18,11 @@ from rich.console import Console
 from rich.table import Table
 
 from speculon.core.telemetry import PARTS
-from speculon.measure.bench.advice import Advice
-from speculon.measure.bench.against import Against, MeanRatio, against_best_fixed
+from speculon.measure.bench.advice import Advice, Against, MeanRatio, against_best_fixed
 from speculon.measure.bench.cell import Cell
 from speculon.measure.bench.plan import AGAIN, BASELINES, BenchPlan
 from speculon.measure.bench.provenance import commit, machine, model_facts, versions, write_files
-from speculon.measure.bench.rounds import SPEEDS, RoundCosts
+from speculon.measure.bench.rounds import SPEEDS
 from speculon.measure.bench.settings import as_toml
 from speculon.measure.bench.tables import Column, markdown, number, terminal
 from speculon.measure.bench.workloads import Case, fingerprint
@@ -32,50 +32,38 @@ if TYPE_CHECKING:
     from speculon.engine.llm import LLM
 
 MEASURED = (
-    "tokens_per_second: tokens written / wall time from submission to the last token, prompt processing and "
-    "all "
-    "Python included, prefix cache off; decode_*: the same over steps without prompt tokens. "
-    "ratio: median over (group of prompts, repeat) of a mode's speed / the speed of `off` on the same group "
-    "in the "
-    "same repeat; `off again` repeats `off` and shows the noise; ratio_without_loops: over the pairs of "
-    "single "
-    "texts of which neither ends repeating itself. "
-    "rounds: decoding calls that verified drafts. needed: tokens per target call for a speed s: "
-    "s * (ms of such a call) / (ms of a plain one); acceptance a, equal at every position, with "
-    "sum_{i=0..K} a^i of that; null: impossible. "
-    "profile: mean ms of a decoding step, part by part. "
-    "policy: of the mode's requests; each mode has policies of its own, which begin with the costs that the "
-    "engine "
-    "measured at start, and observe rounds of this mode alone. "
-    "speeds: tokens_per_second by repeat and group of prompts, in the order of the cases. "
-    "against_best_fixed: over_best: geometric mean over groups of a mode's speed / that of the fixed mode "
-    "(`off` "
-    "among them) that was fastest on the other half of the groups; picked: by the first half, and by the "
-    "second; "
-    "over_plain, again: the mode's speed, and that of `off again`, / that of `off`; low, high: 90 % "
-    "interval, from "
-    "resampled groups of each cell."
+    "tokens_per_second: tokens written / wall time from submission to the last token, prompt processing "
+    "and all Python included, prefix cache off; decode_*: the same over steps without prompt tokens. "
+    "ratio: median over (group of prompts, repeat) of a mode's speed / the speed of `off` on the same "
+    "group in the same repeat; `off again` repeats `off` and shows the noise; ratio_without_loops: over "
+    "the pairs of single texts of which neither ends repeating itself. rounds: decoding calls that "
+    "verified drafts. needed: tokens per target call for a speed s: s * (ms of such a call) / (ms of a "
+    "plain one); acceptance a, equal at every position, with sum_{i=0..K} a^i of that; null: impossible. "
+    "profile: mean ms of a decoding step, part by part. policy: of the mode's requests; each mode has "
+    "policies of its own, which begin with the costs that the engine measured at start, and observe rounds "
+    "of this mode alone. speeds: tokens_per_second by repeat and group of prompts, in the order of the "
+    "cases. against_best_fixed: over_best: geometric mean over groups of a mode's speed / that of the "
+    "fixed mode (`off` among them) that was fastest on the other half of the groups; picked: by the first "
+    "half, and by the second; over_plain, again: the mode's speed, and that of `off again`, / that of "
+    "`off`; low, high: 90 % interval, from resampled groups of each cell."
 )
 WIDENED = "the same function at the call cost of a larger model"
 
 TERMINAL_LEGEND = (
     "tok/s: prompts included; x off: median of pairs; tok/call: tokens per target call; accepted: share of "
-    "the "
-    "drafts; same: texts equal to those of `off`; diagnosis: why a mode did not help (docs/bench.md)"
+    "the drafts; same: texts equal to those of `off`; diagnosis: why a mode did not help (docs/bench.md)"
 )
 LEGEND = (
     "tok/s: prompts included; x off: median of pairs; no loops: over the n texts that do not end repeating "
     "themselves; ms (rows): a decoding call of the target, its two usual sizes; engine: share of a step "
-    "neither in "
-    "the target nor on drafts; same: texts equal to those of `off`; loops: texts that end repeating "
-    "themselves and "
-    "are not right; diagnosis: why a mode did not help, docs/bench.md says how it is found"
+    "neither in the target nor on drafts; same: texts equal to those of `off`; loops: texts that end "
+    "repeating themselves and are not right; diagnosis: why a mode did not help, docs/bench.md says how it "
+    "is found"
 )
 AGAINST = "policies against the best fixed mode"
 AGAINST_TERMINAL_LEGEND = (
     "best fixed: the fastest mode with a fixed K, picked on one half of the prompts and compared on the "
-    "other; "
-    "90 %: interval; an interval around 1 is undecided"
+    "other; 90 %: interval; an interval around 1 is undecided"
 )
 AGAINST_LEGEND = (
     "best fixed: the fastest mode of a fixed policy, `off` among them, picked on one half of the prompts and "
@@ -85,11 +73,9 @@ AGAINST_LEGEND = (
 )
 ROUNDS_LEGEND = (
     "rounds: decoding calls that verified drafts (in the first a draft model reads the prompt), their mean "
-    "time and "
-    "its shares; a: acceptance of drafts whose predecessors were all accepted; for Sx: tokens per call, and "
-    "a equal "
-    "at every position, that would make decoding S times as fast as plain at these costs (batch size 1); "
-    "from: share of the accepted tokens by source"
+    "time and its shares; a: acceptance of drafts whose predecessors were all accepted; for Sx: tokens per "
+    "call, and a equal at every position, that would make decoding S times as fast as plain at these costs "
+    "(batch size 1); from: share of the accepted tokens by source"
 )
 PROFILE_LEGEND = (
     "ms: a mean decoding step, and its shares; prepare: schedule, pages, the batch; decide: the policy; "
@@ -98,32 +84,89 @@ PROFILE_LEGEND = (
 )
 
 
+# figures
+
+
+def ratio(cell: Cell) -> str:
+    return "1" if cell.mode == OFF else f"{cell.ratio:.2f}"
+
+
+def ratio_without_loops(cell: Cell) -> str:
+    if not cell.texts_without_loops:
+        return "-"
+    return f"{number(cell.ratio_without_loops, '.2f')} ({cell.texts_without_loops})"
+
+
+def same(cell: Cell) -> str:
+    if cell.mode == OFF:
+        return "-"
+    return f"{texts_of(cell) - cell.different}/{texts_of(cell)}" if cell.different else "all"
+
+
+def texts_of(cell: Cell) -> int:
+    """Of all repeats."""
+    return cell.texts * len(cell.per_repeat)
+
+
+def usual_calls(cell: Cell) -> str:
+    """The two most frequent sizes of a decoding call, small ones first."""
+    often = sorted(cell.ms_by_rows, key=lambda rows: -cell.ms_by_rows[rows][1])[:2]
+    return " ".join(f"{cell.ms_by_rows[rows][0]:.1f} ({rows})" for rows in sorted(often)) or "-"
+
+
+def by_position(cell: Cell) -> str:
+    shares = " ".join(f"{share:.0%}".rstrip("%") for share in cell.per_position)
+    return f"{shares} %" if shares else "-"
+
+
+def by_source(cell: Cell) -> str:
+    return ", ".join(f"{source} {share:.0%}" for source, share in cell.sources.items())
+
+
+def required(i: int, cell: Cell) -> str:
+    """For the speed at this place in `SPEEDS`."""
+    if not cell.needed:
+        return "-"
+    need = cell.needed[i]
+    acceptance = "impossible" if need.acceptance is None else f"{need.acceptance:.0%}"
+    return f"{need.tokens_per_target_call:.2f} ({acceptance})"
+
+
+def share_of_step(part: str, cell: Cell) -> str:
+    return f"{cell.profile[part] / sum(cell.profile.values()):.1%}"
+
+
+def with_bounds(speed: MeanRatio) -> str:
+    return f"{speed.ratio:.2f}" + (f" ({speed.bounds})" if speed.low is not None else "")
+
+
+# columns
+
 PLACE: tuple[Column[Cell], ...] = (
     Column("workload", lambda cell: cell.workload),
     Column("concurrency", lambda cell: str(cell.concurrency)),
     Column("mode", lambda cell: cell.mode),
 )
 SPEED: Column[Cell] = Column("tok/s", lambda cell: f"{cell.tokens_per_second:.0f}")
-RATIO: Column[Cell] = Column("x off", lambda cell: ratio(cell))
+RATIO, SAME = Column("x off", ratio), Column("same", same)
 PER_CALL: Column[Cell] = Column("tok/call", lambda cell: number(cell.tokens_per_target_call, ".2f"))
-SAME: Column[Cell] = Column("same", lambda cell: same(cell))
 DIAGNOSIS: Column[Cell] = Column("diagnosis", lambda cell: cell.diagnosis or "-", words=True)
 ALL_FIGURES = (
     *PLACE,
     SPEED,
     RATIO,
-    Column("x off, no loops (n)", lambda cell: ratio_without_loops(cell)),
+    Column("x off, no loops (n)", ratio_without_loops),
     PER_CALL,
-    Column("ms (rows)", lambda cell: " ".join(f"{ms:.1f} ({n})" for n, ms in usual_calls(cell)) or "-"),
+    Column("ms (rows)", usual_calls),
     Column("engine", lambda cell: number(cell.overhead, ".1%")),
     SAME,
     Column("exact", lambda cell: number(cell.exact, ".0%")),
     Column("loops", lambda cell: f"{cell.looping:.0%}"),
     DIAGNOSIS,
-    Column("drafts accepted, by position", lambda cell: by_position(cell)),
+    Column("drafts accepted, by position", by_position),
 )
 TERMINAL: tuple[Column[Cell], ...] = (
-    Column("mode", lambda cell: cell.mode),
+    PLACE[-1],
     SPEED,
     RATIO,
     PER_CALL,
@@ -131,26 +174,25 @@ TERMINAL: tuple[Column[Cell], ...] = (
     SAME,
     DIAGNOSIS,
 )
-Spent = tuple[Cell, RoundCosts]
-ROUNDS: tuple[Column[Spent], ...] = (
-    *(Column(column.name, lambda row, text=column.text: text(row[0])) for column in PLACE),  # type: ignore[misc]
-    Column("rounds", lambda row: str(row[1].calls)),
-    Column("ms", lambda row: f"{row[1].step_ms:.1f}"),
-    Column("draft", lambda row: f"{row[1].draft:.0%}"),
-    Column("target", lambda row: f"{row[1].target:.0%}"),
-    Column("rest", lambda row: f"{row[1].rest:.0%}"),
-    Column("ms/draft", lambda row: f"{row[1].draft_ms_per_position:.2f}"),
+ROUNDS: tuple[Column[Any], ...] = (  # of cells with rounds
+    *PLACE,
+    Column("rounds", lambda cell: str(cell.rounds.calls)),
+    Column("ms", lambda cell: f"{cell.rounds.step_ms:.1f}"),
+    Column("draft", lambda cell: f"{cell.rounds.draft:.0%}"),
+    Column("target", lambda cell: f"{cell.rounds.target:.0%}"),
+    Column("rest", lambda cell: f"{cell.rounds.rest:.0%}"),
+    Column("ms/draft", lambda cell: f"{cell.rounds.draft_ms_per_position:.2f}"),
     Column(
         "found tok/call (a)",
-        lambda row: f"{row[1].tokens_per_target_call:.2f} ({number(row[0].reached, '.0%')})",
+        lambda cell: f"{cell.rounds.tokens_per_target_call:.2f} ({number(cell.reached, '.0%')})",
     ),
-    *(Column(f"for {speed:g}x", lambda row, i=i: required(row[0], i)) for i, speed in enumerate(SPEEDS)),  # type: ignore[misc]
-    Column("from", lambda row: by_source(row[0])),
+    *(Column(f"for {speed:g}x", partial(required, i)) for i, speed in enumerate(SPEEDS)),
+    Column("from", by_source),
 )
 PROFILE: tuple[Column[Cell], ...] = (
     *PLACE,
     Column("ms", lambda cell: f"{sum(cell.profile.values()):.2f}"),
-    *(Column(part, lambda cell, part=part: share_of_step(cell, part)) for part in PARTS),  # type: ignore[misc]
+    *(Column(part, partial(share_of_step, part)) for part in PARTS),
 )
 POLICY_PLACE: tuple[Column[Against], ...] = (
     Column("workload", lambda row: row.workload),
@@ -168,7 +210,7 @@ AGAINST_ALL = (
 AGAINST_TERMINAL = (
     *POLICY_PLACE,
     Column("x best fixed", lambda row: f"{row.over_best.ratio:.2f}"),
-    Column("90 %", lambda row: bounds(row.over_best)),
+    Column("90 %", lambda row: row.over_best.bounds),
     Column("", lambda row: row.over_best.verdict, words=True),
 )
 
@@ -203,9 +245,16 @@ class Report:
         model = {**model_facts(llm), "widened_to": plan.widen and plan.widen * 1_000_000}
         return cls(
             shlex.join(["speculon", *argv]),
-            {**asdict(plan), "data": plan.data and plan.data.facts()},
+            {**plan.model_dump(exclude={"data"}), "data": plan.data and plan.data.facts()},
             model,
-            workload_facts(cases),
+            {
+                name: {
+                    "cases": len(some),
+                    "prompt_tokens": [len(case.prompt) for case in some],
+                    "fingerprint": fingerprint(some),
+                }
+                for name, some in cases.items()
+            },
             cells,
             against_best_fixed(cells),
             advice,
@@ -213,17 +262,6 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def workload_facts(cases: dict[str, list[Case]]) -> dict[str, dict[str, Any]]:
-    return {
-        name: {
-            "cases": len(some),
-            "prompt_tokens": [len(case.prompt) for case in some],
-            "fingerprint": fingerprint(some),
-        }
-        for name, some in cases.items()
-    }
 
 
 def write(report: Report, folder: Path) -> list[Path]:
@@ -258,8 +296,7 @@ def heading(report: Report) -> str:
     return (
         f"`{report.command}` at {report.commit or 'an installed package'}, {report.date[:10]}: "
         f"{model_line(report)}, torch {report.versions['torch']}; medians of {plan['repeats']} alternated "
-        "repeats "
-        f"of {plan['prompts']} prompts, up to {plan['max_tokens']} tokens each"
+        f"repeats of {plan['prompts']} prompts, up to {plan['max_tokens']} tokens each"
     )
 
 
@@ -275,72 +312,18 @@ def model_line(report: Report) -> str:
     )
 
 
-# figures
-
-
-def ratio_without_loops(cell: Cell) -> str:
-    if not cell.texts_without_loops:
-        return "-"
-    return f"{number(cell.ratio_without_loops, '.2f')} ({cell.texts_without_loops})"
-
-
-def ratio(cell: Cell) -> str:
-    return "1" if cell.mode == OFF else f"{cell.ratio:.2f}"
-
-
-def same(cell: Cell) -> str:
-    if cell.mode == OFF:
-        return "-"
-    return f"{texts_of(cell) - cell.different}/{texts_of(cell)}" if cell.different else "all"
-
-
-def texts_of(cell: Cell) -> int:
-    """Of all repeats."""
-    return cell.texts * len(cell.per_repeat)
-
-
-def usual_calls(cell: Cell) -> list[tuple[int, float]]:
-    """The two most frequent sizes of a decoding call, small ones first."""
-    often = sorted(cell.ms_by_rows, key=lambda rows: -cell.ms_by_rows[rows][1])[:2]
-    return [(rows, cell.ms_by_rows[rows][0]) for rows in sorted(often)]
-
-
-def required(cell: Cell, i: int) -> str:
-    """For the speed at this place in `SPEEDS`."""
-    if not cell.needed:
-        return "-"
-    need = cell.needed[i]
-    acceptance = "impossible" if need.acceptance is None else f"{need.acceptance:.0%}"
-    return f"{need.tokens_per_target_call:.2f} ({acceptance})"
-
-
-def share_of_step(cell: Cell, part: str) -> str:
-    return f"{cell.profile[part] / sum(cell.profile.values()):.1%}"
-
-
-def by_position(cell: Cell) -> str:
-    shares = " ".join(f"{share:.0%}".rstrip("%") for share in cell.per_position)
-    return f"{shares} %" if shares else "-"
-
-
-def by_source(cell: Cell) -> str:
-    return ", ".join(f"{source} {share:.0%}" for source, share in cell.sources.items())
-
-
-def with_bounds(found: MeanRatio) -> str:
-    return f"{found.ratio:.2f}" + (f" ({bounds(found)})" if found.low is not None else "")
-
-
-def bounds(found: MeanRatio) -> str:
-    return "-" if found.low is None or found.high is None else f"{found.low:.2f}-{found.high:.2f}"
-
-
 # sentences
 
 
 def verdict(cells: Sequence[Cell], against: Sequence[Against]) -> str:
     """The result in a sentence for the fastest mode, and one for each policy."""
-    return " ".join([fastest(cells), *(held_against(row) for row in against if row.concurrency is None)])
+    sentences = [fastest(cells)]
+    for row in against:
+        if row.concurrency is None:
+            speed = row.over_best
+            sure = f", 90 % {speed.bounds}: {speed.verdict}" if speed.low is not None else ""
+            sentences.append(f"{row.mode} against the best fixed mode: {speed.ratio:.2f}x{sure}.")
+    return " ".join(sentences)
 
 
 def fastest(cells: Sequence[Cell]) -> str:
@@ -361,12 +344,6 @@ def fastest(cells: Sequence[Cell]) -> str:
 def mean_ratio(ratios: Sequence[float]) -> float:
     """Geometric."""
     return exp(fmean(log(ratio) for ratio in ratios))
-
-
-def held_against(row: Against) -> str:
-    found = row.over_best
-    line = f"{row.mode} against the best fixed mode: {found.ratio:.2f}x"
-    return f"{line}, 90 % {bounds(found)}: {found.verdict}." if found.low is not None else f"{line}."
 
 
 def difference(cell: Cell) -> str | None:
@@ -391,13 +368,11 @@ def by_cell(cells: list[Cell]) -> list[list[Cell]]:
 
 def speed_table(cells: list[Cell]) -> Table:
     """For the terminal: the modes of one workload at one concurrency."""
-    title = f"{cells[0].workload}, concurrency {cells[0].concurrency}"
-    return terminal(
-        title,
-        TERMINAL,
-        cells,
-        lambda cell: "dim" if cell.mode in (OFF, AGAIN) else "green" if cell.ratio > 1 else "",
-    )
+
+    def style(cell: Cell) -> str:
+        return "dim" if cell.mode in (OFF, AGAIN) else "green" if cell.ratio > 1 else ""
+
+    return terminal(f"{cells[0].workload}, concurrency {cells[0].concurrency}", TERMINAL, cells, style)
 
 
 def against_table(rows: list[Against]) -> Table:
@@ -407,7 +382,7 @@ def against_table(rows: list[Against]) -> Table:
 
 def rounds_markdown(cells: list[Cell]) -> str:
     """What a round costs, and what it has to yield."""
-    return markdown(ROUNDS, [(cell, cell.rounds) for cell in cells if cell.rounds])
+    return markdown(ROUNDS, [cell for cell in cells if cell.rounds])
 
 
 def profile_markdown(cells: list[Cell]) -> str:

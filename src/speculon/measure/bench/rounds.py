@@ -1,16 +1,24 @@
-"""What a round costs, and how many tokens it has to yield to pay."""
+"""What a round costs, how many tokens it has to yield to pay, and why a mode did not help."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from speculon.core.telemetry import SpeculationStats
-from speculon.core.types import SpanOutcome
+from speculon.core.telemetry import RequestStats, SpeculationStats
+from speculon.core.types import Reason, SpanOutcome
 from speculon.measure.bench.measure import Measurement, Step
 
 SPEEDS = (1.0, 1.5, 2.0)  # times plain decoding
 HALVINGS = 40  # of [0, 1]: beyond what is shown
 CORRECTED = (SpanOutcome.TAIL, SpanOutcome.EARLY, SpanOutcome.EARLY_STOP)
+PAYS, EVEN, UNCLEAR = "pays", "even", "unclear"
+NO_PROPOSALS, GATED = "no proposals", "gated"
+LOW_ACCEPTANCE, DRAFT_COST, VERIFY_COST = "low acceptance", "draft cost", "verify cost"
+# by a policy
+GATES = {Reason.COLD, Reason.COOLDOWN, Reason.LOW_ACCEPTANCE, Reason.COST, Reason.LOAD, Reason.SOLO}
+
+Profile = Mapping[str, float]  # part of a decoding call -> its mean ms for each text
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +48,8 @@ def rounds_of(measurements: list[Measurement]) -> RoundCosts | None:
     steps = [step for step in decoding(measurements) if step.drafted]
     if not steps:
         return None
-    whole, draft, target = (
-        sum(ms)
-        for ms in zip(*((step.step_ms, step.draft_ms, step.forward_ms) for step in steps), strict=True)
-    )
+    parts = [(step.step_ms, step.draft_ms, step.forward_ms) for step in steps]
+    whole, draft, target = map(sum, zip(*parts, strict=True))
     return RoundCosts(
         calls=len(steps),
         step_ms=whole / len(steps),
@@ -74,9 +80,8 @@ def equal_acceptance(tokens_per_call: float, k: int) -> float | None:
     low, high = 0.0, 1.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        low, high = (
-            (middle, high) if sum(middle**i for i in range(k + 1)) < tokens_per_call else (low, middle)
-        )
+        too_low = sum(middle**i for i in range(k + 1)) < tokens_per_call
+        low, high = (middle, high) if too_low else (low, middle)
     return high
 
 
@@ -93,4 +98,44 @@ def mean_step_ms(measurements: list[Measurement]) -> float | None:
 
 
 def decoding(measurements: list[Measurement]) -> list[Step]:
-    return [step for one in measurements for step in one.steps if step.decoding]
+    return [step for measurement in measurements for step in measurement.steps if step.decoding]
+
+
+def gated(stats: RequestStats) -> bool:
+    """Whether a policy decided against drafts."""
+    return any(stats.reasons[gate] for gate in GATES)
+
+
+def diagnose(
+    stats: RequestStats, call: Profile, plain: Profile, ratio: float, noise: tuple[float, float]
+) -> str:
+    """`call`, `plain`: mean ms of a decoding call per text; `noise`: of plain decoding over itself.
+
+    Where most calls had no draft and little was lost, it is the reason for that. Otherwise it is the largest
+    of three losses, in ms per call: rejected drafts (each a plain call), drafting, verifying.
+    """
+    low, high = noise
+    if ratio > high:
+        return PAYS
+    reasons = {reason: n for reason, n in stats.reasons.items() if reason != Reason.MAX_TOKENS}
+    silent = sum(reasons.values()) >= stats.rounds
+    if reasons and silent and (ratio >= low or not stats.rounds):
+        first = max(reasons, key=reasons.__getitem__)
+        return NO_PROPOSALS if first == Reason.NO_MATCH else f"{GATED}: {first}"
+    losses = losses_of(stats, call, plain)
+    tokens = 1 + stats.accepted / max(1, stats.target_calls)  # of a call
+    if not losses or tokens * sum(plain.values()) > sum(call.values()):  # decoding itself was faster
+        return EVEN if ratio >= low else UNCLEAR
+    return max(losses, key=losses.__getitem__)
+
+
+def losses_of(stats: RequestStats, call: Profile, plain: Profile) -> dict[str, float]:
+    """ms per call that were spent in vain; empty where nothing was decoded, or drafted."""
+    drafted = stats.drafted_at.total()
+    if not (call and plain and drafted):
+        return {}
+    return {
+        LOW_ACCEPTANCE: (drafted - stats.accepted) / stats.target_calls * sum(plain.values()),
+        DRAFT_COST: call["propose"] - plain["propose"],
+        VERIFY_COST: call["forward"] - plain["forward"],
+    }

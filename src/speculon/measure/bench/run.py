@@ -28,19 +28,14 @@ def run(
 
     With `plan.widen` the target of `llm` is another one from here on, with the same function.
     """
-    if max(plan.concurrency) > llm.config.max_num_seqs:
-        raise InvalidParameter(
-            "concurrency", max(plan.concurrency), f"max_num_seqs is {llm.config.max_num_seqs}"
-        )
-    check_drafters(llm, plan)
-    check_invariance(llm, plan)
+    refuse_what_cannot_run(llm, plan)
     context = llm.engine.max_context
     plan = with_answers(llm, plan)
     cases = {
         name: workloads.build(name, llm.tokenizer, plan.size(context, name), plan.more)
         for name in plan.workloads
     }
-    check_pools(llm, plan, cases)
+    refuse_evictions(llm, plan, cases)
     if plan.widen:
         widen(llm, plan.widen, plan.fuse)
     write = writer(llm, plan)
@@ -54,9 +49,8 @@ def run(
                 advance(1)
             runs: Runs = {mode.label: [[] for _ in range(plan.repeats)] for mode in modes}
             for repeat, group, mode in alternate(plan.repeats, len(groups), modes):
-                runs[mode.label][repeat].append(
-                    write(groups[group], mode, f"repeat {repeat} of {name}, {count}")
-                )
+                measured = write(groups[group], mode, f"repeat {repeat} of {name}, {count}")
+                runs[mode.label][repeat].append(measured)
                 advance(1)
             written = [case for group in groups for case in group]
             cells.extend(summarise(name, count, mode, runs, written, llm) for mode in modes)
@@ -68,37 +62,33 @@ def with_answers(llm: LLM, plan: BenchPlan) -> BenchPlan:
     if plan.data is None:
         return plan
     names = {name.partition("@")[0] for name in plan.workloads} & plan.data.prompts.keys()
-    with_turns = {name for name in names if any(one.follows for one in plan.data.prompts[name])}
-    chosen = {name: plan.data.prompts[name] for name in with_turns}
-    found = {**plan.data.prompts, **answered(chosen, llm, plan.max_tokens)}
-    return replace(plan, data=replace(plan.data, prompts=found))
+    chosen = {name: plan.data.prompts[name] for name in names}
+    with_turns = {name: some for name, some in chosen.items() if any(prompt.follows for prompt in some)}
+    prompts = {**plan.data.prompts, **answered(with_turns, llm, plan.max_tokens)}
+    return plan.model_copy(update={"data": replace(plan.data, prompts=prompts)})
 
 
-def check_drafters(llm: LLM, plan: BenchPlan) -> None:
-    """Raises before anything is measured where a mode has nothing that could draft."""
+def refuse_what_cannot_run(llm: LLM, plan: BenchPlan) -> None:
+    """Raises before anything is measured where a mode lacks a drafter, or would be plain decoding."""
+    highest, target = max(plan.concurrency), llm.engine.target
+    if highest > llm.config.max_num_seqs:
+        raise InvalidParameter("concurrency", highest, f"max_num_seqs is {llm.config.max_num_seqs}")
     for mode in map(parse_mode, plan.modes):
         method = mode.speculation["method"]
         if reason := llm.engine.proposers.lacking(method):
-            raise InvalidParameter(
-                "modes", mode.label, f"{reason.value}: {method} needs a checkpoint, given with --draft"
-            )
-
-
-def check_invariance(llm: LLM, plan: BenchPlan) -> None:
-    """Raises before anything is measured where the baseline would be the engine itself."""
-    target = llm.engine.target
+            advice = f"{reason.value}: {method} needs a checkpoint, given with --draft"
+            raise InvalidParameter("modes", mode.label, advice)
     if plan.with_variant and not target.batch_invariant:
         raise InvalidParameter("with_variant", True, f"batch-invariant: {target.invariance}")
 
 
-def check_pools(llm: LLM, plan: BenchPlan, cases: dict[str, list[Case]]) -> None:
+def refuse_evictions(llm: LLM, plan: BenchPlan, cases: dict[str, list[Case]]) -> None:
     """Raises where the pools of one mode would be evicted while the other modes run."""
     looping = any(case.user for some in cases.values() for case in some)
     pools, needed = llm.config.speculation.suffix_pools, plan.users
     if looping and 0 < pools < needed:
-        raise InvalidParameter(
-            "suffix_pools", pools, f"{max(plan.concurrency)} users in {len(plan.modes)} modes take {needed}"
-        )
+        reason = f"{max(plan.concurrency)} users in {len(plan.modes)} modes take {needed}"
+        raise InvalidParameter("suffix_pools", pools, reason)
 
 
 def widen(llm: LLM, millions: int, fused: bool) -> None:
@@ -121,8 +111,19 @@ def policies_of(llm: LLM, plan: BenchPlan) -> dict[str, Policies]:
 
 
 def writer(llm: LLM, plan: BenchPlan) -> Callable[[list[Case], Mode, str], Measurement]:
-    """Runs cases in a mode; pools last for one mode and one time, which the last argument names."""
-    policies, baselines = policies_of(llm, plan), baselines_of(llm, plan)
+    """Runs cases in a mode; pools last for one mode and one time, which the last argument names.
+
+    Each baseline has a copy of the weights.
+    """
+    policies = policies_of(llm, plan)
+    baselines: dict[str, Callable[[list[Case]], Measurement]] = {}
+    if plan.with_transformers or plan.with_variant:
+        from speculon.measure.bench.baseline import BatchVariant, TransformersBaseline
+
+        if plan.with_transformers:
+            baselines[TRANSFORMERS] = TransformersBaseline(llm, plan.widen).measure
+        if plan.with_variant:
+            baselines[VARIANT] = BatchVariant(llm).measure
 
     def write(cases: list[Case], mode: Mode, time: str) -> Measurement:
         if mode.label in baselines:
@@ -131,20 +132,6 @@ def writer(llm: LLM, plan: BenchPlan) -> Callable[[list[Case], Mode, str], Measu
             return measure(llm, cases, mode.speculation, f"{mode.label}, {time}")
 
     return write
-
-
-def baselines_of(llm: LLM, plan: BenchPlan) -> dict[str, Callable[[list[Case]], Measurement]]:
-    """What the plan compares with beside the engine, by label; each has a copy of the weights."""
-    if not (plan.with_transformers or plan.with_variant):
-        return {}
-    from speculon.measure.bench.baseline import BatchVariant, TransformersBaseline
-
-    baselines: dict[str, Callable[[list[Case]], Measurement]] = {}
-    if plan.with_transformers:
-        baselines[TRANSFORMERS] = TransformersBaseline(llm, plan.widen).measure
-    if plan.with_variant:
-        baselines[VARIANT] = BatchVariant(llm).measure
-    return baselines
 
 
 def alternate(repeats: int, groups: int, modes: list[Mode]) -> Iterator[tuple[int, int, Mode]]:

@@ -29,9 +29,19 @@ def terminal(
     title: str, columns: Sequence[Column[T]], rows: Sequence[T], style: Callable[[T], str] = lambda row: ""
 ) -> Table:
     """The first column wraps, too. Styles: names of colours that are readable on dark and on light."""
-    words = [column.name for column in columns if column.words]
-    names = [column.name for column in columns]
-    return terminal_table(title, names, texts(columns, rows), [*map(style, rows)], words)
+    table = Table(title=title or None, title_justify="left", title_style="bold", header_style="dim", box=None)
+    table.pad_edge, table.collapse_padding = False, True
+    for i, column in enumerate(columns):
+        longest = max((len(column.text(row)) for row in rows), default=0)
+        if i == 0 or column.words:
+            table.add_column(column.name, overflow="fold", min_width=min(longest, NARROWEST))
+        else:
+            fits = len(column.name) <= max(longest, NARROWEST)
+            header = column.name if fits else column.name.replace(" ", "\n")
+            table.add_column(header, justify="right", no_wrap=True)
+    for row, cells in zip(rows, texts(columns, rows), strict=True):
+        table.add_row(*cells, style=style(row))
+    return table
 
 
 def texts(columns: Sequence[Column[T]], rows: Iterable[T]) -> list[list[str]]:
@@ -43,29 +53,5 @@ def number(value: float | None, form: str) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    return "\n".join(map(markdown_row, (head, ["---"] * len(head), *rows)))
-
-
-def markdown_row(cells: Sequence[object]) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def terminal_table(
-    title: str,
-    head: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    styles: Sequence[str] = (),
-    words: Sequence[str] = (),
-) -> Table:
-    table = Table(title=title or None, title_justify="left", title_style="bold", header_style="dim", box=None)
-    table.pad_edge, table.collapse_padding = False, True
-    for i, name in enumerate(head):
-        longest = max((len(row[i]) for row in rows), default=0)
-        if i == 0 or name in words:
-            table.add_column(name, overflow="fold", min_width=min(longest, NARROWEST))
-        else:
-            header = name if len(name) <= max(longest, NARROWEST) else name.replace(" ", "\n")
-            table.add_column(header, justify="right", no_wrap=True)
-    for i, row in enumerate(rows):
-        table.add_row(*row, style=styles[i] if styles else "")
-    return table
+    lines = (head, ["---"] * len(head), *rows)
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)

@@ -26,9 +26,8 @@ MILLION = 1_000_000
 def widen_target(target: Target, millions: int) -> None:
     """Widens the model in place; refuses one whose logits change, as with an MLP that ranks its columns."""
     if target.runner.chosen:
-        raise ConfigError(
-            f"{target.name}: a fused target cannot be widened; load it with fuse=False and fuse it then"
-        )
+        advice = "load it with fuse=False and fuse it then"
+        raise ConfigError(f"{target.name}: a fused target cannot be widened; {advice}")
     before = paged_logits(target)
     widen(target.model, millions, target.name)
     error = float((paged_logits(target) - before).abs().max() / before.abs().max())
@@ -45,16 +44,14 @@ def widen(model: nn.Module, millions: int, name: str) -> None:
     """Adds the same number of columns to every gated MLP, up to about that many parameters; in place."""
     mlps = list(gated_mlps(model))
     if not mlps:
-        raise UnsupportedModel(
-            f"{name} ({type(model).__name__}) has no MLP of linear {', '.join(PARTS)} to be widened"
-        )
+        of_class = f"{name} ({type(model).__name__})"
+        raise UnsupportedModel(f"{of_class} has no MLP of linear {', '.join(PARTS)} to be widened")
     size = sum(p.numel() for p in {p.data_ptr(): p for p in model.parameters()}.values())
-    per_column = sum(part.weight.numel() // width_of(mlp) for mlp in mlps for part in parts(mlp))
+    per_column = sum(part.weight.numel() // mlp.down_proj.in_features for mlp in mlps for part in parts(mlp))
     columns = (millions * MILLION - size) // per_column // STEP * STEP
     if columns < STEP:
-        raise InvalidParameter(
-            "widen", millions, f"{name} has {size / MILLION:.1f} million parameters already"
-        )
+        reason = f"{name} has {size / MILLION:.1f} million parameters already"
+        raise InvalidParameter("widen", millions, reason)
     weight = parts(mlps[0])[0].weight
     needed, free = columns * per_column * weight.itemsize, free_memory(weight.device)
     if needed > free:
@@ -64,7 +61,7 @@ def widen(model: nn.Module, millions: int, name: str) -> None:
         widen_mlp(mlp, columns, generator)
 
 
-def gated_mlps(model: nn.Module) -> Iterator[nn.Module]:
+def gated_mlps(model: nn.Module) -> Iterator[Any]:
     """Modules that compute down(act(gate(x)) * up(x)) with plain linear layers."""
     for module in model.modules():
         if all(type(getattr(module, part, None)) is nn.Linear for part in PARTS):
@@ -73,10 +70,6 @@ def gated_mlps(model: nn.Module) -> Iterator[nn.Module]:
 
 def parts(mlp: Any) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
     return mlp.gate_proj, mlp.up_proj, mlp.down_proj
-
-
-def width_of(mlp: Any) -> int:
-    return mlp.down_proj.in_features
 
 
 @torch.no_grad()

@@ -69,15 +69,14 @@ def build(name: str, tokenizer: Tokenizer, size: Size, more: Known | None = None
 
     `more` are workloads that are not built in. They decide themselves how many are too few.
     """
-    find, temperature = parse(name, more)
+    builder, temperature = parse(name, more)
     if size.prompt_tokens < 1:
         raise InvalidParameter("max_tokens", size.max_tokens, f"the context is {size.context} tokens")
-    cases = [at(temperature, case, i) for i, case in enumerate(islice(find(tokenizer, size), size.cases))]
+    cases = [at(temperature, case, i) for i, case in enumerate(islice(builder(tokenizer, size), size.cases))]
     if len(cases) < size.cases and name.partition("@")[0] in WORKLOADS:
         raise BenchError(
             f"workload {name}: {len(cases)} of {size.cases} cases found among the held-out files in "
-            f"{corpus.stdlib_root()}"
-            f" for {size.max_tokens} new tokens in a context of {size.context}"
+            f"{corpus.stdlib_root()} for {size.max_tokens} new tokens in a context of {size.context}"
         )
     return cases
 
@@ -103,13 +102,13 @@ def parse(text: str, more: Known | None = None) -> tuple[Builder, float | None]:
     known = {**WORKLOADS, **(more or {})}
     if name not in known:
         raise InvalidParameter("workloads", text, f"known are {', '.join(known)}")
-    find, usual = known[name]
+    builder, usual = known[name]
     try:
         temperature = float(number) if at_sign else usual
     except ValueError:
         raise InvalidParameter("workloads", text, "is NAME or NAME@TEMPERATURE") from None
     # it names its limits
-    return find, None if temperature is None else SamplingParams(temperature=temperature).temperature
+    return builder, None if temperature is None else SamplingParams(temperature=temperature).temperature
 
 
 def at(temperature: float | None, case: Case, number: int) -> Case:
@@ -164,20 +163,14 @@ def edit_of(
 ) -> Case | None:
     """None where the answer is too short, or does not fit."""
     answer = corpus.edit_answer(source, old, new)
-    if (
-        len(answer) > 16 * size.max_tokens
-        or not FEWEST_TOKENS <= len(tokenizer.encode(answer)) < size.max_tokens
-    ):
+    too_long = len(answer) > 16 * size.max_tokens  # in characters: need not be encoded
+    if too_long or not FEWEST_TOKENS <= len(tokenizer.encode(answer)) < size.max_tokens:
         return None
     prompt = ask(tokenizer, corpus.edit_prompt(source, old, new))
     if len(prompt) + size.max_tokens > size.context:
         return None
-    return Case(
-        f"{function.path}: {function.name}, {old} -> {new}",
-        prompt,
-        SamplingParams(max_tokens=size.max_tokens),
-        answer,
-    )
+    name = f"{function.path}: {function.name}, {old} -> {new}"
+    return Case(name, prompt, SamplingParams(max_tokens=size.max_tokens), answer)
 
 
 def prose(tokenizer: Tokenizer, size: Size) -> Iterator[Case]:
@@ -189,13 +182,11 @@ def prose(tokenizer: Tokenizer, size: Size) -> Iterator[Case]:
 
 
 def mixed(tokenizer: Tokenizer, size: Size) -> Iterator[Case]:
-    parts = [
-        (find(tokenizer, size), temperature)
-        for find, temperature in (WORKLOADS[name] for name in ("code", "edit", "prose"))
-    ]
+    builders = (WORKLOADS[name] for name in ("code", "edit", "prose"))
+    parts = [(builder(tokenizer, size), temperature) for builder, temperature in builders]
     for i in count():
-        for find, temperature in parts:
-            case = next(find, None)
+        for some, temperature in parts:
+            case = next(some, None)
             if case is None:
                 return
             yield at(temperature, case, i)
@@ -243,9 +234,9 @@ def docstrings() -> Iterator[tuple[str, str]]:
 
 
 def shuffled(name: str, things: Iterable[T]) -> list[T]:
-    found = list(things)
-    random.Random(f"speculon bench {name}").shuffle(found)
-    return found
+    order = list(things)
+    random.Random(f"speculon bench {name}").shuffle(order)
+    return order
 
 
 def fingerprint(cases: list[Case]) -> str:

@@ -7,8 +7,7 @@ unchanged.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from speculon.core.telemetry import RequestStats, Stopwatch
 from speculon.core.types import TokenLogprobs, Verdict
 from speculon.decoding.sequence import Span
 from speculon.decoding.verify import WITH_Q, judged_by
+from speculon.measure.bench.measure import in_place
 
 if TYPE_CHECKING:
     from speculon.decoding.kv.lease import Lease
@@ -52,8 +52,8 @@ class Texts:
 
 def write(
     llm: LLM,
-    prompts: Seq[list[int]],
-    params: Seq[SamplingParams],
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
     speculation: Mapping[str, Any],
     *,
     alone: bool = False,
@@ -69,18 +69,20 @@ def write(
             outputs = llm.generate(
                 prompts[group], list(params[group]), speculation=speculation, on_token=lambda _, n: advance(n)
             )
-            completions += [one for output in outputs for one in output.outputs]
+            completions += [completion for output in outputs for completion in output.outputs]
     stats = RequestStats()
-    for one in completions:
-        stats.add(one.stats)
+    for completion in completions:
+        stats.add(completion.stats)
     work.rounds, work.accepted, work.reasons = stats.rounds, stats.accepted, dict(stats.reasons)
-    advance(sum((p.max_tokens or 0) * p.n for p in params) - sum(len(one.token_ids) for one in completions))
-    return Texts([whole(one) for one in completions], [one.logprobs for one in completions], work)
+    written = sum(len(completion.token_ids) for completion in completions)
+    advance(sum((p.max_tokens or 0) * p.n for p in params) - written)
+    return Texts(list(map(whole, completions)), [completion.logprobs for completion in completions], work)
 
 
-def whole(one: Completion) -> list[int]:
+def whole(completion: Completion) -> list[int]:
     """A text with the token that ended it: another stop is a difference, too."""
-    return [*one.token_ids, *([one.stop] if isinstance(one.stop, int) else [])]
+    stop = completion.stop
+    return [*completion.token_ids, *([stop] if isinstance(stop, int) else [])]
 
 
 @contextmanager
@@ -92,8 +94,7 @@ def watched(engine: Engine, share: float, chance: random.Random) -> Iterator[Arm
         out = ask_target(spans, lease, watch)
         for span in spans:
             work.by_q += span.samples and judged_by(span) in WITH_Q
-            wrong = wrong_draft(span)
-            if wrong is None:
+            if wrong_draft(span) is None:
                 continue
             work.wrong += 1
             if chance.random() < share:
@@ -101,11 +102,8 @@ def watched(engine: Engine, share: float, chance: random.Random) -> Iterator[Arm
                 span.verdict = planted(span)
         return out
 
-    vars(engine)["ask_target"] = ask
-    try:
+    with in_place(engine, ask_target=ask):
         yield work
-    finally:
-        del vars(engine)["ask_target"]
 
 
 def planted(span: Span) -> Verdict:

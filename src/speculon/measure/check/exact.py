@@ -8,7 +8,7 @@ text is judged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from math import isfinite
@@ -58,13 +58,20 @@ class ExactResult:
     limit: float
     divergences: list[Divergence]
 
+    @classmethod
+    def of(
+        cls, label: str, role: str, texts: Texts, margin: Margin, divergences: Iterable[Divergence]
+    ) -> ExactResult:
+        tokens = sum(map(len, texts.tokens))
+        return cls(label, role, len(texts.tokens), tokens, texts.work, margin.limit, list(divergences))
+
     @property
     def failures(self) -> list[Divergence]:
-        return [one for one in self.divergences if one.regret is None or one.regret >= self.limit]
+        return [each for each in self.divergences if each.regret is None or each.regret >= self.limit]
 
     @property
     def ties(self) -> list[Divergence]:
-        return [one for one in self.divergences if one.regret is not None and one.regret < self.limit]
+        return [each for each in self.divergences if each.regret is not None and each.regret < self.limit]
 
     @property
     def identical(self) -> int:
@@ -109,15 +116,15 @@ def greedy(
     target = llm.engine.target
     half = target.dtype.itemsize < 4 and not target.batch_invariant
     margin = Margin(moved, half=half, invariant=target.batch_invariant)
-    planted: dict[str, Any] = {"share": plan.control, "chance": plan.chance("greedy")}
+    planted = run(params, NO_POOL, share=plan.control, chance=plan.chance("greedy"))
     arms = {
         ("greedy, plain batched", "plain"): batched,
         ("greedy, batch size 1", "speculation"): run(params, NO_POOL, alone=True),
         ("greedy, batched", "speculation"): run(params, NO_POOL),
-        ("greedy, planted errors", "control"): run(params, NO_POOL, **planted),
+        ("greedy, planted errors", "control"): planted,
     }
     return margin, [
-        result_of(*arm, texts, margin, judge(llm, prompts, plain.tokens, texts.tokens))
+        ExactResult.of(*arm, texts, margin, judge(llm, prompts, plain.tokens, texts.tokens))
         for arm, texts in arms.items()
     ]
 
@@ -129,38 +136,29 @@ def seeded(
     blocks = [(i, sampler) for i, j in plan.sampled if judged(sampler := plan.samplers[j]) or not margin.half]
     if not blocks:
         return []
+    sizes = {"max_tokens": plan.max_tokens, "n": plan.seeds}
     params = [
-        sampler.model_copy(
-            update={"max_tokens": plan.max_tokens, "n": plan.seeds, "seed": seed_of(plan, block)}
-        )
+        sampler.model_copy(update={**sizes, "seed": plan.chance("seeded", block).getrandbits(63)})
         for block, (_, sampler) in enumerate(blocks)
     ]
     many = [prompts[i] for i, _ in blocks]
-    plain = write(llm, many, params, PLAIN, advance=advance)
-    planted: dict[str, Any] = {"share": plan.control, "chance": plan.chance("seeded")}
+
+    def run(speculation: Mapping[str, Any], **more: Any) -> Texts:
+        return write(llm, many, params, speculation, advance=advance, **more)
+
+    plain = run(PLAIN)
     arms = {
-        ("same seed", "speculation"): write(llm, many, params, MATCHING, advance=advance),
-        ("same seed, planted errors", "control"): write(
-            llm, many, params, MATCHING, advance=advance, **planted
+        ("same seed", "speculation"): run(MATCHING),
+        ("same seed, planted errors", "control"): run(
+            MATCHING, share=plan.control, chance=plan.chance("seeded")
         ),
     }
-    prompt_of = [prompt for prompt in many for _ in range(plan.seeds)]
+    prompt_of_text = [prompt for prompt in many for _ in range(plan.seeds)]
     drawn = [(each, n) for each in params for n in range(plan.seeds)]
     return [
-        result_of(*arm, texts, margin, judge(llm, prompt_of, plain.tokens, texts.tokens, drawn))
+        ExactResult.of(*arm, texts, margin, judge(llm, prompt_of_text, plain.tokens, texts.tokens, drawn))
         for arm, texts in arms.items()
     ]
-
-
-def seed_of(plan: CheckPlan, block: int) -> int:
-    return plan.chance("seeded", block).getrandbits(63)
-
-
-def result_of(
-    label: str, role: str, texts: Texts, margin: Margin, divergences: Iterator[Divergence]
-) -> ExactResult:
-    tokens = sum(map(len, texts.tokens))
-    return ExactResult(label, role, len(texts.tokens), tokens, texts.work, margin.limit, list(divergences))
 
 
 def judged(sampler: SamplingParams) -> bool:
@@ -184,25 +182,13 @@ def judge(
         if at is None:
             continue
         token, other = at_or_none(mine, at), at_or_none(base, at)
-        regrets: tuple[float, float] | None = None
+        regrets: list[float] = []
         # a text that was cut off, or filtered, is explained by no tie
         if token is not None and other is not None and (drawn is None or judged(drawn[i][0])):
-            sampled = None if drawn is None else drawn[i]
-            regrets = regrets_of(llm, prompts[i], base[:at], (token, other), sampled)
-        yield Divergence(i, at, other, token, *(regrets or (None, None)))
-
-
-def regrets_of(
-    llm: LLM,
-    prompt: list[int],
-    output: list[int],
-    tokens: tuple[int, int],
-    sampled: tuple[SamplingParams, int] | None,
-) -> tuple[float, float] | None:
-    """Of both tokens after the prompt and this output, in nat; None where one of them has probability 0."""
-    logits, row = row_after(llm.engine, prompt, output, sampled)
-    regrets = [token_regret(logits, row, token) for token in tokens]
-    return (regrets[0], regrets[1]) if all(map(isfinite, regrets)) else None
+            logits, row = row_after(llm.engine, prompts[i], base[:at], None if drawn is None else drawn[i])
+            regrets = [token_regret(logits, row, each) for each in (token, other)]
+        known = regrets and all(map(isfinite, regrets))  # else one of them has probability 0
+        yield Divergence(i, at, other, token, *(regrets if known else (None, None)))
 
 
 def row_after(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
+from pydantic import Field
+
+from speculon.core.checked import Checked
 from speculon.core.config import MAX_SAMPLES, SamplingParams
 from speculon.core.errors import InvalidParameter
 from speculon.measure.bench.data import Prompt
 
 Q = 0.05  # false discoveries among the rejected cells of a comparison
 OVERALL = 0.01  # level of the test of all cells together
-FEWEST_RUNS = 16
+LEAST = {"max_tokens": 2, "runs": 16, "positions": 2, "cases": 1, "seeds": 1}
+OWN_PARAMETERS = "n seed max_tokens stop structured logprobs prompt_logprobs min_tokens".split()
 
 # Each begins something twice, so that lookups have a match, and has more than one continuation.
 PROMPTS = (
@@ -50,59 +53,44 @@ QUICK: dict[str, Any] = {
 }
 
 
-def follows(prompt: str | Prompt) -> bool:
-    return isinstance(prompt, Prompt) and prompt.follows
-
-
-@dataclass(frozen=True, slots=True)
-class CheckPlan:
+class CheckPlan(Checked):
     """The sizes of a check. Raises `InvalidParameter` for what cannot be."""
 
-    prompts: tuple[str | Prompt, ...] = PROMPTS  # texts that are continued, or prompts of a file
+    prompts: tuple[str | Prompt, ...] = PROMPTS
     samplers: tuple[SamplingParams, ...] = SAMPLERS
-    max_tokens: int = 64  # of a greedy or seeded text
-    runs: int = 192  # sampled texts per arm, prompt and sampler
-    positions: int = 12  # tokens of a sampled text
-    cases: int = 4  # the first prompts are sampled from
-    seeds: int = 4  # seeded texts per prompt and sampler
-    # share of the wrong drafts that the planted errors keep; found with every method (docs/check.md)
-    control: float = 0.5
-    seed: int = 0  # of everything random here; no two arms share one
+    max_tokens: int = Field(64, description="of a greedy or seeded completion")
+    runs: int = Field(192, description="sampled completions per arm, prompt and sampler")
+    positions: int = Field(12, description="tokens of a sampled completion")
+    cases: int = Field(4, description="number of prompts that are sampled from, from the first on")
+    seeds: int = Field(4, description="seeded completions per prompt and sampler")
+    # planted errors are found with every method at this share (docs/check.md)
+    control: float = Field(
+        0.5, description="share of wrong drafts that the control accepts; the check must detect it"
+    )
+    seed: int = Field(0, description="seed of the check")  # of everything random here; no two arms share one
 
-    def __post_init__(self) -> None:
+    def __init__(self, /, **values: Any):
+        super().__init__(**values)
         if not self.prompts or not all(self.prompts):
             raise InvalidParameter("prompt", "", "has no text")
-        texts = [one if isinstance(one, str) else one.content for one in self.prompts if not follows(one)]
+        texts = [
+            prompt if isinstance(prompt, str) else prompt.content
+            for prompt in self.prompts
+            if isinstance(prompt, str) or not prompt.follows
+        ]
         if twice := [text for text in texts if texts.count(text) > 1]:
             raise InvalidParameter("prompt", str(twice[0]), "is given twice")
         if not self.samplers or any(sampler.greedy for sampler in self.samplers):
-            raise InvalidParameter(
-                "sampler", "temperature 0", "greedy texts are checked apart; give a temperature above 0"
-            )
-        for name in (
-            "n",
-            "seed",
-            "max_tokens",
-            "stop",
-            "structured",
-            "logprobs",
-            "prompt_logprobs",
-            "min_tokens",
-        ):
+            advice = "greedy texts are checked apart; give a temperature above 0"
+            raise InvalidParameter("sampler", "temperature 0", advice)
+        for name in OWN_PARAMETERS:
             if any(name in sampler.model_fields_set for sampler in self.samplers):
                 raise InvalidParameter("sampler", name, "is the check's own to choose")
-        for name, least in (
-            ("max_tokens", 2),
-            ("runs", FEWEST_RUNS),
-            ("positions", 2),
-            ("cases", 1),
-            ("seeds", 1),
-        ):
+        for name, least in LEAST.items():
             if getattr(self, name) < least:
                 raise InvalidParameter(name, getattr(self, name), f"must be at least {least}")
         if self.seeds > MAX_SAMPLES:
             raise InvalidParameter("seeds", self.seeds, f"must be at most {MAX_SAMPLES}")
-
         if not 0 < self.control <= 1:
             raise InvalidParameter("control", self.control, "is a share above 0, at most 1")
 

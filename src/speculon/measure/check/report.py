@@ -14,7 +14,7 @@ from rich.table import Table
 
 from speculon.measure.bench.provenance import commit, machine, model_facts, versions, write_files
 from speculon.measure.bench.tables import Column, markdown, terminal
-from speculon.measure.check.exact import ExactResult, Margin
+from speculon.measure.check.exact import ExactResult
 from speculon.measure.check.plan import OVERALL, CheckPlan, Q, named
 from speculon.measure.check.run import Findings
 from speculon.measure.check.sampled import Comparison
@@ -41,15 +41,13 @@ EXACT_LEGEND = (
     "regret: log p of the best token less that of the one taken, in nat (of the same seed: with its noise)"
 )
 SAMPLED_LEGEND = (
-    "against plain decoding, each arm with seeds of its own; cells: prompt x sampler x position, rejected by "
-    f"Benjamini and Hochberg at q = {Q:g}; p of all: every cell together, rejected at {OVERALL:g}. What is "
-    "rejected "
-    "once is repeated with fresh seeds, and fails when it is rejected again"
+    "against plain decoding, each arm with seeds of its own; cells: prompt x sampler x position, rejected "
+    f"by Benjamini and Hochberg at q = {Q:g}; p of all: every cell together, rejected at {OVERALL:g}. What "
+    "is rejected once is repeated with fresh seeds, and fails when it is rejected again"
 )
 WORK_LEGEND = (
-    "rounds with drafts, and drafts accepted; by q: rounds judged with the drafter's q; wrong: "
-    "rounds "
-    "that ended at a wrong draft; planted: of these, rounds in which it was kept on purpose"
+    "rounds with drafts, and drafts accepted; by q: rounds judged with the drafter's q; wrong: rounds that "
+    "ended at a wrong draft; planted: of these, rounds in which it was kept on purpose"
 )
 COLOURS = {
     "plain": ("#6b6b6b",),
@@ -105,23 +103,17 @@ class CheckReport:
         return cls(shlex.join(["speculon", *argv]), plan, {**model_facts(llm), "speculation": used}, findings)
 
     def to_dict(self) -> dict[str, Any]:
-        found, margin = self.findings, self.findings.margin
-        samplers = [sampler.model_dump(exclude_unset=True) for sampler in self.plan.samplers]
-        counts = [{"identical": one.identical, "failures": len(one.failures)} for one in found.exact]
+        fields, margin = asdict(self), self.findings.margin
+        findings, plan = fields.pop("findings"), fields.pop("plan").model_dump()
+        for result, arm in zip(findings["exact"], self.findings.exact, strict=True):
+            result |= {"identical": arm.identical, "failures": len(arm.failures)}
+        plan["samplers"] = [sampler.model_dump(exclude_unset=True) for sampler in self.plan.samplers]
         return {
-            "outcome": found.outcome,
-            "problems": found.problems,
-            "gaps": found.gaps,
+            "outcome": self.findings.outcome,
+            **findings,
             "margin": {"measured": margin.largest, "limit": margin.limit, "moved": margin.moved},
-            "exact": [{**asdict(one), **more} for one, more in zip(found.exact, counts, strict=True)],
-            "sampled": [asdict(one) for one in found.sampled],
-            "plan": {**asdict(self.plan), "samplers": samplers},
-            "command": self.command,
-            "model": self.model,
-            "date": self.date,
-            "commit": self.commit,
-            "versions": self.versions,
-            "machine": self.machine,
+            "plan": plan,
+            **fields,
         }
 
 
@@ -153,12 +145,13 @@ def speculating(findings: Findings) -> list[Arm]:
     return [arm for arm in arms if arm.role != "plain"]
 
 
-def margin_line(margin: Margin) -> str:
+def exact_legend(findings: Findings) -> str:
+    margin = findings.margin
     rule = "the limit" if margin.half else f"the limit in fp32 is {margin.limit:g}"
     rule = "the model is batch-invariant, so no text may differ" if margin.invariant else rule
     return (
-        "plain decoding under other batch shapes: the gap of the two best tokens changes by up to "
-        f"{margin.largest:.1e} nat over {len(margin.moved)} positions; {rule}"
+        f"{EXACT_LEGEND}. plain decoding under other batch shapes: the gap of the two best tokens changes by "
+        f"up to {margin.largest:.1e} nat over {len(margin.moved)} positions; {rule}"
     )
 
 
@@ -168,9 +161,8 @@ def tables_of(findings: Findings) -> list[tuple[Table, str]]:
     def style(arm: Arm) -> str:
         return "" if arm.role == "speculation" else "dim"
 
-    exact_legend = f"{EXACT_LEGEND}. {margin_line(findings.margin)}"
     return [
-        (terminal("the same texts", EXACT, findings.exact, style), exact_legend),
+        (terminal("the same texts", EXACT, findings.exact, style), exact_legend(findings)),
         (terminal("sampled texts", SAMPLED, comparisons(findings), style), SAMPLED_LEGEND),
         (terminal("what was speculated", WORK, speculating(findings), style), WORK_LEGEND),
     ]
@@ -196,7 +188,7 @@ def page(report: CheckReport) -> str:
         f"`{report.command}` {at}: {heading(report)}",
         *("\n".join(f"- {line}" for line in lines) for lines in (findings.problems, findings.gaps) if lines),
         markdown(EXACT, findings.exact),
-        f"{EXACT_LEGEND}. {margin_line(findings.margin)}.",
+        f"{exact_legend(findings)}.",
         markdown(SAMPLED, comparisons(findings)),
         f"{SAMPLED_LEGEND}.",
         markdown(WORK, speculating(findings)),
@@ -233,10 +225,13 @@ def draw_p(panel: Any, findings: Findings) -> None:
     """The share of cells below each p: the diagonal where two arms have one distribution."""
     panel.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle=":", label="chance")
     for role, colours in COLOURS.items():
-        for one, colour in zip([one for one in findings.sampled if one.role == role], colours, strict=True):
-            p = sorted(one.p)
+        tests = [test for test in findings.sampled if test.role == role]
+        for test, colour in zip(tests, colours, strict=True):
+            p = sorted(test.p)
             share = [(i + 1) / len(p) for i in range(len(p))]
-            panel.step([0, *p, 1], [0, *share, 1], where="post", color=colour, linewidth=1.4, label=one.label)
+            panel.step(
+                [0, *p, 1], [0, *share, 1], where="post", color=colour, linewidth=1.4, label=test.label
+            )
     panel.set_xlabel("p of a cell (prompt x sampler x position)")
     panel.set_ylabel("share of the cells at or below")
     panel.legend(frameon=False, fontsize=8, loc="lower right")
@@ -252,12 +247,8 @@ def draw_regrets(panel: Any, findings: Findings) -> None:
         margin.limit, color="black", linewidth=0.8, linestyle="--", label=f"limit {margin.limit:.1e} nat"
     )
     for height, role in ((0.35, "speculation"), (0.65, "control")):
-        divergences = [
-            divergence for one in findings.exact if one.role == role for divergence in one.divergences
-        ]
-        regrets = [
-            max(divergence.regret, FLOOR) for divergence in divergences if divergence.regret is not None
-        ]
+        divergences = [each for arm in findings.exact if arm.role == role for each in arm.divergences]
+        regrets = [max(each.regret, FLOOR) for each in divergences if each.regret is not None]
         label = f"{'texts that differ' if role == 'speculation' else 'planted errors'}: {len(regrets)}"
         panel.scatter(regrets, [height] * len(regrets), s=18, alpha=0.6, color=COLOURS[role][0], label=label)
     panel.set_xscale("log")

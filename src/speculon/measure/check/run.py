@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from speculon.core.errors import InvalidParameter, TooLong
 from speculon.measure.bench.data import Prompt, answered, encode
-from speculon.measure.check.arms import Advance, ArmStats
+from speculon.measure.check.arms import Advance
 from speculon.measure.check.exact import Divergence, ExactResult, Margin, greedy, seeded
 from speculon.measure.check.plan import CheckPlan, named
 from speculon.measure.check.sampled import RULES, Comparison, Sampled
@@ -45,15 +45,15 @@ def check(llm: LLM, plan: CheckPlan, advance: Advance = lambda n: None) -> Findi
     """
     check_drafter(llm)
     texts = [Prompt("prompt", text, text) if isinstance(text, str) else text for text in plan.prompts]
-    prompts = [encode(one, llm.tokenizer) for one in answered({"": texts}, llm, plan.max_tokens)[""]]
+    prompts = [encode(text, llm.tokenizer) for text in answered({"": texts}, llm, plan.max_tokens)[""]]
     check_room(llm, plan, prompts)
     margin, exact = greedy(llm, plan, prompts, advance)
     exact += seeded(llm, plan, prompts, margin, advance)
     sampled = Sampled(llm, plan, prompts, advance).run()
-    problems = [line for one in exact if (line := exact_problem(one))]
-    problems += [line for one in sampled if (line := sampled_problem(plan, one))]
+    problems = [line for arm in exact if (line := exact_problem(arm))]
+    problems += [line for arm in sampled if (line := sampled_problem(plan, arm))]
     arms: list[ExactResult | Comparison] = [*exact, *sampled]
-    gaps = [*margin_gaps(margin), *(line for one in arms for line in gaps_of(one))]
+    gaps = [*margin_gaps(margin), *(line for arm in arms if (line := gap(arm)))]
     return Findings(margin, exact, sampled, problems, gaps)
 
 
@@ -76,34 +76,31 @@ def check_room(llm: LLM, plan: CheckPlan, prompts: list[list[int]]) -> None:
                 raise TooLong(f"prompt {len(prompt)} + {name} {tokens} + 1 > context {context} tokens")
 
 
-# problems
-
-
-def exact_problem(one: ExactResult) -> str | None:
-    if one.role == "control" or not one.failures:
+def exact_problem(arm: ExactResult) -> str | None:
+    if arm.role == "control" or not arm.failures:
         return None
-    first = where(one.failures[0], one.limit)
+    first = where(arm.failures[0], arm.limit)
     return (
-        f"{one.label}: {len(one.failures)} of {one.texts} texts differ by more than a tie, the first: {first}"
+        f"{arm.label}: {len(arm.failures)} of {arm.texts} texts differ by more than a tie, the first: {first}"
     )
 
 
-def where(one: Divergence, limit: float) -> str:
-    place = f"text {one.text + 1}, token {one.at + 1}"
-    if one.plain is None or one.token is None:
+def where(divergence: Divergence, limit: float) -> str:
+    place = f"text {divergence.text + 1}, token {divergence.at + 1}"
+    if divergence.plain is None or divergence.token is None:
         return f"{place}: one of the two ends there"
-    tokens = f"{place}: {one.token} instead of {one.plain}"
-    if one.regret is None:
+    tokens = f"{place}: {divergence.token} instead of {divergence.plain}"
+    if divergence.regret is None:
         return f"{tokens}, under filters or penalties"
-    return f"{tokens}, regret {one.regret:.2g} nat, allowed {limit:.2g}"
+    return f"{tokens}, regret {divergence.regret:.2g} nat, allowed {limit:.2g}"
 
 
-def sampled_problem(plan: CheckPlan, one: Comparison) -> str | None:
+def sampled_problem(plan: CheckPlan, arm: Comparison) -> str | None:
     """Rejected, and rejected again with fresh seeds."""
-    if one.role == "control" or not one.confirmed or one.again is None:
+    if arm.role == "control" or not arm.confirmed or arm.again is None:
         return None
-    cells, overall = one.again.rejected, one.again.overall
-    line = f"{one.label}: another distribution, twice: {len(cells)} cells rejected again, "
+    cells, overall = arm.again.rejected, arm.again.overall
+    line = f"{arm.label}: another distribution, twice: {len(cells)} cells rejected again, "
     line += f"all together p = {overall:.2g}"
     if cells:
         least = min(cells, key=lambda cell: cell.p)
@@ -113,33 +110,28 @@ def sampled_problem(plan: CheckPlan, one: Comparison) -> str | None:
     return line
 
 
-# gaps
-
-
 def margin_gaps(margin: Margin) -> list[str]:
     if margin.limit <= WIDEST:
         return []
     return [f"plain decoding differs from itself by up to {margin.limit:.2g} nat, which hides any error"]
 
 
-def gaps_of(one: ExactResult | Comparison) -> list[str]:
+def gap(arm: ExactResult | Comparison) -> str | None:
     """Why a pass would mean little: nothing was speculated, or planted errors were not found."""
-    if one.role == "plain":
-        return []
-    if not (one.work.rounds and one.work.accepted):
-        return [f"{one.label}: {no_speculation(one.work)}"]
-    if one.role == "speculation":
-        return []
-    if not one.work.planted:
-        return [f"{one.label}: every draft was right, so that no error could be planted"]
-    if one.failures if isinstance(one, ExactResult) else one.found:
-        return []
-    return [f"{one.label}: {one.work.planted} planted errors were not found; ask for more runs or prompts"]
-
-
-def no_speculation(work: ArmStats) -> str:
-    what = "no draft was accepted" if work.rounds else "no round was speculative"
-    return f"{what} (reasons: {', '.join(f'{reason} {n}' for reason, n in work.reasons.items()) or 'none'})"
+    work = arm.work
+    if arm.role == "plain":
+        return None
+    if not (work.rounds and work.accepted):
+        what = "no draft was accepted" if work.rounds else "no round was speculative"
+        reasons = ", ".join(f"{reason} {n}" for reason, n in work.reasons.items()) or "none"
+        return f"{arm.label}: {what} (reasons: {reasons})"
+    if arm.role == "speculation":
+        return None
+    if not work.planted:
+        return f"{arm.label}: every draft was right, so that no error could be planted"
+    if arm.failures if isinstance(arm, ExactResult) else arm.found:
+        return None
+    return f"{arm.label}: {work.planted} planted errors were not found; ask for more runs or prompts"
 
 
 def count_tokens(plan: CheckPlan) -> int:

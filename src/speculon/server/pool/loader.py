@@ -73,8 +73,7 @@ class Loader:
 
     def share(self, settings: dict[str, Any], total: int) -> Share:
         """What the model of `settings` takes, if it may take `total` bytes. Raises what loading would."""
-        from speculon.drafters.choose import with_drafts
-        from speculon.drafters.draft_check import check_drafts
+        from speculon.drafters.choose import check_drafts, with_drafts
         from speculon.drafters.needs import drafter_needs
         from speculon.loading.memory.process import largest_step, process_memory
 
