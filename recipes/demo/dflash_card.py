@@ -5,8 +5,8 @@ import json
 
 from eagle3_card import tidied
 
-from speculon.drafters.dflash.formats import read_dflash
-from speculon.loading.source import open_source
+from speculon.drafters.dflash.config import read_dflash
+from speculon.drafters.formats import open_source
 
 CARD = """---
 license: other

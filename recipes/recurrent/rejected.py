@@ -61,7 +61,7 @@ class Round:
         if again and accepted < self.drafts:
             self.forward(PROMPT, 1 + accepted, read=1, write=0)
         elif not again:
-            step.keep([1 + accepted] * self.sequences)
+            step.roll_back([1 + accepted] * self.sequences)
         return (verified - began) * 1e3, (perf_counter() - verified) * 1e3
 
 

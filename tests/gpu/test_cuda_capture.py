@@ -10,11 +10,11 @@ import torch
 
 from speculon.loading.load import wrap_model
 from speculon.loading.memory.budget import held_memory
-from speculon.target.captured import Captured, bucket_of, sizes
+from speculon.target.captured import Captured, bucket_for, sizes
+from speculon.target.compare import close
 from speculon.target.footprint import CaptureSizes
 from speculon.target.taps import Taps
 from speculon.target.target import Target
-from speculon.target.trial import close
 from tests.tiny.conftest import build, tiny_model
 from tests.tiny.scripted import run, script
 from tests.tiny.test_captured import LAYERS, kept_after_another_step, logits, step
@@ -48,7 +48,7 @@ def test_logits_and_taps_are_the_loops(name: str) -> None:
             batch, view, _ = step(target, rows)
             taps = Taps(LAYERS)
             found.append([logits(way, batch, view, taps), *taps.take().values()])
-        assert all(close(a, b) for a, b in zip(*found, strict=True)), (rows, bucket_of(rows))
+        assert all(close(a, b) for a, b in zip(*found, strict=True)), (rows, bucket_for(rows))
 
 
 def test_the_next_step_changes_nothing_that_was_given() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from speculon.core.config import EngineConfig
-from speculon.drafters.captured import CapturedDraft
+from speculon.drafters.runner import CapturedDraft
 from speculon.engine.engine import Engine
 from speculon.loading.load import wrap_model
 from speculon.target.captured import Captured

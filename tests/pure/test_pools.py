@@ -99,9 +99,9 @@ def test_bounds_hold_under_any_operations(operations: list[tuple[str, int, int]]
 
 
 def unlimited(pools: Pools, key: str, tokens: Any, used: float) -> None:
-    most, pools.most = pools.most, 10**6
+    most, pools.max_pools = pools.max_pools, 10**6
     WRITE(pools, key, tokens, used)
-    pools.most = most
+    pools.max_pools = most
 
 
 @pytest.mark.parametrize(

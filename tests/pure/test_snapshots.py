@@ -132,15 +132,15 @@ def misplaced(states: StateSlots, seq: Sequence, position: int, page: int) -> No
     """A snapshot of the page before."""
     held = states.held[seq.id]
     if held.position == position > SIZE and states.make_room():
-        states.kept.setdefault(seq.table[position // SIZE - 2], held.committed)
-        states.holders[held.committed] = 1 + list(states.kept.values()).count(held.committed)
+        states.snapshot_slots.setdefault(seq.table[position // SIZE - 2], held.committed)
+        states.holders[held.committed] = 1 + list(states.snapshot_slots.values()).count(held.committed)
 
 
 def of_another(states: StateSlots, seq: Sequence, position: int, page: int) -> None:
     """The state of another sequence."""
     others = [held.committed for held in states.held.values() if held is not states.held[seq.id]]
-    if others and page not in states.kept and states.make_room():
-        states.kept[page] = states.share(others[0])
+    if others and page not in states.snapshot_slots and states.make_room():
+        states.snapshot_slots[page] = states.share(others[0])
 
 
 def overwritten(states: StateSlots, seq: Sequence, position: int) -> None:

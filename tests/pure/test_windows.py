@@ -50,8 +50,8 @@ def test_a_sequence_holds_what_it_may_read_and_the_most_that_is_counted(seed: in
         pool.check_integrity([seq])
         kept = [i for i, page in enumerate(seq.table) if page != GONE]
         assert kept[0] == max(0, seq.committed - REACH) // SIZE, "a page that nobody reads"
-    assert max(held) == pool.most(700, ROWS) == 5
-    assert pool.most(7, ROWS) == 2, "a short one has fewer"
+    assert max(held) == pool.max_pages(700, ROWS) == 5
+    assert pool.max_pages(7, ROWS) == 2, "a short one has fewer"
     pool.release(seq)
     pool.check_integrity([])
     assert pool.available == 200 and not seq.table and not seq.released
@@ -93,7 +93,7 @@ def test_without_a_window_all_pages_stay():
     pool.attach(seq)
     fill(pool, seq)
     pool.trim(seq)
-    assert pool.held(seq) == pool.most(90, ROWS) == 23 and GONE not in seq.table
+    assert pool.held(seq) == pool.max_pages(90, ROWS) == 23 and GONE not in seq.table
     pool.check_integrity([seq])
 
 
@@ -140,7 +140,7 @@ def test_methods_are_noted_of_released_pages_unless_they_skipped_some():
 
 def test_long_sequences_run_in_a_pool_of_the_pages_that_are_counted():
     pool = BlockPool(5, SIZE, reach=REACH)
-    assert pool.most(10_000, ROWS) == 5
+    assert pool.max_pages(10_000, ROWS) == 5
     scheduler = Scheduler(pool, 4, ROWS)
     long, short = make_sequence([1] * 101, max_tokens=60), make_sequence([2] * 9, max_tokens=60)
     scheduler.add([long])

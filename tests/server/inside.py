@@ -25,11 +25,11 @@ from speculon.engine.async_engine import AsyncEngine
 from speculon.engine.messages import Refused, Stage
 from speculon.engine.worker import Worker
 from speculon.operations.admin.routes import add_admin
+from speculon.operations.model_routes import add_models
 from speculon.server.app import create_app
 from speculon.server.app_state import AppState
 from speculon.server.pool.catalogue import Catalogue
 from speculon.server.pool.loader import GB, Loader, Share
-from speculon.server.pool.model_routes import add_models
 from speculon.server.pool.pool import ModelPool
 from tests.server.outside import LOCAL_HTTP
 from tests.server.scripted import Bytes, ScriptedEngine

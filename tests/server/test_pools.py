@@ -155,7 +155,7 @@ def test_a_caller_has_a_pool_of_his_own(inside: Inside) -> None:
 def test_a_request_may_have_no_pool(inside: Inside) -> None:
     assert pools_of(inside, speculation={"pool": ""}, user="alice") == set()
     with served(api_key=KEYS) as nothing:
-        nothing.engine.pools.most = 0
+        nothing.engine.pools.max_pools = 0
         assert pools_of(nothing, user="alice") == set()
 
 

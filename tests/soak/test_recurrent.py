@@ -201,7 +201,7 @@ def test_rows_after_every_accepted_length(name: str) -> None:
 def test_states_that_are_not_restored_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     script(plain(name))
     engine = engine_of(name, CASES[2])
-    monkeypatch.setattr(StateStep, "keep", lambda step, kept: False)
+    monkeypatch.setattr(StateStep, "roll_back", lambda step, kept: False)
     with rows_compared(engine, recurrent_model(name)) as errors:
         results = run(engine, by_chance(CASES[2], 2))
     assert max(errors) > 1e-3 and differing(name, results, plain(name))

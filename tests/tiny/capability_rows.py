@@ -13,8 +13,8 @@ from speculon.core.errors import SpeculonError
 from speculon.core.types import Capability, Reason
 from speculon.decoding import verify
 from speculon.decoding.kv import slots
-from speculon.drafters.captured import CapturedDraft
 from speculon.drafters.draft_model.model_drafter import ModelDrafter
+from speculon.drafters.runner import CapturedDraft
 from speculon.engine.engine import Engine
 from speculon.speculation.proposers.base import Extending
 from speculon.speculation.proposers.registry import known_methods

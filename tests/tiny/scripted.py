@@ -177,12 +177,12 @@ def proposer_of(engine: Engine, method: str) -> Any:
 
 def store_of(engine: Engine) -> PageStore:
     """K and V of all pages."""
-    return engine.leases._store
+    return engine.leases.store
 
 
 def states_of(engine: Engine, drafter: str | None = None) -> StateStore:
     """The recurrent states of the target, or of a drafter, which has some."""
-    states = engine.leases._states if drafter is None else engine.leases._draft_states[drafter]
+    states = engine.leases.states if drafter is None else engine.leases.draft_states[drafter]
     assert states is not None
     return states
 

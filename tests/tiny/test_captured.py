@@ -20,11 +20,12 @@ from speculon.loading.load_check import paged_logits
 from speculon.loading.memory.needs import model_needs
 from speculon.target import captured as capturing
 from speculon.target.block import CannotReplace, Loop
-from speculon.target.captured import BUCKETS, Captured, Piece, bucket_of, sizes
+from speculon.target.captured import BUCKETS, Captured, Piece, bucket_for, sizes
+from speculon.target.compare import alike, close
 from speculon.target.footprint import CaptureSizes
 from speculon.target.taps import Taps
 from speculon.target.target import Target
-from speculon.target.trial import Trial, alike, close
+from speculon.target.trial import Trial
 from tests.tiny.conftest import build, tiny_model, tiny_target
 from tests.tiny.scripted import run, script
 from tests.tiny.test_parity import MODES, assert_same, drafting, plain, requests_of
@@ -94,7 +95,7 @@ def test_outputs_are_those_of_the_loop(mode: str) -> None:
 
 def test_a_bucket_holds_its_rows_and_is_the_smallest_that_does() -> None:
     for rows in range(1, BUCKETS[-1] + 1):
-        assert bucket_of(rows) == min(size for size in BUCKETS if size >= rows)
+        assert bucket_for(rows) == min(size for size in BUCKETS if size >= rows)
 
 
 def test_no_step_is_captured_short() -> None:
@@ -226,7 +227,7 @@ def deaf(device: torch.device) -> Any:
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "captured short": (
         capturing,
-        "bucket_of",
+        "bucket_for",
         lambda rows: max([size for size in BUCKETS if size < rows], default=1),
     ),
     "stale buffer": (Captured, "fill", stale_rows),

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from speculon.drafters.captured import CapturedDraft, trials, view_of
 from speculon.drafters.layers import rope_config
+from speculon.drafters.runner import CapturedDraft, trial_view, trials
 from speculon.engine.engine import Engine
 from speculon.target import captured as capturing
 from speculon.target.captured import of_buckets
@@ -90,7 +90,7 @@ def arguments(engine: Engine, method: str, rows: int) -> tuple[Any, ...]:
     layers = drafter.needs.layers[1:]
     for ids, positions, store, lengths in trials(layers, engine.target, of_buckets()):
         if len(ids) == rows:
-            view = view_of(store, lengths, written=method == "eagle3")
+            view = trial_view(store, lengths, written=method == "eagle3")
             width = len(drafter.runner.run.x[0])
             states = [torch.linspace(-1, 1, rows * width).view(rows, width)] * (method == "eagle3")
             return ids, *states, positions, view
@@ -141,7 +141,7 @@ def unfinished(self: CapturedDraft, x: torch.Tensor) -> torch.Tensor:
 
 
 PLANTED_IN_DRAFTS: dict[str, tuple[Any, str, Any]] = {
-    "captured short": (capturing, "bucket_of", short),
+    "captured short": (capturing, "bucket_for", short),
     "positions": (CapturedDraft, "start", without_positions),
     "the last norm": (CapturedDraft, "finish", unfinished),
 }

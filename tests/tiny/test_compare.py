@@ -14,8 +14,8 @@ from speculon.core.errors import UnsupportedModel
 from speculon.loading.load import wrap_model
 from speculon.loading.load_check import logits_in_fp32, stock_logits
 from speculon.target import fuse as fusing
-from speculon.target.block import Block, CannotReplace, Norm, block_of, norm_of, same_norm
-from speculon.target.trial import nearly
+from speculon.target.block import Block, CannotReplace, Norm, fused_block, fused_norm, same_norm
+from speculon.target.compare import nearly
 from tests.tiny.conftest import TINY, tiny_model
 
 COARSE = [torch.bfloat16, torch.float16]
@@ -32,7 +32,7 @@ def gemma_norm(dtype: torch.dtype = torch.bfloat16) -> Gemma3RMSNorm:
 @pytest.mark.parametrize("dtype", [torch.float32, *COARSE])
 def test_one_plus_w_is_found_where_weights_are_large(dtype: torch.dtype) -> None:
     stock = gemma_norm(dtype)
-    found = norm_of(stock)
+    found = fused_norm(stock)
     assert torch.equal(found.weight, 1 + stock.weight.float())
     assert same_norm(stock, found)
 
@@ -58,7 +58,7 @@ def test_a_norm_in_bf16_is_refused_where_the_stock_one_is_in_fp32() -> None:
 
     wrong = WrongRMSNorm(WIDTH).to(torch.bfloat16)
     with pytest.raises(CannotReplace, match="differs"):
-        norm_of(wrong)
+        fused_norm(wrong)
 
 
 def layer(seed: int) -> tuple[Tensor, Tensor]:
@@ -110,7 +110,7 @@ def test_a_model_further_from_fp32_than_the_stock_one_is_refused(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def inexact(*args: Any) -> Block:
-        block = block_of(*args)
+        block = fused_block(*args)
         norm, *others = block.norms
         assert norm is not None
         tilted = norm.weight * torch.linspace(0.95, 1.05, len(norm.weight)).to(norm.weight)
@@ -118,7 +118,7 @@ def test_a_model_further_from_fp32_than_the_stock_one_is_refused(
         return block
 
     model = copy.deepcopy(tiny_model(name)).to(dtype)
-    monkeypatch.setattr(fusing, "block_of", inexact)
+    monkeypatch.setattr(fusing, "fused_block", inexact)
     fusion = wrap_model(model).runner
     assert fusion.fused == 0, "the comparison of layers sees it first"
     monkeypatch.setattr(fusing, "check", lambda *args: None)

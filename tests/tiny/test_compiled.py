@@ -144,7 +144,7 @@ def test_with_other_threads_nothing_compiled_runs(uncompiled: None, rows: list[t
 def test_the_estimate_counts_what_compiling_takes(
     layout: Layout, dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(footprint, "layout_of", lambda dtype, device: layout)
+    monkeypatch.setattr(footprint, "fastest_layout", lambda dtype, device: layout)
     tiny_model("llama").save_pretrained(tmp_path)
     facts = TargetFacts(VOCAB, CONTEXT, dtype=dtype)
     build = partial(DraftModel.build, SpeculationConfig(draft=str(tmp_path)))
@@ -331,7 +331,7 @@ def test_without_a_writable_cache_the_loop_is_used(tmp_path: Path, monkeypatch: 
     assert "not compiled: [Errno" in reasons(made())
 
 
-def key_of(**config: Any) -> str:
+def program_key(**config: Any) -> str:
     """Of a model with the same weights, whatever the config says."""
     model = tiny_model("qwen3")
     parameters = {**model.config.to_dict()["rope_parameters"], **config.pop("rope", {})}
@@ -341,15 +341,15 @@ def key_of(**config: Any) -> str:
     like.load_state_dict(model.state_dict())
     loop = wrap_model(like.eval(), share=False).runner.run
     assert isinstance(loop, Loop)
-    return programs.key_of(compiled_layers.Layers(loop, [0] * len(loop.blocks)))
+    return programs.program_key(compiled_layers.Layers(loop, [0] * len(loop.blocks)))
 
 
 @pytest.mark.parametrize(
     "config", [{"rms_norm_eps": 1e-3}, {"rope": {"rope_theta": 77.0}}, {"hidden_act": "gelu"}], ids=str
 )
 def test_a_program_of_another_config_is_not_used(config: dict[str, Any]) -> None:
-    assert key_of() == key_of()
-    assert key_of() != key_of(**config)
+    assert program_key() == program_key()
+    assert program_key() != program_key(**config)
 
 
 def test_a_program_for_other_layer_kinds_is_not_used() -> None:
@@ -357,7 +357,7 @@ def test_a_program_for_other_layer_kinds_is_not_used() -> None:
     assert isinstance(loop, Loop)
     count = len(loop.blocks)
     keys = {
-        programs.key_of(compiled_layers.Layers(loop, kinds))
+        programs.program_key(compiled_layers.Layers(loop, kinds))
         for kinds in ([0] * count, [0, 1] * (count // 2), [1, 0] * (count // 2))
     }
     assert len(keys) == 3

@@ -19,10 +19,11 @@ from speculon.engine.engine import Engine
 from speculon.loading.load import wrap_model
 from speculon.target import compiled as compiling
 from speculon.target import compiled_layers, linear, programs
+from speculon.target.compare import close
 from speculon.target.linear import Layout, Linear, packed
 from speculon.target.taps import Taps
 from speculon.target.target import Target
-from speculon.target.trial import Trial, close
+from speculon.target.trial import Trial
 from tests.tiny.blocks import ask as ask_for_blocks
 from tests.tiny.blocks import drafter_of, watch_blocks, wrong_blocks
 from tests.tiny.blocks import folder_of as folder_of_blocks

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from speculon.decoding.kv.store import SpanView
-from speculon.drafters import compiled as compiled_drafts
-from speculon.drafters.compiled import CompiledBlocks, CompiledHead, HeadLayers, RowsLayers
+from speculon.drafters import runner as draft_runs
 from speculon.drafters.dflash.attention import Sight, hidden_keys, visible
+from speculon.drafters.runner import CompiledBlocks, CompiledHead, HeadLayers, RowsLayers
 from speculon.engine.engine import Engine
 from speculon.target import compiled_layers, footprint, linear, programs
 from speculon.target.linear import Layout, Linear, packed
@@ -149,7 +149,7 @@ PLANTED: dict[str, tuple[str, dict[str, Any], Any, str, Any]] = {
     "head: positions": ("eagle3", {}, programs, "program", lambda layers, *_: rotated_from_zero(layers)),
     "head: the wrong residual": ("eagle3", {}, None, "norm_before_residual", True),
     "blocks: positions": ("dflash", {}, programs, "program", lambda layers, *_: rotated_from_zero(layers)),
-    "blocks: causal rows unmasked": ("dflash", {"windows": (4, None)}, compiled_drafts, "mask_of", unmasked),
+    "blocks: causal rows unmasked": ("dflash", {"windows": (4, None)}, draft_runs, "block_mask", unmasked),
 }
 
 
@@ -199,7 +199,7 @@ def test_programs_of_other_windows_are_not_used(tmp_path: Path) -> None:
         drafter: Any = engine_with(
             "dflash", tmp_path / f"{i}", compile=False, windows=windows
         ).proposers.find("dflash")
-        keys.add(programs.key_of(RowsLayers(drafter.network)))
+        keys.add(programs.program_key(RowsLayers(drafter.network)))
     assert len(keys) == 3
 
 
@@ -207,7 +207,7 @@ def test_programs_of_other_windows_are_not_used(tmp_path: Path) -> None:
 def test_programs_are_counted(
     method: str, layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(footprint, "layout_of", lambda dtype, device: layout)
+    monkeypatch.setattr(footprint, "fastest_layout", lambda dtype, device: layout)
     plain, compiled = (
         engine_with(method, tmp_path, compile).proposers.find(method) for compile in (False, True)
     )
@@ -225,5 +225,5 @@ def test_programs_are_counted(
 def test_the_mask_of_one_block_is_that_of_a_call(sight: Sight) -> None:
     span = visible(SpanView(0, 5, slice(0, 9), 9), sight)
     hidden = hidden_keys([span], sight, span.rows, span.context, torch.device("cpu"))[0]
-    mask = compiled_drafts.mask_of(sight, span.rows, span.context, torch.zeros(1))
+    mask = draft_runs.block_mask(sight, span.rows, span.context, torch.zeros(1))
     assert torch.equal(hidden, torch.zeros(hidden.shape).bool() if mask is None else mask.isinf())

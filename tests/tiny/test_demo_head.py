@@ -8,8 +8,10 @@ import pytest
 
 from speculon import LLM
 from speculon.drafters.config import TargetShape, check_pair
-from speculon.drafters.eagle3.network import agreement, head_needs, load_head
+from speculon.drafters.eagle3.network import Eagle3Network, agreement
 from speculon.drafters.families import read_eagle3_config
+from speculon.drafters.layers import load_network
+from speculon.drafters.runner import estimate_needs
 from speculon.loading.load import load_target
 from speculon.loading.locate import locate
 from speculon.measure.bench import corpus, workloads
@@ -57,7 +59,8 @@ def test_taps_in_the_wrong_order_are_seen(llm: LLM) -> None:
     own = config.tap_layouts(len(target.layers))[0]
     assert own == (1, 9, 16)
     assert not check_pair(config, TargetShape(256, target.vocab_size, len(target.layers), "Qwen3ForCausalLM"))
-    head, layers = load_head(config, target), head_needs(config, own, target, 1, 1).layers[1:]
+    head = load_network(Eagle3Network, config, target)
+    layers = estimate_needs(config, own, target, 1, 1, False).layers[1:]
     ids = llm.tokenizer.encode(corpus.read_source(corpus.stdlib_files(held_out=True)[3]) or "")[:300]
     right, wrong = (agreement(head, target, layers, taps, ids) for taps in (own, own[::-1]))
     assert right > 0.5

@@ -16,7 +16,7 @@ import torch
 
 from speculon.core.config import SamplingParams
 from speculon.drafters.dflash import network as dflash
-from speculon.drafters.dflash.heads import RecurrentMarkovHead
+from speculon.drafters.dflash.network import RecurrentMarkovHead
 from speculon.loading.load import wrap_model
 from tests.builders import spread
 from tests.tiny.blocks import Watch, ask, drafter_of, folder_of, watch_blocks, wrong_blocks
@@ -329,17 +329,17 @@ def test_drafts_keep_to_a_grammar(tmp_path: Path) -> None:
 
 
 def layout_a_as_b(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("speculon.drafters.dflash.formats.samples_from_anchor", lambda source: True)
+    patch.setattr("speculon.drafters.dflash.config.samples_from_anchor", lambda source: True)
 
 
 def causal_block(patch: pytest.MonkeyPatch) -> None:
-    sight_of = dflash.sight_of
-    patch.setattr(dflash, "sight_of", lambda *args: replace(sight_of(*args), causal=True))
+    layer_sight = dflash.layer_sight
+    patch.setattr(dflash, "layer_sight", lambda *args: replace(layer_sight(*args), causal=True))
 
 
 def window_by_row(patch: pytest.MonkeyPatch) -> None:
-    sight_of = dflash.sight_of
-    patch.setattr(dflash, "sight_of", lambda *args: replace(sight_of(*args), anchored=False))
+    layer_sight = dflash.layer_sight
+    patch.setattr(dflash, "layer_sight", lambda *args: replace(layer_sight(*args), anchored=False))
 
 
 def off_by_one(patch: pytest.MonkeyPatch) -> None:

@@ -369,7 +369,7 @@ def inherited_theta(patch: pytest.MonkeyPatch) -> None:
 
 
 def absolute_ids(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(drafter_layers, "ids_of", lambda path, vocab, offsets, device: offsets)
+    patch.setattr(drafter_layers, "target_ids", lambda path, vocab, offsets, device: offsets)
 
 
 def pushed_aside(patch: pytest.MonkeyPatch) -> None:

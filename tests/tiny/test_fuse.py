@@ -18,7 +18,7 @@ from speculon.loading.load_check import paged_logits
 from speculon.target import block as blocks
 from speculon.target import fuse as fusing
 from speculon.target import linear
-from speculon.target.block import Attention, Block, CannotReplace, Norm, norm_of, same_norm
+from speculon.target.block import Attention, Block, CannotReplace, Norm, fused_norm, same_norm
 from speculon.target.linear import (
     Layout,
     Linear,
@@ -58,7 +58,7 @@ class TinyRMSNorm(Stock):
 @pytest.mark.parametrize("plus", [0.0, 1.0])
 def test_a_norm_is_found_with_weight_w_and_one_plus_w(plus: float) -> None:
     stock = TinyRMSNorm(plus=plus)
-    torch.testing.assert_close(norm_of(stock).weight, stock.weight + plus)
+    torch.testing.assert_close(fused_norm(stock).weight, stock.weight + plus)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_planted_difference_of_a_norm_is_found(planted: dict[str, float]) -> N
 @pytest.mark.parametrize("other", [nn.LayerNorm(8), nn.Linear(8, 8), Stock(), TinyRMSNorm(plus=1e-3)])
 def test_another_norm_is_refused(other: nn.Module) -> None:
     with pytest.raises(CannotReplace):
-        norm_of(other)
+        fused_norm(other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -177,7 +177,7 @@ def interleaved(attention: Attention) -> Attention:
 
 def broken_block(change: Callable[[Attention], Attention]) -> Callable[..., Block]:
     def build_wrong(*args: Any) -> Block:
-        block = blocks.block_of(*args)
+        block = blocks.fused_block(*args)
         block.attention = change(block.attention)
         return block
 
@@ -185,14 +185,14 @@ def broken_block(change: Callable[[Attention], Attention]) -> Callable[..., Bloc
 
 
 def one_plus(*args: Any) -> Block:
-    block = blocks.block_of(*args)
+    block = blocks.fused_block(*args)
     norms: Any = tuple(norm and Norm(1 + norm.weight, norm.eps) for norm in block.norms)
     block.norms = norms
     return block
 
 
 def up_for_gate(*args: Any) -> Block:
-    block = blocks.block_of(*args)
+    block = blocks.fused_block(*args)
     assert isinstance(block.mlp, blocks.Gated) and isinstance(block.mlp.gate_up, SideBySide)
     block.mlp.gate_up = SideBySide(list(reversed(block.mlp.gate_up.parts)))
     return block
@@ -210,7 +210,7 @@ PLANTED = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("planted", PLANTED)
 def test_a_wrong_block_is_not_used(planted: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusing, "block_of", PLANTED[planted])
+    monkeypatch.setattr(fusing, "fused_block", PLANTED[planted])
     target = fused("qwen2", dtype)  # the one with biases
     assert target.runner.fused == 0 and not target.runner.one_loop
     assert target.runner.refused["Qwen2DecoderLayer computes something else"] == 2
@@ -294,7 +294,7 @@ def test_a_layer_of_another_structure_is_not_fused(monkeypatch: pytest.MonkeyPat
     def odd(*args: Any) -> Block:
         raise AttributeError("scaling")
 
-    monkeypatch.setattr(fusing, "block_of", odd)
+    monkeypatch.setattr(fusing, "fused_block", odd)
     fusion = fused("llama").runner
     assert fusion.refused["LlamaDecoderLayer has another structure (AttributeError)"] == 2
 

@@ -19,7 +19,7 @@ from speculon.core.errors import UnsupportedModel
 from speculon.core.types import LayerSpec, Padding
 from speculon.loading import batch_check, invariant
 from speculon.loading.batch_check import Attending, RandomLayer, differing, uneven_keys
-from speculon.loading.invariant import decide, make_invariant, padding_of
+from speculon.loading.invariant import cheapest_padding, decide, make_invariant
 from speculon.loading.load import wrap_model
 from speculon.target import attention, fuse
 from speculon.target.block import CannotReplace
@@ -131,7 +131,7 @@ def test_attention_behind_a_long_window_is_equal(window: int) -> None:
     layer = Attending(LayerSpec("attention", 2, 16, 16, torch.bfloat16, window), 2, True)
     target = SimpleNamespace(max_context=8192, device=torch.device("cpu"))
     try:
-        padding = padding_of(layer, target)  # type: ignore[arg-type]
+        padding = cheapest_padding(layer, target)  # type: ignore[arg-type]
     except CannotBeInvariant as reason:
         pytest.skip(f"on this chip {reason}")
     rows = RandomLayer.of(layer, window + 700, padding, target.device)
@@ -261,7 +261,7 @@ def test_numbers_of_keys_that_add_in_another_order_have_rows_of_their_own(
     found = uneven_keys(layer, 64, cpu)
     monkeypatch.setattr(F, "scaled_dot_product_attention", uneven)
     assert set(uneven_keys(layer, 64, cpu)) == {*found, 128}
-    padding = padding_of(layer, SimpleNamespace(max_context=2048, device=cpu))  # type: ignore[arg-type]
+    padding = cheapest_padding(layer, SimpleNamespace(max_context=2048, device=cpu))  # type: ignore[arg-type]
     assert RandomLayer.of(layer, 700, padding, cpu).differing() is None
     assert RandomLayer.of(layer, 700, padding._replace(uneven=found), cpu).differing() is not None
 
@@ -271,6 +271,35 @@ def test_the_next_number_of_keys_is_even_or_exact() -> None:
     assert padded_keys(760, 4096, Padding(64, 4, uneven=(256, 320))) == 896
     assert padded_keys(513, 4096, Padding(64, 4, uneven=(256,))) == 576
     assert padded_keys(200, None, Padding(64, 4, uneven=(256,))) == 256
+
+
+@pytest.mark.parametrize("row", [70, 99, 160])
+def test_a_row_of_a_long_span_that_differs_is_seen(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = batch_check.attend_written
+
+    def wrong(view: Any, layer: int, query: Tensor, *others: Any, **options: Any) -> Tensor:
+        out = attend(view, layer, query, *others, **options)
+        if len(query) > 100:
+            out[row:] *= 1 + 1 / 64
+        return out
+
+    layer, cpu = Attending(LayerSpec("attention", 2, 16, 16, torch.bfloat16), 2, True), torch.device("cpu")
+    padding = cheapest_padding(layer, SimpleNamespace(max_context=700, device=cpu))  # type: ignore[arg-type]
+    monkeypatch.setattr(batch_check, "attend_written", wrong)
+    assert RandomLayer.of(layer, 700, padding, cpu).differing() is not None
+
+
+def test_numbers_of_keys_are_measured_once_for_all_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, measured = stock("gemma2"), list[Attending]()
+
+    def none(layer: Attending, step: int, device: torch.device) -> tuple[int, ...]:
+        measured.append(layer)
+        return ()
+
+    monkeypatch.setattr(invariant, "uneven_keys", none)
+    assert len({spec.window for spec in target.layers}) == 2
+    invariant.padded(target)
+    assert len(measured) == 2, "one for each step of padding"
 
 
 def test_attention_in_single_operations_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,6 +395,7 @@ def test_the_head_is_compared_apart_for_prompts(monkeypatch: pytest.MonkeyPatch)
         return logits * (1 + (bool(batch.prompts) and len(logits) == 10))
 
     monkeypatch.setattr(batch_check, "PROMPT", 50)  # the first position is a generated token
+    monkeypatch.setattr(target, "prompts_apart", True)
     monkeypatch.setattr(target.runner, "run", wrong_in_prompts)
     assert differing(target) is not None
 

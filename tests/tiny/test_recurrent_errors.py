@@ -84,7 +84,7 @@ def test_an_abort_gives_the_slots_back() -> None:
     for request in requests():
         engine.abort(request.id)
     slots = engine.pool.slots
-    assert len(slots.free) + len(slots.kept) == slots.count, "snapshots hold the others"
+    assert len(slots.free) + len(slots.snapshot_slots) == slots.count, "snapshots hold the others"
 
 
 # planted errors
@@ -92,17 +92,17 @@ def test_an_abort_gives_the_slots_back() -> None:
 
 def nothing_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """The states stay as they are after all drafts."""
-    monkeypatch.setattr(StateStep, "keep", lambda step, kept: False)
+    monkeypatch.setattr(StateStep, "roll_back", lambda step, kept: False)
 
 
 def one_row_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """One accepted row is not replayed."""
-    keep = StateStep.keep
+    keep = StateStep.roll_back
 
     def short(step: StateStep, kept: list[int]) -> bool:
         return keep(step, [n - (1 < n < s.rows) for s, n in zip(step.spans, kept, strict=True)])
 
-    monkeypatch.setattr(StateStep, "keep", short)
+    monkeypatch.setattr(StateStep, "roll_back", short)
 
 
 def convolution_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

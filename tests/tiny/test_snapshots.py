@@ -288,7 +288,7 @@ def test_a_snapshot_of_the_wrong_boundary_shows(name: str, monkeypatch: pytest.M
     def misplaced(states: StateSlots, seq: Sequence, position: int, page: int) -> None:
         keep(states, seq, position, page)
         if page in states.pages and len(seq.table) * SIZE > position and position > SIZE:
-            states.kept[seq.table[position // SIZE - 2]] = states.kept.pop(page)
+            states.snapshot_slots[seq.table[position // SIZE - 2]] = states.snapshot_slots.pop(page)
 
     monkeypatch.setattr(StateSlots, "keep", misplaced)
     with pytest.raises(AssertionError):
@@ -301,9 +301,9 @@ def test_a_snapshot_of_another_sequence_shows(name: str, monkeypatch: pytest.Mon
 
     def another(states: StateSlots, seq: Sequence, position: int, page: int) -> None:
         held = states.held[seq.id]
-        if held.position == position and page not in states.kept:
+        if held.position == position and page not in states.snapshot_slots:
             others = [other.committed for other in states.held.values() if other is not held]
-            states.kept[page] = states.share(others[0] if others else held.committed)
+            states.snapshot_slots[page] = states.share(others[0] if others else held.committed)
 
     monkeypatch.setattr(StateSlots, "keep", another)
     assert repeated(name)

@@ -10,7 +10,7 @@ from speculon.core.types import LayerSpec
 from speculon.decoding.kv.store import PageStore, SpanView, View
 from speculon.target import grouping
 from speculon.target.attention import attend_rows
-from speculon.target.grouping import plan_of
+from speculon.target.grouping import shared_plan
 from speculon.target.sparse import QUERIES
 
 HEADS, WIDTH, SLOTS = 6, 8, 256
@@ -64,7 +64,7 @@ def sparse_calls(view: View, kv_heads: int, query: Tensor) -> list[int]:
     """The spans of each call made by sparse products."""
     return [
         call.spans
-        for call in plan_of(view, 0, HEADS // kv_heads, True, query).calls
+        for call in shared_plan(view, 0, HEADS // kv_heads, True, query).calls
         if call.sparse is not None
     ]
 

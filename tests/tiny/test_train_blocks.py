@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from speculon.core.errors import InvalidParameter
-from speculon.drafters.dflash.heads import RecurrentMarkovHead
+from speculon.drafters.dflash.network import RecurrentMarkovHead
 from speculon.train import dflash, trainer
 from speculon.train.data import Rows
 from speculon.train.dflash import Blocks, DFlashDrafter, DFlashTraining, DSparkTraining, draw_blocks

@@ -17,8 +17,8 @@ from speculon.core.errors import WrongPair
 from speculon.core.types import Draft, Reason, Stop
 from speculon.decoding.sampling import NEVER
 from speculon.drafters.draft_model.proposer import DraftModel
-from speculon.drafters.draft_model.translation import Translation, overlap_of
 from speculon.loading.spelling import Overlap
+from speculon.loading.translation import Translation, tokenizer_overlap
 from tests.tiny.checkpoint import write_stranger
 from tests.tiny.conftest import VOCAB
 from tests.tiny.language_drafts import (
@@ -65,7 +65,7 @@ def drafts(folder: Path, method: str = "draft_model") -> dict[str, Any]:
 
 @cache
 def overlap(folder: Path) -> Overlap:
-    found = overlap_of(str(folder), characters())
+    found = tokenizer_overlap(str(folder), characters())
     assert found is not None
     return found
 
@@ -202,4 +202,4 @@ def test_equal_ids_need_no_map(tmp_path: Path) -> None:
     folder = write_draft(tmp_path, characters().inner, 1)
     engine = engine_of(drafts(folder))
     drafter: Any = proposer_of(engine, "draft_model")
-    assert drafter.translation is None and overlap_of(str(folder), characters()) is None
+    assert drafter.translation is None and tokenizer_overlap(str(folder), characters()) is None

@@ -161,7 +161,7 @@ def test_what_can_never_fit_is_refused_with_the_pages_of_the_window() -> None:
     with pytest.raises(NeverFits, match="169 tokens need 4 KV pages of 4, the pool owns 3"):
         engine.add_request(request.prompt, request.params)
     engine.add_request(request.prompt[:4], SamplingParams(max_tokens=8))
-    assert make_engine(target("windows"), **SMALL).pool.most(500, 8) == 4
+    assert make_engine(target("windows"), **SMALL).pool.max_pages(500, 8) == 4
 
 
 def test_a_prefix_is_found_while_its_pages_are_cached() -> None:

@@ -25,7 +25,7 @@ class Models:
 
 
 def find_models(
-    given: list[str],
+    paths: list[str],
     folder: Path | None,
     first_name: str | None = None,
     named: Mapping[str, str] = MappingProxyType({}),
@@ -35,10 +35,10 @@ def find_models(
 
     Raises `ConfigError` for two of one name, and where there is none.
     """
-    found: dict[str, str] = {}
+    models: dict[str, str] = {}
     drafters: dict[str, str] = {}
-    for one in given:
-        add(found, one if one in named else name_of(one), named.get(one, one))
+    for model in paths:
+        add(models, model if model in named else name_of(model), named.get(model, model))
     for inner in inside(folder) if folder is not None else ():
         try:
             family = family_of(inner)
@@ -46,19 +46,19 @@ def find_models(
             log.warning("%s is left out: %s", inner, error)
             continue
         if family.method == DRAFT_MODEL:
-            add(found, name_of(str(inner)), str(inner))
+            add(models, name_of(str(inner)), str(inner))
         elif family.method is not None:
             drafters[inner.name] = family.method
         else:
             log.warning("%s is left out: %s", inner, family.refusal)
-    if not found:
+    if not models:
         raise ConfigError(f"models_dir = {str(folder)!r}: no subfolder has a model")
     if first_name is not None:
-        first = next(iter(found))
-        if first_name != first and first_name in found:
-            raise clash(first_name, found[first], found[first_name])
-        found = {first_name if name == first else name: path for name, path in found.items()}
-    return Models(found, {name: method for name, method in drafters.items() if name not in found})
+        first = next(iter(models))
+        if first_name != first and first_name in models:
+            raise clash(first_name, models[first], models[first_name])
+        models = {first_name if name == first else name: path for name, path in models.items()}
+    return Models(models, {name: method for name, method in drafters.items() if name not in models})
 
 
 def inside(folder: Path) -> list[Path]:
@@ -68,11 +68,11 @@ def inside(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if (path / "config.json").is_file() or is_gguf(path))
 
 
-def add(found: dict[str, str], name: str, path: str) -> None:
-    known = found.setdefault(name, path)
+def add(models: dict[str, str], name: str, path: str) -> None:
+    known = models.setdefault(name, path)
     if Path(known).expanduser().resolve() != Path(path).expanduser().resolve():
         raise clash(name, known, path)
 
 
-def clash(name: str, one: str, other: str) -> ConfigError:
-    return ConfigError(f"two models are named {name!r}: {one} and {other}; rename a folder")
+def clash(name: str, first: str, other: str) -> ConfigError:
+    return ConfigError(f"two models are named {name!r}: {first} and {other}; rename a folder")

@@ -161,8 +161,8 @@ def file_of_models(config: EngineConfig) -> ModelSettingsFile | None:
 
 def http_server(state: AppState) -> uvicorn.Server:
     from speculon.cli.connections import HttpServer
+    from speculon.operations.model_routes import add_models
     from speculon.server.app import create_app
-    from speculon.server.pool.model_routes import add_models
 
     class DrainingServer(HttpServer):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

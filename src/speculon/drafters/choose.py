@@ -1,4 +1,4 @@
-"""The drafters of an engine: those in its settings, and those found next to the model; whether they fit."""
+"""The drafters of an engine: those in its settings and those near the model, checked before a load."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def with_drafts(config: EngineConfig) -> EngineConfig:
     """
     draft, method = config.speculation.draft, config.speculation.method
     if draft is None:
-        usual = {one: path for one, path in usual_drafters(config.model).items() if method in (AUTO, one)}
+        usual = {name: path for name, path in usual_drafters(config.model).items() if method in (AUTO, name)}
         return set_drafts(config, {**usual}) if usual else config
     if not isinstance(draft, str):
         return config
@@ -63,11 +63,11 @@ def find_drafts(config: EngineConfig, draft: str) -> dict[str, str | ModelObject
     folder = locate(
         config.model, trust_remote_code=config.trust_remote_code, allow_pickle=config.allow_pickle
     )
-    found = search(draft, read_checkpoint(folder))
-    for line in found.lines:
+    result = search(draft, read_checkpoint(folder))
+    for line in result.lines:
         log.info("draft %s: %s", AUTO, line)
-    own = {} if MTP in found.drafts else own_layers(folder)
-    drafts: dict[str, str | ModelObject] = {**usual_drafters(config.model), **own, **found.drafts}
+    own = {} if MTP in result.drafts else own_layers(folder)
+    drafts: dict[str, str | ModelObject] = {**usual_drafters(config.model), **own, **result.drafts}
     if not drafts:
         log.info("draft %s: no drafter for %s: lookups only", AUTO, folder)
     return drafts
@@ -90,9 +90,9 @@ def fits(config: EngineConfig, drafts: Iterable[str]) -> list[Fit]:
     """
     target = read_checkpoint(locate(config.model, fetch=False))
     usual = usual_drafters(config.model).values()
-    around_it = [fit(one, target) for one in (*usual, *(str(path) for path, _ in around(AUTO, target.path)))]
-    fitting = [one for one in around_it if one.refusal is None]
-    return [*own_fit(target), *fitting, *(fit(one, target) for one in drafts)]
+    near = [*usual, *(str(path) for path, _ in around(AUTO, target.path))]
+    fitting = [its_fit for draft in near if (its_fit := fit(draft, target)).refusal is None]
+    return [*own_fit(target), *fitting, *(fit(draft, target) for draft in drafts)]
 
 
 def own_fit(target: Checkpoint) -> list[Fit]:
@@ -109,23 +109,23 @@ def fit(draft: str, target: Checkpoint) -> Fit:
     except ModelNotFound as error:
         return Fit(draft, "", refusal=str(error))
     try:
-        found = examine(locate(draft, fetch=False), 0, target)
+        candidate = examine(locate(draft, fetch=False), 0, target)
     except ModelNotFound:
         return Fit(draft, "", (f"{draft} is fetched from the hub, and examined, when it is loaded",))
-    method = (found.family.method if found.family is not None else None) or ""
-    return Fit(draft, method, found.warnings, found.refusal)
+    method = (candidate.family.method if candidate.family is not None else None) or ""
+    return Fit(draft, method, candidate.warnings, candidate.refusal)
 
 
 def own_layers(folder: Path) -> dict[str, str]:
     """`{"mtp": folder}` where the target's own checkpoint has prediction layers that can be used."""
     try:
-        found = find_mtp(folder)
+        modules = find_mtp(folder)
     except ModelError as error:
         log.info("draft %s: %s: MTP layers left out: %s", AUTO, folder, error)
         return {}
-    if found is None:
+    if modules is None:
         return {}
-    log.info("draft %s: %s: %s: taken as %s", AUTO, folder, found.summary(), MTP)
+    log.info("draft %s: %s: %s: taken as %s", AUTO, folder, modules.summary(), MTP)
     return {MTP: str(folder)}
 
 

@@ -8,13 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from speculon.core.errors import CorruptWeights, ModelError, WrongPair
 from speculon.loading.headers import Checkpoint, read_header
-
-if TYPE_CHECKING:
-    from speculon.loading.source import Source
 
 # how people call the projects that publish drafters
 AUTHORS = {
@@ -30,7 +27,6 @@ AUTHORS = {
 }
 DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 INTEGERS = {"I64": "q", "I32": "i"}
-MASKS = {"BOOL": "B", "U8": "B"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +59,16 @@ class DrafterConfig:
     notes: tuple[str, ...] = ()
     dtype: str | None = None  # of most parameters
     num_bytes: int = 0  # of the weight files
+
+    @property
+    def max_drafts(self) -> int | None:
+        """The most drafts of one forward that drafts several; None where a forward drafts one."""
+        return None
+
+    @property
+    def page_windows(self) -> tuple[int | None, ...]:
+        """The window of each layer over pages."""
+        return self.windows
 
     def has(self, module: str) -> bool:
         """Whether the checkpoint has the weight of such a module."""
@@ -154,23 +160,6 @@ def read_numbers(files: Sequence[Path], name: str | None, kinds: Mapping[str, st
                 numbers.byteswap()
             return numbers.tolist()
     return []
-
-
-def check_draft_ids(source: Source) -> None:
-    """Raises `CorruptWeights` where d2t and t2d name other tokens as those that are drafted."""
-    if source.pickled or not {"d2t", "t2d"} <= source.names.keys():
-        return
-    offsets = read_numbers(source.files, source.names["d2t"], INTEGERS)
-    mask = read_numbers(source.files, source.names["t2d"], MASKS | INTEGERS)
-    check_offsets(source.folder, offsets, len(mask))
-    mapped = [j + offset for j, offset in enumerate(offsets)]
-    drafted = [token for token, used in enumerate(mask) if used]
-    if len(mapped) != len(drafted):
-        counts = f"d2t has {len(mapped):,} tokens, t2d {len(drafted):,}"
-        raise CorruptWeights(f"{source.folder}: {counts}")
-    for j, (one, other) in enumerate(zip(mapped, drafted, strict=True)):
-        if one != other:
-            raise CorruptWeights(f"{source.folder}: draft id {j} is {one:,} by d2t, {other:,} by t2d")
 
 
 def check_offsets(path: Path, offsets: Sequence[int], vocab_size: int) -> None:

@@ -9,14 +9,12 @@ from pathlib import Path
 
 from speculon.core.errors import MissingWeights, ModelError, SpeculonError, UnsafeCheckpoint, UnsupportedModel
 from speculon.drafters.config import DTYPE_NAMES
-from speculon.drafters.dflash.config import DFlashConfig
-from speculon.drafters.dflash.formats import CONTEXT_NORM, is_dflash, read_dflash
-from speculon.drafters.eagle3.config import Eagle3Config
-from speculon.drafters.eagle3.formats import read_eagle3
+from speculon.drafters.dflash.config import CONTEXT_NORM, DFlashConfig, is_dflash, read_dflash
+from speculon.drafters.eagle3.config import Eagle3Config, read_eagle3
+from speculon.drafters.formats import FIRST_Q, Source, open_source
 from speculon.drafters.mtp.tensors import MTP, MtpConfig, mtp_alone
 from speculon.loading.gguf import is_gguf
 from speculon.loading.headers import Checkpoint, read_checkpoint
-from speculon.loading.source import FIRST_Q, Source, open_source
 
 EAGLE3, DFLASH, DRAFT_MODEL, PARD = "eagle3", "dflash", "draft_model", "pard"
 SPECULATORS_TYPES = (EAGLE3, DFLASH, "dspark")
@@ -259,8 +257,8 @@ def read_dflash_config(path: str | Path) -> DFlashConfig:
 
 
 def another(family: Family, what: str) -> UnsupportedModel:
-    found = f"a{'n' * family.summary.startswith('E')} {family.summary}"
-    return UnsupportedModel(f"{family.path}: {family.refusal or f'{what}, but {found}'}")
+    what_it_is = f"a{'n' * family.summary.startswith('E')} {family.summary}"
+    return UnsupportedModel(f"{family.path}: {family.refusal or f'{what}, but {what_it_is}'}")
 
 
 def missing_parts(source: Source, whose: str, needed: tuple[str, ...]) -> ModelError:

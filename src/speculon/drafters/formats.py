@@ -1,14 +1,100 @@
-"""What the formats of drafters have in common: sizes from tensors, settings of layers from the config."""
+"""What the formats of drafters have in common: their folders, sizes from tensors, settings of layers."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from speculon.core.errors import CorruptWeights, MissingWeights, ModelError, UnsupportedModel
-from speculon.drafters.config import DrafterConfig
-from speculon.loading.source import FIRST_Q, Shapes, Source
+from speculon.drafters.config import INTEGERS, DrafterConfig, check_offsets, read_numbers
+from speculon.loading.headers import parameters_by_dtype, read_config, read_header, weight_files
+
+FIRST_Q = "layers.0.self_attn.q_proj.weight"
+PREFIX = re.compile(r"(?:(?:model|speculator|draft_model)\.)+")
+OLD_NAMES = {
+    "midlayer.": "layers.0.",
+    "aux_norm_low.": "fc_norm.0.",
+    "aux_norm_mid.": "fc_norm.1.",
+    "aux_norm_high.": "fc_norm.2.",
+    "encoder.fc.": "fc.",
+    "encoder.output_norm_enc.": "hidden_norm.",
+    "logit_head.": "",
+}
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A drafter's config and the shapes of its tensors, under the names used here."""
+
+    folder: Path
+    files: tuple[Path, ...]
+    pickled: bool
+    config: dict[str, Any]
+    shapes: Shapes  # empty for pickles
+    names: dict[str, str]  # name here -> name in the files
+    sizes: Counter[str]  # parameters by dtype
+    twice: tuple[str, ...]  # pairs of names in the files that are one name here
+
+    @property
+    def speculators_type(self) -> str | None:
+        """The algorithm that the speculators format names."""
+        return self.config.get("speculators_model_type")
+
+    @property
+    def of_speculators(self) -> bool:
+        """Whether the speculators project's format is used."""
+        return self.speculators_type is not None or "speculators_config" in self.config
+
+    @property
+    def architecture(self) -> str:
+        return " ".join(name for name in self.config.get("architectures") or () if isinstance(name, str))
+
+    def part(self, name: str) -> dict[str, Any]:
+        """A nested table of the config, empty where it is missing."""
+        value = self.config.get(name)
+        return value if isinstance(value, dict) else {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The config with its nested tables of layer sizes laid over it."""
+        return {**self.config, **self.part("model"), **self.part("transformer_layer_config")}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self.shapes:
+            raise MissingWeights(f"{self.folder}: no tensor {name}")
+        return self.shapes[name]
+
+
+def open_source(folder: Path) -> Source:
+    """Reads config and headers. Raises `ModelError` for damaged files."""
+    config = read_config(folder)
+    files, pickled = weight_files(folder)
+    shapes: Shapes = {}
+    names: dict[str, str] = {}
+    sizes: Counter[str] = Counter()
+    twice = []
+    for file in () if pickled else files:
+        sizes.update(parameters_by_dtype(file))
+        for theirs, tensor in read_header(file)[0].items():
+            ours = own_name(theirs)
+            if ours in names:
+                twice.append(f"{names[ours]} and {theirs}")
+            shapes[ours], names[ours] = tuple(tensor["shape"]), theirs
+    return Source(folder, files, pickled, config, shapes, names, sizes, tuple(twice))
+
+
+def own_name(theirs: str) -> str:
+    bare = PREFIX.sub("", theirs, count=1) if PREFIX.match(theirs) else theirs
+    return next(
+        (new + bare.removeprefix(old) for old, new in OLD_NAMES.items() if bare.startswith(old)), bare
+    )
+
 
 UNUSED = re.compile(r".*rotary_emb\.|verifier_|t2d$")
 # the tensors of layers and around them that the formulas of all methods use
@@ -17,6 +103,7 @@ KNOWN = (
     r"|layers\.\d+\.((input_layernorm|post_attention_layernorm)\.weight"
     r"|self_attn\.([qkvo]_proj\.(weight|bias)|[qk]_norm\.weight)|mlp\.(gate|up|down)_proj\.weight)"
 )
+MASKS = {"BOOL": "B", "U8": "B"}  # dtypes of t2d, beside integers
 TYPES = {"sliding_attention", "full_attention"}
 STRETCHED = ("yarn", "llama3")  # types of RoPE that stretch an original length
 # `dynamic` and `longrope` are missing: their angles depend on the longest sequence of a batch
@@ -34,8 +121,8 @@ def common_fields(source: Source, hidden: int, notes: list[str]) -> dict[str, An
     head_dim, heads, kv_heads = attention_sizes(source, hidden, notes)
     intermediate = source.shape("layers.0.mlp.gate_proj.weight")[0]
     sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
-    for name, found in sizes.items():
-        note_mismatch(name, body.get(name), found, notes)
+    for name, size in sizes.items():
+        note_mismatch(name, body.get(name), size, notes)
     return {
         "hidden": hidden,
         "layers": layers,
@@ -55,9 +142,9 @@ def common_fields(source: Source, hidden: int, notes: list[str]) -> dict[str, An
     }
 
 
-def note_mismatch(name: str, configured: Any, found: int, notes: list[str]) -> None:
-    if configured is not None and configured != found:
-        notes.append(f"the config's {name} is {configured}, the tensors' {found}")
+def note_mismatch(name: str, configured: Any, stored: int, notes: list[str]) -> None:
+    if configured is not None and configured != stored:
+        notes.append(f"the config's {name} is {configured}, the tensors' {stored}")
 
 
 def count_layers(source: Source) -> int:
@@ -101,7 +188,7 @@ def read_windows(source: Source, layers: int, types: Any, window: Any) -> tuple[
         )
     if "sliding_attention" in types[:layers] and (type(window) is not int or window < 1):
         raise ModelError(f"{source.folder}: layer_types ask for a sliding_window, which is {window}")
-    return tuple(window if one == "sliding_attention" else None for one in types[:layers])
+    return tuple(window if kind == "sliding_attention" else None for kind in types[:layers])
 
 
 def checked_layers(source: Source, name: str, ids: Any) -> list[int]:
@@ -115,18 +202,18 @@ def checked_layers(source: Source, name: str, ids: Any) -> list[int]:
 
 def read_rope(source: Source) -> dict[str, Any]:
     """The drafter's own RoPE as transformers' `rope_parameters`; never the target's."""
-    body, given = source.body, rope_table(source)
-    rope_type = given.get("rope_type") or given.get("type") or "default"
+    body, table = source.body, rope_table(source)
+    rope_type = table.get("rope_type") or table.get("type") or "default"
     rope_type = (
         "default" if rope_type == "mrope" else rope_type
     )  # text tokens have equal positions on all axes
     if rope_type not in ROPES:
         supported = ", ".join(ROPES)
         raise UnsupportedModel(f"{source.folder}: rope_type {rope_type!r} is not supported, but {supported}")
-    if rope_type in ("linear", *STRETCHED) and "factor" not in given:
+    if rope_type in ("linear", *STRETCHED) and "factor" not in table:
         raise ModelError(f"{source.folder}: rope_type {rope_type!r} without its factor")
-    rope = {name: value for name, value in given.items() if name != "type" and not name.startswith("mrope")}
-    theta = given.get("rope_theta") or body.get("rope_theta") or 10000.0
+    rope = {name: value for name, value in table.items() if name != "type" and not name.startswith("mrope")}
+    theta = table.get("rope_theta") or body.get("rope_theta") or 10000.0
     rope |= {"rope_type": rope_type, "rope_theta": float(theta)}
     if body.get("partial_rotary_factor") is not None:
         rope.setdefault("partial_rotary_factor", body["partial_rotary_factor"])
@@ -140,10 +227,10 @@ def rope_table(source: Source) -> Mapping[str, Any]:
     body = source.body
     if body.get("is_neox_style") is False or body.get("rope_is_neox_style") is False:
         raise UnsupportedModel(f"{source.folder}: interleaved RoPE (is_neox_style is false) is not supported")
-    given: Mapping[str, Any] = body.get("rope_parameters") or body.get("rope_scaling") or {}
-    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+    table: Mapping[str, Any] = body.get("rope_parameters") or body.get("rope_scaling") or {}
+    if not isinstance(table, dict) or any(isinstance(value, dict) for value in table.values()):
         raise UnsupportedModel(f"{source.folder}: RoPE that differs between layers is not supported")
-    return given
+    return table
 
 
 def suggested_tokens(source: Source) -> int | None:
@@ -185,6 +272,15 @@ def refuse_missing_matrices(config: DrafterConfig) -> None:
         raise MissingWeights(f"{config.path}: no embed_tokens.weight; the target's are {widths}")
 
 
+def check_draft_vocabulary(source: Source, drafted: int | None, vocab: int | None) -> None:
+    """Raises `ModelError` where draft ids have no target ids."""
+    if vocab is not None and drafted is not None and drafted > vocab:
+        raise ModelError(f"{source.folder}: drafts from {drafted:,} tokens, but the vocabulary has {vocab:,}")
+    if drafted != vocab and "d2t" not in source.shapes:
+        of = f"{drafted:,} of {vocab:,}" if vocab and drafted else f"{drafted} of unknown"
+        raise MissingWeights(f"{source.folder}: drafts from {of} tokens, but no d2t says which")
+
+
 def check_shapes(source: Source, config: DrafterConfig, more: Shapes, optional: Shapes, inputs: int) -> None:
     """Raises `ModelError` where a tensor that the formula needs is missing or has another shape.
 
@@ -209,9 +305,9 @@ def check_shapes(source: Source, config: DrafterConfig, more: Shapes, optional: 
         optional |= {f"layers.{layer}.{name}": shape for name, shape in maybe.items()}
     stored = {**source.names, **config.names}
     for name, shape in {**needed, **{n: s for n, s in optional.items() if n in source.shapes}}.items():
-        found = source.shape(name)
-        if found != shape:
-            raise CorruptWeights(f"{source.folder}: {stored[name]} is {list(found)}, not {list(shape)}")
+        actual = source.shape(name)
+        if actual != shape:
+            raise CorruptWeights(f"{source.folder}: {stored[name]} is {list(actual)}, not {list(shape)}")
     for layer in range(config.layers):
         both = [config.has(f"layers.{layer}.self_attn.{name}") for name in ("q_norm", "k_norm")]
         if both[0] != both[1]:
@@ -241,3 +337,20 @@ def layer_shapes(config: DrafterConfig, inputs: int) -> tuple[Shapes, Shapes]:
         "self_attn.k_norm.weight": (config.head_dim,),
     }
     return needed, optional
+
+
+def check_draft_ids(source: Source) -> None:
+    """Raises `CorruptWeights` where d2t and t2d name other tokens as those that are drafted."""
+    if source.pickled or not {"d2t", "t2d"} <= source.names.keys():
+        return
+    offsets = read_numbers(source.files, source.names["d2t"], INTEGERS)
+    mask = read_numbers(source.files, source.names["t2d"], MASKS | INTEGERS)
+    check_offsets(source.folder, offsets, len(mask))
+    mapped = [j + offset for j, offset in enumerate(offsets)]
+    drafted = [token for token, used in enumerate(mask) if used]
+    if len(mapped) != len(drafted):
+        counts = f"d2t has {len(mapped):,} tokens, t2d {len(drafted):,}"
+        raise CorruptWeights(f"{source.folder}: {counts}")
+    for j, (by_d2t, by_t2d) in enumerate(zip(mapped, drafted, strict=True)):
+        if by_d2t != by_t2d:
+            raise CorruptWeights(f"{source.folder}: draft id {j} is {by_d2t:,} by d2t, {by_t2d:,} by t2d")

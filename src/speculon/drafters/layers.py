@@ -23,7 +23,7 @@ from speculon.core.errors import MissingWeights, UnsupportedModel
 from speculon.drafters.config import DrafterConfig, check_offsets
 from speculon.loading.headers import read_header
 from speculon.target import block
-from speculon.target.block import Tables, tables_of
+from speculon.target.block import Tables, rotation_tables
 from speculon.target.linear import Product, joined
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class Network(nn.Module):
     def __init__(self, config: DrafterConfig):
         super().__init__()
         self.config = config
-        self.rotary = rotary_of(config)
+        self.rotary = make_rotary(config)
         self.embed: Tensor
         self.register_buffer("embed", torch.empty(0), persistent=False)
         self.ids: Tensor | None
@@ -172,18 +172,26 @@ class Network(nn.Module):
         if norm is not None:
             self.norm.weight.copy_(norm)
 
+    def forward(self, *arguments: Any) -> Tensor:
+        """The states [T, H] after rows: from the arguments of `begin`, [T, ...] each, and a view."""
+        *inputs, view = arguments
+        x, tables = self.begin(*inputs)
+        for layer in self.layers:
+            x = layer.end(x, layer.attend(*layer.begin(x, tables), view))
+        return self.end(x)
+
     def begin(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tables]:
-        """What the first layer reads, and the rotary tables of all, from the arguments of `forward`."""
+        """What the first layer reads, and the rotary tables of all."""
         raise NotImplementedError
 
     def end(self, x: Tensor) -> Tensor:
-        """What follows the last layer."""
-        raise NotImplementedError
+        """What follows the last layer: its norm."""
+        return self.norm(x)
 
     def tables(self, x: Tensor, positions: Tensor) -> Tables:
         """Rotary tables of `positions` [T] in the dtype of `x`."""
         cos, sin = self.rotary(x, positions[None])
-        return tables_of(cos, sin, self.config.head_dim)
+        return rotation_tables(cos, sin, self.config.head_dim)
 
     def widened(self, scores: Tensor, vocab_size: int) -> Tensor:  # [R, Vd] -> [R, V]
         """Logits over the target's vocabulary; minus infinity for tokens that cannot be drafted."""
@@ -193,7 +201,7 @@ class Network(nn.Module):
         return scores if not missing else F.pad(scores, (0, missing), value=-math.inf)
 
 
-def rotary_of(config: DrafterConfig) -> LlamaRotaryEmbedding:
+def make_rotary(config: DrafterConfig) -> LlamaRotaryEmbedding:
     return LlamaRotaryEmbedding(rope_config(config))
 
 
@@ -255,16 +263,16 @@ def load_network(
     weights.clear()
     network.requires_grad_(False)
     freeze(network)
-    network.rotary = rotary_of(config).to(target.device)
+    network.rotary = make_rotary(config).to(target.device)
     own = tensors.get("embed_tokens.weight")
     network.embed = target.embedding.detach() if own is None else own.to(target.device, target.dtype)
-    network.ids = ids_of(config.path, target.vocab_size, tensors.get("d2t"), target.device)
+    network.ids = target_ids(config.path, target.vocab_size, tensors.get("d2t"), target.device)
     if not config.has("lm_head"):
         network.lm_head = target.head
     return network
 
 
-def ids_of(
+def target_ids(
     path: Path, vocab_size: int, offsets: Tensor | None, device: torch.device
 ) -> Tensor | None:  # [Vd] -> [Vd]
     """The target's id of each draft id; d2t holds the differences."""

@@ -35,8 +35,8 @@ class Candidate:
     @property
     def rank(self) -> tuple[int, int, int, str]:
         assert self.family is not None
-        found = self.family.head or self.family.checkpoint
-        return len(self.warnings), self.distance, found.num_bytes if found else 0, str(self.path)
+        weights = self.family.head or self.family.checkpoint
+        return len(self.warnings), self.distance, weights.num_bytes if weights else 0, str(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,12 @@ def search(draft: str, target: Checkpoint) -> Search:
     """The best drafter for each method. Raises `ConfigError` for a folder that does not exist."""
     seen = [candidate(path, distance, target) for path, distance in around(draft, target.path)]
     taken: dict[str, Candidate] = {}
-    for one in sorted((one for one in seen if one.refusal is None), key=lambda one: one.rank):
-        assert one.family is not None
-        assert one.family.method is not None
-        taken.setdefault(one.family.method, one)
-    lines = tuple(log_line(one, taken) for one in seen)
-    return Search({method: str(one.path) for method, one in taken.items()}, lines)
+    for best in sorted((fit for fit in seen if fit.refusal is None), key=lambda fit: fit.rank):
+        assert best.family is not None
+        assert best.family.method is not None
+        taken.setdefault(best.family.method, best)
+    lines = tuple(log_line(examined, taken) for examined in seen)
+    return Search({method: str(best.path) for method, best in taken.items()}, lines)
 
 
 def around(draft: str, target: Path) -> Iterator[tuple[Path, int]]:
@@ -89,11 +89,11 @@ def below(folder: Path) -> list[Path]:
 
 def candidate(path: Path, distance: int, target: Checkpoint) -> Candidate:
     """As `examine`; a language model that fits with a warning is refused, too."""
-    found = examine(path, distance, target)
-    if found.warnings and found.family is not None and found.family.checkpoint is not None:
+    examined = examine(path, distance, target)
+    if examined.warnings and examined.family is not None and examined.family.checkpoint is not None:
         # it fits, but who knows whether it is meant for it
-        return replace(found, refusal=f"{found.warnings[0]}; only used where draft names it")
-    return found
+        return replace(examined, refusal=f"{examined.warnings[0]}; only used where draft names it")
+    return examined
 
 
 def examine(path: Path, distance: int, target: Checkpoint) -> Candidate:
@@ -127,7 +127,7 @@ def check_head(head: DrafterConfig, target: Checkpoint) -> tuple[str, ...]:
 def check_modules(modules: MtpConfig, target: Checkpoint) -> tuple[str, ...]:
     """Raises `WrongPair` for modules of another target: their layers are of the target's own class."""
     of = read_checkpoint(modules.path)
-    mine, theirs = ((one.model_type, one.num_layers, one.hidden_size) for one in (of, target))
+    mine, theirs = ((model.model_type, model.num_layers, model.hidden_size) for model in (of, target))
     if mine != theirs:
         words = "{} of {} layers and width {}"
         raise WrongPair(f"MTP modules for {words.format(*mine)}, the target is {words.format(*theirs)}")
@@ -148,10 +148,11 @@ def check_model(draft: Checkpoint, target: Checkpoint) -> tuple[str, ...]:
     return () if overlap is None else (f"{ANOTHER}: {overlap.check(draft.path, target.path)}",)
 
 
-def log_line(one: Candidate, taken: dict[str, Candidate]) -> str:
-    if one.refusal is not None or one.family is None:
-        return f"{one.path}: left out: {one.refusal}"
-    family = one.family
+def log_line(examined: Candidate, taken: dict[str, Candidate]) -> str:
+    family, refusal = examined.family, examined.refusal
+    if refusal is not None or family is None:
+        return f"{examined.path}: left out: {refusal}"
     best = taken[family.method or ""]
-    verdict = f"taken as {family.method}" if best is one else f"left out: fits, but {best.path} is preferred"
-    return f"{one.path}: {'; '.join((family.summary, *one.warnings))}: {verdict}"
+    left_out = f"left out: fits, but {best.path} is preferred"
+    verdict = f"taken as {family.method}" if best is examined else left_out
+    return f"{examined.path}: {'; '.join((family.summary, *examined.warnings))}: {verdict}"

@@ -11,16 +11,17 @@ import logging
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from speculon.core.config import SpeculationConfig
 from speculon.core.errors import ConfigError
-from speculon.core.types import Draft, Needs, Stop, Verdict, no_draft
+from speculon.core.types import Draft, Needs, Stop, no_draft
 from speculon.decoding.sequence import Sequence
 from speculon.drafters.config import DrafterConfig, TargetShape, check_pair
 from speculon.loading.locate import locate
-from speculon.speculation.proposers.base import States, TargetFacts
+from speculon.speculation.proposers.base import Proposer, TargetFacts
 from speculon.target.target import Runner, Target
 
 if TYPE_CHECKING:
@@ -34,8 +35,11 @@ AnyConfig = TypeVar("AnyConfig", bound=DrafterConfig)
 log = logging.getLogger("speculon")
 
 
-class StateDrafter:
-    """A proposer that reads the target's states; how it drafts is up to `_propose` of each method."""
+class StateDrafter(Proposer):
+    """A proposer that reads the target's states; how it drafts is up to `_propose` of each method.
+
+    It reads the prompt with the first draft, and computes rows of drafts again from committed states.
+    """
 
     method: ClassVar[str]
     needs: Needs
@@ -46,9 +50,6 @@ class StateDrafter:
         self.target, self.min_confidence = target.model, min_confidence
         self.vocab_size, self.max_rows = target.vocab_size, target.rows or sys.maxsize
         self.compile = target.compile
-
-    def admit(self, seq: Sequence) -> None:
-        """Nothing yet: the prompt is read with the first draft."""
 
     def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
         """Nothing after a single token: there are no states before it."""
@@ -61,20 +62,44 @@ class StateDrafter:
     @abstractmethod
     def _propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]: ...
 
-    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: States) -> None:
-        """Nothing to learn: the states of accepted drafts are in the pages, and rows of drafts are computed
-        again from them.
-        """
 
-    def release(self, seq: Sequence) -> None:
-        """Its pages go with the target's."""
-
-
-def states_of(method: str, target: TargetFacts) -> Target:
+def required_target(method: str, target: TargetFacts) -> Target:
     """The target whose states a drafter reads. Raises `ConfigError` where there is none."""
     if target.model is None:
         raise ConfigError(f"{method} reads the target's states, and there is no target")
     return target.model
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """The options that override a drafter's config, beside its taps."""
+
+    flags: tuple[str, ...] = ()
+    positions: tuple[str, ...] = ()
+    rising: bool = False  # whether taps are in rising order; else in that of fc's columns
+
+    def applied(self, config: AnyConfig, options: Mapping[str, Any]) -> AnyConfig:
+        """What a config says wrongly, or not at all, as the user knows it.
+
+        Taps are outputs of 0-based target layers. Raises `ConfigError` for a value of another kind.
+        """
+        values = {name: options[name] for name in (*self.flags, *self.positions, TAPS) if name in options}
+        for name, value in values.items():
+            if name in self.flags:
+                good, expected = type(value) is bool, "true or false"
+            elif name in self.positions:
+                good, expected = type(value) is int and value > 0, "a number of positions"
+            else:
+                good = self.are_layers(value) and len(value) == config.taps
+                expected = f"a list of {config.taps} layers{' in rising order' * self.rising}"
+            if not good:
+                raise ConfigError(f"options.{name} = {value!r}: for {config.path} it is {expected}")
+        taps: dict[str, Any] = {"tap_ids": tuple(values.pop(TAPS)), "after": True} if TAPS in values else {}
+        return replace(config, **values, **taps)
+
+    def are_layers(self, value: Any) -> bool:
+        layers = isinstance(value, list | tuple) and all(type(tap) is int for tap in value)
+        return layers and (not self.rising or sorted(set(value)) == list(value))
 
 
 def checked_config(
@@ -82,7 +107,7 @@ def checked_config(
     config: SpeculationConfig,
     target: TargetFacts,
     read: Callable[[Any], AnyConfig],
-    overridden: Callable[[AnyConfig, Mapping[str, Any]], AnyConfig],
+    overrides: Overrides,
 ) -> AnyConfig:
     """The config of the method's checkpoint with the options that override it, checked against the target.
 
@@ -91,11 +116,11 @@ def checked_config(
     source = config.drafts.get(method)
     if not isinstance(source, str):
         raise ConfigError(f"{method} needs draft = a checkpoint's folder")
-    model = states_of(method, target)
-    found = overridden(read(locate(source)), config.options)
+    model = required_target(method, target)
+    checkpoint = overrides.applied(read(locate(source)), config.options)
     layers, architecture = len(model.layers), type(model.model).__name__
-    odd = check_pair(found, TargetShape(model.hidden_size, model.vocab_size, layers, architecture))
-    log.info("%s: %s", method, found.summary(layers))
-    for note in (*found.notes, *odd):
+    odd = check_pair(checkpoint, TargetShape(model.hidden_size, model.vocab_size, layers, architecture))
+    log.info("%s: %s", method, checkpoint.summary(layers))
+    for note in (*checkpoint.notes, *odd):
         log.warning("%s: %s", method, note)
-    return found
+    return checkpoint

@@ -86,7 +86,7 @@ class Admission:
             max_context=self._max_context,
             pages=self._pool.num_blocks,
             block_size=self._pool.block_size,
-            max_pages=self._pool.most(self._max_context, self._rows),
+            max_pages=self._pool.max_pages(self._max_context, self._rows),
             written=written,
         )
         for name in NEED_TOKENIZER if self._tokenizer is None else ():

@@ -342,7 +342,7 @@ def room(engine: EngineParts) -> int:
     """The most tokens of a request for which there are pages: any, where those of its windows suffice."""
     pool = engine.pool
     tokens = pool.num_blocks * pool.block_size
-    if pool.most(engine.max_context, engine.config.max_batch_tokens) <= pool.num_blocks:
+    if pool.max_pages(engine.max_context, engine.config.max_batch_tokens) <= pool.num_blocks:
         return max(tokens, engine.max_context)
     return tokens
 
@@ -351,7 +351,7 @@ def pool_reason(engine: EngineParts) -> str:
     config, pool = engine.config, engine.pool
     if config.num_blocks is not None:
         return "set by num_blocks"
-    pages = pool.most(engine.max_context, config.max_batch_tokens)
+    pages = pool.max_pages(engine.max_context, config.max_batch_tokens)
     if config.prefix_cache:  # which keeps the pages before the windows, too
         pages = ceil_div(engine.max_context, config.block_size)
     if pool.num_blocks >= config.max_num_seqs * pages:

@@ -159,7 +159,7 @@ class Engine:
             page_tokens=self.pool.block_size,
             method=self.proposers.default,
             drafters={m: path for m, path in self.config.speculation.drafts.items() if isinstance(path, str)},
-            holds_context=self.pool.most(self.max_context, self.config.max_batch_tokens)
+            holds_context=self.pool.max_pages(self.max_context, self.config.max_batch_tokens)
             <= self.pool.num_blocks,
             memory=self.memory.parts(),
         )

@@ -162,7 +162,7 @@ class Scheduler:
 
     def _max_pages(self, seq: Sequence) -> int:
         """The most pages that it holds at once until its tokens are computed."""
-        return self.pool.most(len(seq.tokens), self.max_batch_tokens)
+        return self.pool.max_pages(len(seq.tokens), self.max_batch_tokens)
 
     def free_ended(self, spans: list[Span]) -> tuple[list[Event], Ended]:
         """Frees what has ended and lets siblings in; returns the events, and which sequences ended how."""

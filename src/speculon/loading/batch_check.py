@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -10,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speculon.core.types import LayerSpec, Padding, ceil_div
-from speculon.decoding.kv.store import PageStore, SpanView
+from speculon.decoding.kv.store import PageStore, end_to_end
 from speculon.loading.load_check import Piece, run_pieces
 from speculon.target.attention import attend_written, eager_attention
 from speculon.target.grouping import KEY_BLOCK
@@ -21,12 +23,14 @@ LONGEST = 1200  # keys of the compared attention; SDPA reads them in blocks of 5
 CONTEXTS = (*range(1, 70, 7), *range(100, 600, 61), 505, 510, 511, 512, 513, 700, 1000, 1023, 1024, 1100)
 BEYOND = (1, 63, 64, 130, 300, 511, 513, 600)  # a window
 # rows before the compared one in its span, rows after it, keys of a sequence beside it (0: none)
-BESIDE = ((1, 0, 0), (0, 1, 90), (0, 0, 1100), (3, 1, 600), (16, 3, 0), (0, 8, 0), (40, 3, 30), (99, 70, 0))
+BESIDE = ((1, 0, 0), (0, 1, 90), (0, 0, 1100), (3, 1, 600), (16, 3, 0), (0, 8, 0), (40, 3, 30))
+LONG = 170  # rows of the longest spans, each of which has several compared rows
 # at one place, spans of each number of rows up to this; the kernel's blocks of queries have 32 or fewer
 ALL_ROWS, ALL_ROWS_AT = 67, 150
 LENGTH = 150  # tokens of the sequence whose logits are compared; its keys cross two steps of padding
 PROMPT = 100  # of them, which run as a prompt
 AT = (64, 1, 129, 15, 2, 16)  # compared positions: each takes eight forwards
+COMPUTED = max(AT) + 9  # positions of the first sequence that any of them reads
 # rows before the compared one in its span, rows after it, whether another sequence is beside it
 COMPANIES = (
     (0, 0, True),
@@ -37,7 +41,6 @@ COMPANIES = (
     (16, 0, True),
     (40, 3, False),
 )
-
 
 # of the compared numbers of keys: rows of a call, of all heads and calls, and the step between lengths
 KEY_ROWS, ALL_KEY_ROWS, KEY_STEP = 32, 640, 9
@@ -59,6 +62,8 @@ def uneven_keys(layer: Attending, step: int, device: torch.device) -> tuple[int,
     """
     if step >= KEY_BLOCK:  # then each block is full
         return ()
+    # without blocks of keys, a row over one block need not be that over two
+    whole = KEY_BLOCK if layer.plain else 2 * KEY_BLOCK
     generator, (spec, group, plain) = torch.Generator().manual_seed(0), layer
     rows = group * ceil_div(KEY_ROWS, group)
     calls = ceil_div(ALL_KEY_ROWS, rows * spec.heads)
@@ -68,7 +73,7 @@ def uneven_keys(layer: Attending, step: int, device: torch.device) -> tuple[int,
         made = torch.randn(calls, spec.heads, length, width, generator=generator)
         return made.to(device, spec.dtype)
 
-    keys, values = random(2 * KEY_BLOCK, spec.k_dim), random(2 * KEY_BLOCK, spec.v_dim)
+    keys, values = random(whole, spec.k_dim), random(whole, spec.v_dim)
 
     def attended(queries: Tensor, seen: int, read: int) -> Tensor:
         hidden = torch.arange(read, device=device)[None] >= seen
@@ -78,14 +83,14 @@ def uneven_keys(layer: Attending, step: int, device: torch.device) -> tuple[int,
             return F.scaled_dot_product_attention(queries, k, v, attn_mask=mask)
         return eager_attention(queries, k, v, mask, group, None, 20.0, sinks)
 
-    found = set()
+    uneven = set()
     for seen in range(1, KEY_BLOCK, KEY_STEP):
         queries = random(rows, spec.k_dim)
-        expected = attended(queries, seen, 2 * KEY_BLOCK)
+        expected = attended(queries, seen, whole)
         for read in range(step * ceil_div(seen, step), KEY_BLOCK, step):
-            if read not in found and not torch.equal(attended(queries, seen, read), expected):
-                found.add(read)
-    return tuple(sorted(found))
+            if read not in uneven and not torch.equal(attended(queries, seen, read), expected):
+                uneven.add(read)
+    return tuple(sorted(uneven))
 
 
 @dataclass(slots=True)
@@ -114,42 +119,45 @@ class RandomLayer:
 
     def attend(self, *spans: tuple[int, int, int]) -> Tensor:  # [T, H, Dv]
         """One call for spans of (sequence, start, end)."""
-        views: list[SpanView] = []
-        row = 0
-        for sequence, start, end in spans:
-            where = self.store.where(self.tables[sequence], end)
-            views.append(SpanView(row, row + end - start, where, end))
-            row += end - start
+        where = [self.store.where(self.tables[sequence], end) for sequence, _, end in spans]
+        parts = ((end - start, at, end, 0) for (_, start, end), at in zip(spans, where, strict=True))
         query = torch.cat([self.queries[sequence, start:end] for sequence, start, end in spans])
-        view = self.store.view_of(views)
+        view = self.store.view_of(end_to_end(parts))
         return attend_written(view, 0, query, None, softcap=self.softcap, sinks=self.sinks)
-
-    def ends(self, at: int, rows: int) -> tuple[Tensor, Tensor]:  # [H, Dv] each
-        """The row at `at`: the last of a span, and alone."""
-        return self.attend((0, at + 1 - rows, at + 1))[-1], self.attend((0, at, at + 1))[0]
 
     def differing(self) -> int | None:
         """The first compared position whose row depends on its batch."""
         longest, window = self.queries.shape[1], self.spec.window
-        at = min(ALL_ROWS_AT, longest - 1)
-        if not all(torch.equal(*self.ends(at, rows)) for rows in range(2, min(ALL_ROWS, at + 1))):
-            return at
         behind = [] if window is None else [window + beyond for beyond in BEYOND]  # keys leave the window
-        for at in (at for at in (*CONTEXTS, *behind) if at < longest):
-            for own in (0, 1):
-                alone = self.attend((own, at, at + 1))[0]
-                for before, after, keys in BESIDE:
-                    span = own, max(0, at - before), min(longest, at + 1 + after)
-                    keys = min(keys, longest)
-                    rows = self.attend(span, *([(1 - own, keys - 1, keys)] if keys else []))
-                    if not torch.equal(rows[at - span[1]], alone):
-                        return at
+        compared = [at for at in (*CONTEXTS, *behind) if at < longest]
+
+        @cache
+        def alone(own: int, at: int) -> Tensor:
+            return self.attend((own, at, at + 1))[0]
+
+        # first, since they compare the most rows in a call
+        for own, start in product((0, 1), range(0, longest, LONG)):
+            outs = self.attend((own, start, min(longest, start + LONG)))
+            for at in compared:
+                if start <= at < start + LONG and not torch.equal(outs[at - start], alone(own, at)):
+                    return at
+        for own, at in product((0, 1), compared):
+            for before, after, keys in BESIDE:
+                span = own, max(0, at - before), min(longest, at + 1 + after)
+                keys = min(keys, longest)
+                outs = self.attend(span, *([(1 - own, keys - 1, keys)] if keys else []))
+                if not torch.equal(outs[at - span[1]], alone(own, at)):
+                    return at
+        at = min(ALL_ROWS_AT, longest - 1)
+        for rows in range(2, min(ALL_ROWS, at + 1)):
+            if not torch.equal(self.attend((0, at + 1 - rows, at + 1))[-1], alone(0, at)):
+                return at
         return None
 
 
 @dataclass(slots=True)
 class TwoSequences:
-    """Two random sequences in the pages of a target, which alternate."""
+    """Two random sequences in the pages of a target, which alternate and have random keys and values."""
 
     target: Target
     length: int
@@ -161,6 +169,8 @@ class TwoSequences:
     def of(cls, target: Target, length: int) -> TwoSequences:
         pages, generator = ceil_div(length, PAGE), torch.Generator().manual_seed(0)
         store = PageStore(target.layers, 2 * pages, PAGE, target.device)
+        for pool in (*store.k, *store.v):
+            pool.copy_(torch.randn(pool.shape, generator=generator))
         ids = torch.randint(target.embedding.shape[0], (2, length), generator=generator).to(target.device)
         tables = list(range(0, 2 * pages, 2)), list(range(1, 2 * pages, 2))
         return cls(target, length, store, ids, tables)
@@ -176,8 +186,9 @@ def differing(target: Target) -> int | None:
     """The first compared position whose logits differ between two batches."""
     two = TwoSequences.of(target, min(LENGTH, target.max_context))
     length = two.length
-    two.run((0, 0, length), (1, 0, length), scored=0)  # writes the pages
-    scored: set[tuple[bool, int, int]] = set()  # prompt or not, rows of a step, and which of them is compared
+    two.run((0, 0, min(length, COMPUTED)), scored=0)  # the other sequence is only company
+    # prompts that take other products, or not; rows of a step, and which of them is compared
+    scored: set[tuple[bool, int, int]] = set()
     for at in (at for at in AT if at < length):
         alone = two.run((0, at, at + 1))[0][0]
         for before, after, beside in COMPANIES:
@@ -185,7 +196,7 @@ def differing(target: Target) -> int | None:
             first = min(length, before + 1) if beside else 0  # rows of the other sequence
             others = [(1, length - first, length)] if beside else []
             row = first + at - start
-            shape = at < PROMPT, first + end - start, row
+            shape = target.prompts_apart and at < PROMPT, first + end - start, row
             # the head is slow: all rows of a step take it once for each shape
             logits = two.run(*others, (0, start, end), scored=row if shape in scored else None)[-1]
             if not torch.equal(logits[0 if shape in scored else at - start], alone):

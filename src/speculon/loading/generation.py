@@ -28,14 +28,14 @@ def sampling_defaults(config: EngineConfig) -> dict[str, Any]:
     """
     if not config.generation_config:
         return {}
-    found = read_defaults(locate(config.model, trust_remote_code=config.trust_remote_code) / FILE)
-    if found:
-        values = ", ".join(f"{name} = {value}" for name, value in found.items())
+    defaults = read_defaults(locate(config.model, trust_remote_code=config.trust_remote_code) / FILE)
+    if defaults:
+        values = ", ".join(f"{name} = {value}" for name, value in defaults.items())
         log.info(
             "%s: requests that set none have %s, from its %s (generation_config = true)",
             *(config.model, values, FILE),
         )
-    return found
+    return defaults
 
 
 def read_defaults(path: Path) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def read_defaults(path: Path) -> dict[str, Any]:
     written = read_json(path, ModelError) if path.is_file() else {}
     if not isinstance(written, dict):
         raise ModelError(f"{path}: not a JSON object")
-    found = {}
+    defaults = {}
     for theirs, ours in NAMES.items():
         if (value := written.get(theirs)) is None:
             continue
@@ -51,7 +51,7 @@ def read_defaults(path: Path) -> dict[str, Any]:
             if not isinstance(value, int | float) or isinstance(value, bool) or (ours == LIMIT and value < 1):
                 raise InvalidParameter(theirs, value, "is no such number")
             check_field(ours, value)
-            found[ours] = int(value) if ours in (LIMIT, "top_k") else value
+            defaults[ours] = int(value) if ours in (LIMIT, "top_k") else value
         except InvalidParameter as error:
             log.warning("%s: %s left out: %s", path, theirs, error)
-    return found
+    return defaults

@@ -82,8 +82,8 @@ class GgufHeader:
 
     def number(self, name: str) -> int | None:
         """The same, where it is a whole number."""
-        found = self.of_architecture(name)
-        return found if isinstance(found, int) else None
+        value = self.of_architecture(name)
+        return value if isinstance(value, int) else None
 
     @property
     def types(self) -> Counter[str]:
@@ -97,10 +97,10 @@ class GgufHeader:
     @property
     def dtype(self) -> str:
         """The dtype its weights are computed in: fp32 or fp16 where all have it, else bf16."""
-        found = set(self.types)
-        if found <= {"F32", "F64"}:
+        types = set(self.types)
+        if types <= {"F32", "F64"}:
             return "float32"
-        return "float16" if found <= {"F32", "F16"} else "bfloat16"
+        return "float16" if types <= {"F32", "F16"} else "bfloat16"
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -167,10 +167,10 @@ class Reader:
             raise CorruptWeights(f"{self.path}: its metadata has no general.architecture")
         if metadata.get("split.count", 0) > 1:
             raise UnsupportedModel(f"{self.path}: {SPLIT}")
-        found = tuple(self.tensor() for _ in range(self.count(tensors)))
+        infos = tuple(self.tensor() for _ in range(self.count(tensors)))
         alignment = metadata.get("general.alignment", 32)
         begin = -(-self.at // alignment) * alignment
-        return GgufHeader(self.path, architecture, metadata, found, begin)
+        return GgufHeader(self.path, architecture, metadata, infos, begin)
 
     def count(self, number: int) -> int:
         """A count of things of at least one byte each."""
@@ -179,9 +179,9 @@ class Reader:
         return number
 
     def numbers(self, form: str) -> tuple[Any, ...]:
-        found = struct.unpack_from(f"<{form}", self.data, self.at)
+        values = struct.unpack_from(f"<{form}", self.data, self.at)
         self.at += struct.calcsize(f"<{form}")
-        return found
+        return values
 
     def text(self) -> str:
         length = self.count(self.numbers("Q")[0])

@@ -51,51 +51,51 @@ def complete_config(checkpoint: Checkpoint, config: PreTrainedConfig) -> None:
         return
     if names := [tensor.name for tensor in header.tensors if tensor.name in LONG_FACTORS]:
         raise UnsupportedModel(f"{checkpoint.path}: scaled rotary positions ({names[0]}) are not supported")
-    if scaling := scaling_of(header) or llama3_scaling(header):
+    if scaling := named_scaling(header) or llama3_scaling(header):
         parameters: Any = getattr(config, "rope_parameters", None)
-        if not isinstance(parameters, dict) or any(isinstance(one, dict) for one in parameters.values()):
+        if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
             what = f"{scaling['rope_type']} RoPE of {header.architecture}"
             raise UnsupportedModel(f"{checkpoint.path}: {what} is not supported in GGUF files")
         config.rope_parameters = {**parameters, **scaling}
 
 
-def scaling_of(header: GgufHeader) -> dict[str, Any] | None:
+def named_scaling(header: GgufHeader) -> dict[str, Any] | None:
     """The scaling that the metadata names. Raises `UnsupportedModel` for one that is not known here."""
     named = header.of_architecture("rope.scaling.type")
     if named in (None, "none"):
         return None
-    found = {"rope_type": named, "factor": header.of_architecture("rope.scaling.factor")}
+    scaling = {"rope_type": named, "factor": header.of_architecture("rope.scaling.factor")}
     if named == "yarn":
         original = header.of_architecture("rope.scaling.original_context_length")
-        found["original_max_position_embeddings"] = original
-    if named not in ("linear", "yarn") or None in found.values():
+        scaling["original_max_position_embeddings"] = original
+    if named not in ("linear", "yarn") or None in scaling.values():
         raise UnsupportedModel(f"{header.path}: {named!r} RoPE scaling is not supported in GGUF files")
-    return found
+    return scaling
 
 
 def llama3_scaling(header: GgufHeader) -> dict[str, Any] | None:
     """The scaling of Llama 3, whose factors are a tensor. Raises `UnsupportedModel` for other factors."""
-    factors = factors_of(header)
+    factors = rotary_factors(header)
     if all(abs(factor - 1) < TOLERANCE for factor in factors):
         return None
     base = header.of_architecture("rope.freq_base") or 10000.0
-    most = max(factors)
-    expected = llama3_factors(len(factors), base, most)
-    if any(abs(one - other) > TOLERANCE * other for one, other in zip(factors, expected, strict=True)):
+    largest = max(factors)
+    expected = llama3_factors(len(factors), base, largest)
+    if any(abs(read - other) > TOLERANCE * other for read, other in zip(factors, expected, strict=True)):
         raise UnsupportedModel(f"{header.path}: the factors of its rotary positions are not those of Llama 3")
-    return {"rope_type": "llama3", "factor": most, **LLAMA3}
+    return {"rope_type": "llama3", "factor": largest, **LLAMA3}
 
 
-def factors_of(header: GgufHeader) -> Sequence[float]:
+def rotary_factors(header: GgufHeader) -> Sequence[float]:
     """Factors of the wavelengths; none where the file has no such tensor."""
-    found = next((tensor for tensor in header.tensors if tensor.name == FACTORS), None)
-    if found is None:
+    factors = next((tensor for tensor in header.tensors if tensor.name == FACTORS), None)
+    if factors is None:
         return ()
-    if found.type != "F32":
-        raise UnsupportedModel(f"{header.path}: {FACTORS} of type {found.type} is not supported")
+    if factors.type != "F32":
+        raise UnsupportedModel(f"{header.path}: {FACTORS} of type {factors.type} is not supported")
     with header.path.open("rb") as file:
-        file.seek(header.begin + found.begin)
-        return struct.unpack(f"<{found.size}f", file.read(found.num_bytes))
+        file.seek(header.begin + factors.begin)
+        return struct.unpack(f"<{factors.size}f", file.read(factors.num_bytes))
 
 
 def llama3_factors(number: int, base: float, factor: float) -> list[float]:
@@ -104,8 +104,8 @@ def llama3_factors(number: int, base: float, factor: float) -> list[float]:
         LLAMA3["original_max_position_embeddings"] / (2 * math.pi * base ** (i / number))
         for i in range(number)
     ]
-    smooth = [min(1.0, max(0.0, (one - low) / (high - low))) for one in turns]
-    return [1 / ((1 - one) / factor + one) for one in smooth]
+    smooth = [min(1.0, max(0.0, (turn - low) / (high - low))) for turn in turns]
+    return [1 / ((1 - turn) / factor + turn) for turn in smooth]
 
 
 def complete_model(checkpoint: Checkpoint, model: PreTrainedModel) -> None:

@@ -179,8 +179,8 @@ def weight_files(folder: Path) -> tuple[tuple[Path, ...], bool]:
         file for pattern in PICKLES for file in folder.glob(pattern) if file.name != "training_args.bin"
     ):
         return tuple(pickles), True
-    if found := sorted(folder.glob("*.gguf")):
-        raise UnsupportedModel(f"{folder}: GGUF weights; name the file itself, as {found[0]}")
+    if ggufs := sorted(folder.glob("*.gguf")):
+        raise UnsupportedModel(f"{folder}: GGUF weights; name the file itself, as {ggufs[0]}")
     raise MissingWeights(f"{folder}: no safetensors file")
 
 

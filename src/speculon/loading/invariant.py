@@ -8,10 +8,10 @@ compared.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from speculon.target.block import Block, CannotReplace, Fused, Gated, Loop
 from speculon.target.captured import Captured, captured_loop
 from speculon.target.grouping import PlanKey
 from speculon.target.linear import Product
-from speculon.target.pieces import CannotBeInvariant, InPieces, InvariantProducts, Pieces, PromptsApart
+from speculon.target.pieces import MOST, CannotBeInvariant, InPieces, InvariantProducts, Pieces, PromptsApart
 from speculon.target.remembered import once, passed, passes
 from speculon.target.taps import Taps
 from speculon.target.target import Run, Target
@@ -42,6 +42,8 @@ PADDINGS = (
     *(Padding(keys, rows, piece) for keys in (64, 512) for rows in (4, 8) for piece in (64, 32)),
     Padding(512, 16),
 )
+
+Uneven = Callable[[Attending, int, torch.device], tuple[int, ...]]
 
 log = logging.getLogger("speculon")
 
@@ -120,13 +122,13 @@ def put_products_in_pieces(target: Target, undo: ExitStack) -> None:
     pieces, dtype, width = Pieces(), target.dtype, target.hidden_size
     loop = target.runner.run
     loop = loop.loop if isinstance(loop, Captured) else loop
-    blocks, differ = list(blocks_of(target.model)), False
+    blocks, differ = list(fused_blocks(target.model)), False
     for block in blocks:
         attention, mlp = block.attention, block.mlp
         heads = attention.heads * attention.head_dim
         for name, inputs in (("qkv", width), ("out", heads)):
             product = getattr(attention, name)
-            made = pieces.by_row(product, outputs_of(product, inputs, target), inputs, dtype)
+            made = pieces.by_row(product, num_outputs(product, inputs, target), inputs, dtype)
             differ |= isinstance(made, PromptsApart)
             put(undo, attention, name, made)
         if isinstance(mlp, Gated):
@@ -136,7 +138,7 @@ def put_products_in_pieces(target: Target, undo: ExitStack) -> None:
     for owner, name in ((loop, "head"),) if isinstance(loop, Loop) else ((head, "inner"),):
         if isinstance(owner, Loop | Fused):  # a packed head: the mode does not see its product
             product = getattr(owner, name)
-            put(undo, owner, name, pieces.of(product, outputs_of(product, width, target), width, dtype))
+            put(undo, owner, name, pieces.of(product, num_outputs(product, width, target), width, dtype))
     if not isinstance(loop, Loop) or any(not isinstance(block.mlp, Gated) for block in blocks):
         put(undo, target.runner, "run", InMode(target.runner.run, InvariantProducts(pieces)))
         if (experts := target.model.get_experts_implementation()) is not None:
@@ -147,21 +149,24 @@ def put_products_in_pieces(target: Target, undo: ExitStack) -> None:
 def put_mlp_in_pieces(block: Block, mlp: Gated, pieces: Pieces, target: Target, undo: ExitStack) -> bool:
     """Whether prompts take other products: then they run through all of it, since its inner rows are wide."""
     width, dtype, whole = target.hidden_size, target.dtype, Gated(mlp.gate_up, mlp.down, mlp.act)
-    both = outputs_of(mlp.gate_up, width, target)
+    both = num_outputs(mlp.gate_up, width, target)
     gate_up = pieces.of(mlp.gate_up, both, width, dtype)
-    down = pieces.of(mlp.down, outputs_of(mlp.down, both // 2, target), both // 2, dtype)
+    down_shape = num_outputs(mlp.down, both // 2, target), both // 2
+    down = pieces.of(mlp.down, *down_shape, dtype)
     put(undo, mlp, "gate_up", gate_up)
     put(undo, mlp, "down", down)
     if not (isinstance(gate_up, InPieces) and isinstance(down, InPieces)):
         return False
-    sizes = gate_up.rows.in_prompts(down.rows)
-    if not sizes or not (gate_up.rows.prompts_differ or down.rows.prompts_differ):
+    if max(gate_up.rows.max_rows, down.rows.max_rows) > max(MOST) or gate_up.rows.sizes and down.rows.sizes:
         return False
-    put(undo, block, "mlp", PromptsApart(mlp, whole, sizes))
-    return True
+    of_down = pieces.prompt_sizes(whole.down, *down_shape, dtype)
+    of_gate_up = pieces.prompt_sizes(whole.gate_up, both, width, dtype)
+    if sizes := tuple(size for size in of_gate_up if size in of_down):
+        put(undo, block, "mlp", PromptsApart(mlp, whole, sizes))
+    return bool(sizes)
 
 
-def outputs_of(product: Product, width: int, target: Target) -> int:
+def num_outputs(product: Product, width: int, target: Target) -> int:
     return product(torch.zeros(1, width, dtype=target.dtype, device=target.device)).shape[1]
 
 
@@ -175,7 +180,7 @@ def capture_again(captured: Captured, target: Target, undo: ExitStack) -> None:
     put(undo, target.runner, "run", made)
 
 
-def blocks_of(model: nn.Module) -> Iterator[Block]:
+def fused_blocks(model: nn.Module) -> Iterator[Block]:
     """The fused layers of a model."""
     for module in model.modules():
         block = getattr(module, "block", None)
@@ -185,29 +190,34 @@ def blocks_of(model: nn.Module) -> Iterator[Block]:
 
 def padded(target: Target) -> tuple[LayerSpec, ...]:
     """Its layers with the cheapest padding with which a row attends alike in every batch."""
-    found: dict[LayerSpec, Padding] = {}
-    for layer in layers_of(target):
-        padding = once(f"padding {layer}", partial(padding_of, layer, target), padding_from)
-        found[layer.spec] = max(padding, found.get(layer.spec, NO_PADDING))
-    return tuple(replace(spec, padding=found[spec]) for spec in target.layers)
+    paddings: dict[LayerSpec, Padding] = {}
+    uneven = cache(uneven_keys)
+    for layer in distinct_layers(target):
+        padding = once(f"padding {layer}", partial(cheapest_padding, layer, target, uneven), padding_from)
+        paddings[layer.spec] = max(padding, paddings.get(layer.spec, NO_PADDING))
+    return tuple(replace(spec, padding=paddings[spec]) for spec in target.layers)
 
 
-def padding_from(kept: list[Any]) -> Padding:
-    keys, rows, piece, uneven = kept
+def padding_from(stored: list[Any]) -> Padding:
+    keys, rows, piece, uneven = stored
     return Padding(keys, rows, piece, tuple(uneven))
 
 
-def padding_of(layer: Attending, target: Target) -> Padding:
+def cheapest_padding(layer: Attending, target: Target, uneven: Uneven = uneven_keys) -> Padding:
     longest = min(LONGEST + (layer.spec.window or 0), target.max_context)
-    uneven = {step: uneven_keys(layer, step, target.device) for step in {one.keys for one in PADDINGS}}
-    for padding in (one._replace(uneven=uneven[one.keys]) for one in PADDINGS):
+    everywhere = layer._replace(spec=replace(layer.spec, window=None, chunk=None))  # a block has no window
+    by_step = {
+        keys: uneven(everywhere, keys, target.device) for keys in {padding.keys for padding in PADDINGS}
+    }
+    for cheapest in PADDINGS:
+        padding = cheapest._replace(uneven=by_step[cheapest.keys])
         if RandomLayer.of(layer, longest, padding, target.device).differing() is None:
             return padding
     heads = f"{layer.spec.k_dim} x {layer.spec.heads}"
     raise CannotBeInvariant(f"attention of heads {heads} differs by its numbers of rows and keys")
 
 
-def layers_of(target: Target) -> list[Attending]:
+def distinct_layers(target: Target) -> list[Attending]:
     """Those of its layers that attend differently, found in a forward of one token."""
     store = PageStore(target.layers, 1, 1, target.device)
     view = store.view_of([SpanView(0, 1, slice(0, 1), 1)])

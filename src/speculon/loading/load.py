@@ -271,18 +271,18 @@ def native_bf16() -> bool:
 
 
 def context_limit(
-    model: PreTrainedModel, given: int | None = None, attends: bool = True
+    model: PreTrainedModel, max_context: int | None = None, attends: bool = True
 ) -> tuple[int, tuple[str, ...]]:
-    """The longest context of this model here, and notes for the user, who may have `given` one.
+    """The longest context of this model here, and notes for the user, who may have set one.
 
-    Where the config has none, it is the given one, else an assumed one.
+    Where the config has none, it is the one that is set, else an assumed one.
     """
     limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     assumed = DEFAULT_CONTEXT if attends else WITHOUT_ATTENTION
     notes = []
-    if not (limit or given):
+    if not (limit or max_context):
         notes = [f"the config has no context length; {assumed} is assumed, unless max_context is set"]
-    limit = limit or given or assumed
+    limit = limit or max_context or assumed
     for rope_type, length in rope_limits(model):
         if length < limit:
             # The library scales by the longest position of a batch: one sequence would change the others.

@@ -12,9 +12,10 @@ from torch.utils._pytree import tree_map
 from speculon.core.errors import UnsupportedModel
 from speculon.decoding.batch import Batch, joined
 from speculon.decoding.kv.states import StateSpan, StateStep, StateStore
-from speculon.decoding.kv.store import PageStore, SpanView
+from speculon.decoding.kv.store import PageStore, end_to_end
 from speculon.loading.probe import stock_attention
 from speculon.target.block import UNKNOWN
+from speculon.target.compare import difference
 from speculon.target.target import Target
 
 TOLERANCE = {torch.float32: 1e-4}  # of the largest logit
@@ -39,8 +40,8 @@ class InFp32(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.__name__ == "__get__":  # shape, dtype: nothing is computed
-            found = func(*args)
-            return torch.float32 if found in COARSE else found
+            value = func(*args)
+            return torch.float32 if value in COARSE else value
         return func(*tree_map(in_fp32, args), **tree_map(in_fp32, kwargs or {}))
 
 
@@ -69,14 +70,9 @@ def check_logits(target: Target, stock: Tensor, truth: Tensor | None = None) -> 
     return error
 
 
-def difference(logits: Tensor, expected: Tensor) -> float:
-    """The largest, relative to the largest logit."""
-    return float((logits - expected).abs().max() / expected.abs().max())
-
-
 def relative(target: Target, ours: Tensor, stock: Tensor, limit: float, what: str) -> float:
     error = difference(ours, stock)
-    if not error <= limit:  # a NaN is refused too
+    if error > limit:
         raise UnsupportedModel(
             f"{target.name} ({type(target.model).__name__}, {target.dtype}): {what} differ from "
             f"the stock model by {error:.2g} of the largest logit, allowed is {limit:.2g}"
@@ -86,8 +82,8 @@ def relative(target: Target, ours: Tensor, stock: Tensor, limit: float, what: st
 
 def nearly(target: Target, ours: Tensor, stock: Tensor, truth: Tensor) -> None:
     """Raises `UnsupportedModel` where the median row is further from `truth` than that of the stock model."""
-    found, expected = (row_errors(logits, truth).median() for logits in (ours, stock))
-    ratio = float(found / expected.clamp(min=TOLERANCE[torch.float32]))
+    ours_off, stock_off = (row_errors(logits, truth).median() for logits in (ours, stock))
+    ratio = float(ours_off / stock_off.clamp(min=TOLERANCE[torch.float32]))
     if not ratio <= FURTHER:
         raise UnsupportedModel(
             f"{target.name} ({type(target.model).__name__}, {target.dtype}): log-probabilities are "
@@ -163,21 +159,17 @@ def run_pieces(
     pieces: list[Piece],
     states: StateStore | None = None,
     turn: int = 0,
-    kept: list[int] | None = None,
+    accepted: list[int] | None = None,
     prompt_len: int = 0,
     scored: int | None = None,
 ) -> list[Tensor]:
     """One forward over pieces of sequences; the logits [rows, V] of each, or only those [1, V] of one row.
 
     Piece i has the slots 2 i and 2 i + 1 of `states`, of which it reads one in even turns, the other in odd
-    ones. What it writes are the states after all of its rows, or after the first `kept`. Positions below
+    ones. What it writes are the states after all of its rows, or after the `accepted` ones. Positions below
     `prompt_len` are those of prompts.
     """
-    spans: list[SpanView] = []
-    row = 0
-    for _, table, start, end in pieces:
-        spans.append(SpanView(row, row + end - start, store.where(table, end), end))
-        row += end - start
+    spans = end_to_end((end - start, store.where(table, end), end, 0) for _, table, start, end in pieces)
     ids = torch.cat([sequence[start:end] for sequence, _, start, end in pieces])
     positions = torch.cat([torch.arange(start, end) for _, _, start, end in pieces]).to(target.device)
     prompts = [
@@ -185,7 +177,7 @@ def run_pieces(
         for span, (_, _, start, _) in zip(spans, pieces, strict=True)
         if start < prompt_len
     ]
-    rows = torch.arange(row, device=target.device)
+    rows = torch.arange(len(ids), device=target.device)
     if scored is not None:
         rows = rows[scored : scored + 1]
     batch = Batch([], ids[None], positions[None], rows, joined(prompts))
@@ -201,5 +193,5 @@ def run_pieces(
         )
     logits = target.forward(batch, view).logits
     if view.states is not None:
-        view.states.keep(kept or [span.rows for span in spans])
+        view.states.roll_back(accepted or [span.rows for span in spans])
     return list(logits.split([span.rows for span in spans])) if scored is None else [logits]

@@ -48,8 +48,8 @@ def locate(
 
     Raises `ModelNotFound` where the hub has none of that name, or a package is not installed.
     """
-    if (found := named(str(path))) is not None:
-        return found
+    if (place := named(str(path))) is not None:
+        return place
     folder = Path(path).expanduser()
     if folder.exists() or not may_be_hub_id(path):
         return folder
@@ -82,8 +82,8 @@ def refuse_missing(path: str | Path) -> None:
 
 def named(name: str) -> Path | None:
     """The model of this name. Raises `ModelNotFound` where its package is not installed."""
-    if (found := in_folders(name)) is not None:
-        return found
+    if (path := in_folders(name)) is not None:
+        return path
     if name in PACKAGED:
         return packaged(name, PACKAGED[name])
     return shipped(name)
@@ -98,8 +98,8 @@ def in_folders(name: str) -> Path | None:
     """The subfolder or GGUF file of this name in a folder of `SPECULON_MODELS`; the first of several."""
     if NAME.fullmatch(name) is None:
         return None
-    folders = [one for one in os.environ.get(MODELS, "").split(os.pathsep) if one]
-    whole = [Path(one).expanduser().absolute() for one in folders]
+    folders = [entry for entry in os.environ.get(MODELS, "").split(os.pathsep) if entry]
+    whole = [Path(entry).expanduser().absolute() for entry in folders]
     paths = [path for folder in whole for path in (folder / name, folder / f"{name}.gguf")]
     return next((path for path in paths if path.is_file() or (path / "config.json").is_file()), None)
 

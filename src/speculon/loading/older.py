@@ -22,14 +22,14 @@ STOCK = "eager"
 def adapt(model: PreTrainedModel) -> bool:
     """Routes the attention of older classes through the registered function; whether there are any."""
     config = model.config.get_text_config()
-    found = [module for module in model.modules() if path_of(module) in ADAPTED]
-    for module in found:
-        method, replacement = ADAPTED[path_of(module)]
+    adapted = [module for module in model.modules() if class_path(module) in ADAPTED]
+    for module in adapted:
+        method, replacement = ADAPTED[class_path(module)]
         setattr(module, method, partial(replacement, module, config))
-    return bool(found)
+    return bool(adapted)
 
 
-def path_of(module: nn.Module) -> str:
+def class_path(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}".removeprefix("transformers.models.")
 
 

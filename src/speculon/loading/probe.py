@@ -1,7 +1,8 @@
-"""Probes an architecture: one forward with recording functions finds its layers, masks and heads."""
+"""Probes an architecture: one forward with recording functions finds its layers, masks, heads and mixers."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from speculon.core.errors import UnsupportedModel
-from speculon.core.types import LayerSpec
-from speculon.loading.mixers import cache_argument, watching
+from speculon.core.types import LayerSpec, StateSpec
 from speculon.loading.older import adapt
 from speculon.target import attention
 from speculon.target.recurrent import Mixer
@@ -37,6 +38,7 @@ IGNORED = {
     "past_key_values",
 }
 STATE_ARGUMENTS = {"state", "cache_params"}
+CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # of a model's forward
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -133,7 +135,7 @@ def discover(model: PreTrainedModel) -> tuple[tuple[LayerSpec, ...], int, tuple[
             out, mixers = watched_forward(model, row, recurrent)
     finally:
         _record.reset(token)
-    return specs_of(model, record, mixers), out.logits.shape[-1], mixers
+    return layer_specs(model, record, mixers), out.logits.shape[-1], mixers
 
 
 def recurrent_part(model: PreTrainedModel) -> str | None:
@@ -145,8 +147,8 @@ def recurrent_part(model: PreTrainedModel) -> str | None:
         if isinstance(module, nn.Conv1d):
             parent = type(model.get_submodule(path.rpartition(".")[0])).__name__
             return f"{name}: {parent} keeps a recurrent state ({path})"
-    if found := RECURRENT_LAYERS & set(getattr(config, "layer_types", None) or ()):
-        return f"{name} has layers of type {', '.join(sorted(found))}"
+    if recurrent := RECURRENT_LAYERS & set(getattr(config, "layer_types", None) or ()):
+        return f"{name} has layers of type {', '.join(sorted(recurrent))}"
     return None
 
 
@@ -160,13 +162,13 @@ def watched_forward(
     argument, accepted = cache_argument(model), inspect.signature(model.forward).parameters
     if argument is None:
         raise UnsupportedModel(recurrent)
-    given = {name: value for name, value in row.items() if name in accepted}
+    arguments = {name: value for name, value in row.items() if name in accepted}
     try:
         with watching(model) as cache:
-            out = model(**given, use_cache=True, **{argument: cache})
+            out = model(**arguments, use_cache=True, **{argument: cache})
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModel(f"{recurrent}, and refuses the cache that it is given: {error}") from error
-    mixers = tuple(cache.found.values())
+    mixers = tuple(cache.mixers.values())
     inside = {id(module): mixer for mixer in mixers for module in mixer.module.modules()}
     for module in _record.get().attending:
         if mixer := inside.get(id(module)):
@@ -219,7 +221,9 @@ def stock_attention(model: PreTrainedModel) -> Iterator[None]:
         use_attention(model, attention.NAME)
 
 
-def specs_of(model: PreTrainedModel, record: Record, mixers: tuple[Mixer, ...] = ()) -> tuple[LayerSpec, ...]:
+def layer_specs(
+    model: PreTrainedModel, record: Record, mixers: tuple[Mixer, ...] = ()
+) -> tuple[LayerSpec, ...]:
     """One spec per layer. Only beside recurrent mixers may layers be without attention."""
     name, config = type(model).__name__, model.config.get_text_config()
     count = config.num_hidden_layers
@@ -287,3 +291,90 @@ def probe_positions(local_size: int | None, limit: int) -> Tensor:
     multiples = {*(size * i for i in range(1, 5)), *(size // 2 * i for i in range(1, 6))}
     centres = {0, 1, 2, 3, limit - 1, *(2**i for i in range(21)), *multiples}
     return torch.tensor(sorted({p + d for p in centres for d in (-1, 0, 1) if 0 <= p + d < limit}))
+
+
+# recurrent mixers
+
+
+class Watched(DynamicCache):
+    """A cache that notes which module writes which state."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__(config=model.config)
+        self.calls: list[tuple[nn.Module, str, str, Tensor]] = []  # that run now and were given this cache
+        self.mixers: dict[int, Mixer] = {}  # by id of the module
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        result: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        self._note(("conv", state_idx), layer_idx, self.layers[layer_idx].conv_states[state_idx])
+        return result
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        result: Tensor = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+        self._note(("recurrent", state_idx), layer_idx, self.layers[layer_idx].recurrent_states[state_idx])
+        return result
+
+    def _note(self, key: tuple[str, int], layer: int, state: Tensor) -> None:
+        module, argument, row, rows = self.calls[-1]
+        mixer = self.mixers.get(id(module))
+        if mixer is None:
+            mixer = Mixer(module, layer, argument, {}, row, rows.shape[-1], len(self.mixers))
+            self.mixers[id(module)] = mixer
+        if mixer.layer != layer or key in mixer.states:
+            raise UnsupportedModel(f"{mixer.where} is called more than once in a forward")
+        mixer.states[key] = StateSpec(tuple(state.shape[1:]), state.dtype)
+
+
+@contextmanager
+def watching(model: PreTrainedModel) -> Iterator[Watched]:
+    """A cache for one forward of the model, within which calls are watched."""
+    cache = Watched(model)
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(value is cache for value in (*args, *kwargs.values())):
+            bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+            named = {**bound, **kwargs}
+            argument = next(name for name, value in named.items() if value is cache)
+            row, rows = next((n, v) for n, v in named.items() if isinstance(v, Tensor))
+            cache.calls.append((module, argument, row, rows))
+
+    def leave(module: nn.Module, args: Any, out: Any) -> None:
+        if cache.calls and cache.calls[-1][0] is module:
+            rows = cache.calls.pop()[-1]
+            if mixer := cache.mixers.get(id(module)):
+                first, *others = out if isinstance(out, tuple) else (out,)
+                if first.shape[:2] != rows.shape[:2] or any(other is not None for other in others):
+                    raise UnsupportedModel(f"{mixer.where} returns more than a row per token")
+                mixer.tupled = isinstance(out, tuple)
+
+    modules = list(model.modules())
+    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in modules]
+    hooks += [module.register_forward_hook(leave) for module in modules]
+    try:
+        yield cache
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.inference_mode()
+def expected_states(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[tuple[StateSpec, ...], ...]:
+    """The states of each mixer that a config implies, from one forward without weights."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+        model.set_experts_implementation("batched_mm")  # which needs no numbers
+        if (argument := cache_argument(model)) is None:
+            return ()
+        with watching(model) as cache:
+            model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=True, **{argument: cache})
+    return tuple(mixer.specs for mixer in cache.mixers.values())
+
+
+def cache_argument(model: PreTrainedModel) -> str | None:
+    """The name by which a model's forward takes a cache."""
+    accepted = inspect.signature(model.forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in accepted), None)

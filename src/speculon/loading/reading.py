@@ -77,12 +77,12 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     place, options = from_file(folder)
     with quiet():
         try:
-            found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 place, trust_remote_code=trust_remote_code, local_files_only=True, **options
             )
         except Exception as error:
             raise ModelError(f"{folder}: no usable tokenizer ({first_line(error)}; {NEEDLESS})") from error
     # without files transformers makes a tokenizer of special tokens, which reads every text as nothing
-    if len(found) <= len(found.get_added_vocab()):
+    if len(tokenizer) <= len(tokenizer.get_added_vocab()):
         raise ModelError(f"{folder}: no usable tokenizer (it has no vocabulary; {NEEDLESS})")
-    return found
+    return tokenizer

@@ -45,10 +45,10 @@ class Spelling:
     @cached_property
     def by_key(self) -> dict[Key, list[int]]:
         """The ids that spell the same; those that a text is made of come first."""
-        found: dict[Key, list[int]] = defaultdict(list)
+        ids: dict[Key, list[int]] = defaultdict(list)
         for token in sorted(self.keys, key=lambda token: (token in self.single, token)):
-            found[self.keys[token]].append(token)
-        return dict(found)
+            ids[self.keys[token]].append(token)
+        return dict(ids)
 
     @classmethod
     def read(cls, file: Any, name: str) -> Spelling:
@@ -59,7 +59,8 @@ class Spelling:
         try:
             spell = speller(file, name)
             added = {
-                one["id"]: (bool(one["special"]), one["content"]) for one in file.get("added_tokens") or ()
+                entry["id"]: (bool(entry["special"]), entry["content"])
+                for entry in file.get("added_tokens") or ()
             }
             pieces = {token: piece for piece, token in entries(file["model"]["vocab"]) if token not in added}
         except (KeyError, TypeError, ValueError, AttributeError):
@@ -115,10 +116,10 @@ class Overlap:
 
     def read_as(self, token: int) -> int:
         """The draft id for a target's token where the draft model reads it."""
-        found = self.partners.get(token)
-        if found is None:
-            found = self.find_ending(token)
-        return self.other if found is None else found
+        partner = self.partners.get(token)
+        if partner is None:
+            partner = self.find_ending(token)
+        return self.other if partner is None else partner
 
     def check(self, draft: str | Path, target: str | Path) -> Overlap:
         """Itself. Raises `WrongPair` where too few tokens have a partner."""
@@ -133,8 +134,8 @@ class Overlap:
 def ending(target: Spelling, draft: Spelling, token: int) -> int | None:
     """The draft token that spells the longest end of a target's token; None where none does."""
     special, spelt = target.keys.get(token, (True, b""))
-    found = (draft.by_key.get((False, spelt[start:])) for start in range(0 if special else len(spelt)))
-    return next((ids[0] for ids in found if ids), None)
+    candidates = (draft.by_key.get((False, spelt[start:])) for start in range(0 if special else len(spelt)))
+    return next((ids[0] for ids in candidates if ids), None)
 
 
 def compare(draft: Path, target: Path) -> Overlap | None:
@@ -177,7 +178,7 @@ def tokenizer_file(folder: Path) -> Any:
 def vocabulary(file: Any, folder: Path) -> dict[str, int]:
     """Token -> id, from a parsed tokenizer.json."""
     try:
-        added = {one["content"]: one["id"] for one in file.get("added_tokens") or ()}
+        added = {entry["content"]: entry["id"] for entry in file.get("added_tokens") or ()}
         return dict(entries(file["model"]["vocab"])) | added
     except (KeyError, TypeError, ValueError, AttributeError):
         raise CorruptWeights(f"{folder / 'tokenizer.json'}: no tokenizer's vocabulary") from None

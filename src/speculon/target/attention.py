@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speculon.core.errors import UnsupportedModel
+from speculon.decoding.kv.states import StateStep
 from speculon.decoding.kv.store import View
-from speculon.target.grouping import plan_of
+from speculon.target.grouping import shared_plan
 from speculon.target.sparse import attend_single
 
 NAME = "speculon"
@@ -33,6 +34,12 @@ def running(view: View) -> Iterator[None]:
 def running_view() -> View:
     """The view of the running step. Raises `LookupError` outside of one."""
     return _running_view.get()
+
+
+def running_states() -> StateStep | None:
+    """The recurrent states of the running step; None outside of one, and where it has none."""
+    view = _running_view.get(None)
+    return None if view is None else view.states
 
 
 def attend(
@@ -81,7 +88,7 @@ def attend_written(
     """The same once the keys and values of all rows are in the pages."""
     plain = softcap is None and sinks is None
     group = query.shape[1] // view.spec(layer).heads
-    plan = plan_of(view, layer, group, plain, query)
+    plan = shared_plan(view, layer, group, plain, query)
     outs = []
     for call in plan.calls:
         q = query[call.rows] if isinstance(call.rows, slice) else query.index_select(0, call.rows)

@@ -196,7 +196,7 @@ class Loop:
 
     def tables(self, x: Tensor, position_ids: Tensor, kind: str | None) -> Tables:
         cos, sin = self.rotary(x, position_ids) if kind is None else self.rotary(x, position_ids, kind)
-        return tables_of(cos, sin, self.blocks[0].attention.head_dim)
+        return rotation_tables(cos, sin, self.blocks[0].attention.head_dim)
 
     def end(self, x: Tensor, score_rows: Tensor) -> Tensor:  # [T, D], [R] -> [R, V]
         """Logits of the scored rows of the last layer's output."""
@@ -220,7 +220,7 @@ class FusedLayer(nn.Module):
             return None
         if id(made[0]) not in view.memo:
             # `made` is kept so that its id is not reused
-            view.memo[id(made[0])] = made, tables_of(*made, self.block.attention.head_dim)
+            view.memo[id(made[0])] = made, rotation_tables(*made, self.block.attention.head_dim)
         return view.memo[id(made[0])][1]
 
 
@@ -241,7 +241,7 @@ def rotate(heads: Tensor, tables: Tables) -> Tensor:
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
 
 
-def tables_of(cos: Tensor, sin: Tensor, width: int) -> Tables:
+def rotation_tables(cos: Tensor, sin: Tensor, width: int) -> Tables:
     """The tables of one step for `rotate`, from those of transformers: [1, T, Dh] or [1, T, Dh / 2]."""
     if 2 * cos.shape[-1] == width:
         cos, sin = cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)
@@ -249,7 +249,7 @@ def tables_of(cos: Tensor, sin: Tensor, width: int) -> Tables:
     return cos[0, :, None], torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1)
 
 
-def block_of(stock: nn.Module, layer: int, kv_heads: int, head_dim: int, share: bool) -> Block:
+def fused_block(stock: nn.Module, layer: int, kv_heads: int, head_dim: int, share: bool) -> Block:
     """A fused form of a decoder layer. Raises `CannotReplace` where a part is missing."""
     children = dict(stock.named_children())
     inner = children.pop("self_attn", None)
@@ -257,19 +257,21 @@ def block_of(stock: nn.Module, layer: int, kv_heads: int, head_dim: int, share: 
     if inner is None or mlp is None:
         raise CannotReplace("no self_attn and mlp")
     return Block(
-        attention_of(inner, layer, kv_heads, head_dim, share), mlp_of(mlp, share), norms_of(children)
+        fused_attention(inner, layer, kv_heads, head_dim, share), fused_mlp(mlp, share), fused_norms(children)
     )
 
 
-def norms_of(children: dict[str, nn.Module]) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
+def fused_norms(children: dict[str, nn.Module]) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
     """The four norms. Gemma and OLMo name the norm after attention as Llama names that before the MLP."""
     around = {"pre_feedforward_layernorm", "post_feedforward_layernorm"} & children.keys()
-    found = (norm_of(children[name]) if name in children else None for name in (AROUND if around else BEFORE))
-    before, after, before_mlp, after_mlp = found
+    names = AROUND if around else BEFORE
+    before, after, before_mlp, after_mlp = (
+        fused_norm(children[name]) if name in children else None for name in names
+    )
     return before, after, before_mlp, after_mlp
 
 
-def attention_of(stock: Any, layer: int, kv_heads: int, head_dim: int, share: bool) -> Attention:
+def fused_attention(stock: Any, layer: int, kv_heads: int, head_dim: int, share: bool) -> Attention:
     inputs = linears(stock, ("qkv_proj",), ("q_proj", "k_proj", "v_proj"))
     if stock.training and getattr(stock, "attention_dropout", 0.0):
         raise CannotReplace("dropout in training")
@@ -293,13 +295,13 @@ def head_norm(stock: Any, heads: int, kv_heads: int, head_dim: int) -> Norm | No
     """The norms of query and key heads as one, where there are such."""
     if not hasattr(stock, "q_norm") and not hasattr(stock, "k_norm"):
         return None
-    query, key = norm_of(stock.q_norm), norm_of(stock.k_norm)
+    query, key = fused_norm(stock.q_norm), fused_norm(stock.k_norm)
     if query.eps != key.eps or {query.weight.numel(), key.weight.numel()} != {head_dim}:
         raise CannotReplace(f"{type(stock).__name__} normalises queries and keys differently")
     return Norm(torch.cat([query.weight.expand(heads, -1), key.weight.expand(kv_heads, -1)]), query.eps)
 
 
-def mlp_of(stock: Any, share: bool) -> Gated | Stock:
+def fused_mlp(stock: Any, share: bool) -> Gated | Stock:
     try:
         gate_up = linears(stock, ("gate_up_proj",), ("gate_proj", "up_proj"))
         down = linears(stock, ("down_proj",))
@@ -312,15 +314,15 @@ def mlp_of(stock: Any, share: bool) -> Gated | Stock:
 def linears(module: Any, *choices: tuple[str, ...]) -> list[nn.Linear]:
     """The first of several groups of children that exists and consists of plain linear layers."""
     for names in choices:
-        found: list[Any] = [getattr(module, name, None) for name in names]
-        if all(map(plain, found)):
-            return found
+        layers: list[Any] = [getattr(module, name, None) for name in names]
+        if all(map(plain, layers)):
+            return layers
     raise CannotReplace(
         f"{type(module).__name__} has no plain linear {' or '.join(', '.join(names) for names in choices)}"
     )
 
 
-def norm_of(stock: nn.Module) -> Norm:
+def fused_norm(stock: nn.Module) -> Norm:
     """The native form of an RMS norm, with weight w or 1 + w. Raises `CannotReplace` if neither agrees."""
     eps = getattr(stock, "variance_epsilon", getattr(stock, "eps", None))
     named = dict(stock.named_parameters())
@@ -332,9 +334,9 @@ def norm_of(stock: nn.Module) -> Norm:
     weight = named["weight"].detach()
     plus = added_to_weight(stock, float(eps))
     # 1 + w stays in fp32: rounded to bf16 it has an error of 2^-9 of its own
-    found = Norm(weight.clone() if plus == 0.0 else plus + weight.float(), float(eps))
-    if same_norm(stock, found):
-        return found
+    norm = Norm(weight.clone() if plus == 0.0 else plus + weight.float(), float(eps))
+    if same_norm(stock, norm):
+        return norm
     raise CannotReplace(f"{type(stock).__name__} differs from the library's norm")
 
 
@@ -364,8 +366,8 @@ def same_norm(stock: nn.Module, new: Norm) -> bool:
     weight: Any = stock.weight
     x = rows.to(weight)
     try:
-        dtype, truth, found = stock(x).dtype, copy.deepcopy(stock).float()(x.float()), new(x)
+        dtype, truth, normed = stock(x).dtype, copy.deepcopy(stock).float()(x.float()), new(x)
     except (RuntimeError, TypeError, ValueError):
         return False  # it takes more than one tensor
     limit = ROUNDING.get(x.dtype, 0.0) * truth.abs() + torch.finfo(x.dtype).smallest_normal * 2**-9
-    return found.dtype == dtype and bool(((found.float() - truth).abs() <= limit).all())
+    return normed.dtype == dtype and bool(((normed.float() - truth).abs() <= limit).all())

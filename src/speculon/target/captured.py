@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -21,9 +21,10 @@ from torch import Tensor
 from speculon.decoding.batch import Batch
 from speculon.decoding.kv.store import View
 from speculon.target.block import CannotReplace, Loop, Stock, Tables
+from speculon.target.compare import Same, alike
 from speculon.target.footprint import BUCKETS
 from speculon.target.taps import EMBEDDINGS, Taps
-from speculon.target.trial import Forward, Same, Step, Trial, alike, states_of, steps_agree
+from speculon.target.trial import Trial, compare_steps, layer_states, refused
 
 if TYPE_CHECKING:
     from speculon.target.target import Target
@@ -100,12 +101,12 @@ class Pieces:
 
     def __init__(self, blocks: Sequence[Layer], heads: int, inputs: tuple[Tensor, ...]):
         """`inputs` are the buffers that `start` reads, for the most rows."""
-        self.blocks, self.inputs, most = blocks, inputs, BUCKETS[-1]
-        self.first, self.tables = self.start(most)
+        self.blocks, self.inputs, rows = blocks, inputs, BUCKETS[-1]
+        self.first, self.tables = self.start(rows)
         parts = blocks[0].begin(self.first, self.tables)
         self.sizes = [part.shape[1] for part in parts]
         self.heads = torch.cat(parts, 1)  # [rows, H + 2 Hkv, Dh]
-        self.attended = self.first.new_zeros(most, heads, parts[0].shape[-1])
+        self.attended = self.first.new_zeros(rows, heads, parts[0].shape[-1])
         after = blocks[0].end(self.first, self.attended)
         self.x = self.first if after.shape == self.first.shape else after
         self.pieces: dict[int, list[Piece]] = {}
@@ -136,8 +137,8 @@ class Pieces:
             x.copy_(self.finish(after) if last else after)
         else:
             first, tables = self.start(rows)
-            for kept, new in zip((x, *self.tables), (first, *tables), strict=True):
-                kept[:rows].copy_(new)
+            for buffer, new in zip((x, *self.tables), (first, *tables), strict=True):
+                buffer[:rows].copy_(new)
         if not last:
             cos, sin = self.tables
             torch.cat(self.blocks[number].begin(x, (cos[:rows], sin[:rows])), 1, out=self.heads[:rows])
@@ -149,7 +150,7 @@ class Pieces:
     def replay(self, rows: int, view: View) -> Iterator[Tensor]:
         """Runs the captured pieces and attention between them; yields what each layer reads, then the end."""
         parts = self.heads[:rows].split(self.sizes, 1)
-        for number, replay in enumerate(self.pieces[bucket_of(rows)]):
+        for number, replay in enumerate(self.pieces[bucket_for(rows)]):
             replay()
             yield self.read_by(number)[:rows]
             if number < len(self.blocks):
@@ -196,7 +197,7 @@ class Captured(Pieces):
                 taps.keep(layer, copied(states))
         if not scored:
             return None
-        self.scores[bucket_of(scored)]()
+        self.scores[bucket_for(scored)]()
         return copied(self.logits[:scored])
 
     def fill(self, batch: Batch, rows: int, scored: int) -> None:
@@ -209,7 +210,7 @@ class Captured(Pieces):
         self.logits[:rows].copy_(self.loop.end(self.x, self.score_rows[:rows]))
 
 
-def bucket_of(rows: int) -> int:
+def bucket_for(rows: int) -> int:
     """The smallest captured number of rows that is large enough."""
     return BUCKETS[bisect_left(BUCKETS, rows)]
 
@@ -227,34 +228,17 @@ def copied(part: Tensor) -> Tensor:
 
 def captured_loop(loop: Loop, target: Target, same: Same = alike) -> Captured:
     """The loop captured, and compared with it in every bucket by `same`. Raises `CannotReplace`."""
-    with reported():
-        made, layers = Captured(loop, target.device, recorder(target.device)), len(loop.blocks)
+    # for example a synchronising operation, or too little memory
+    with refused("captured", RuntimeError):
+        record = RECORDERS[target.device.type](target.device)
+        made, layers = Captured(loop, target.device, record), len(loop.blocks)
         trials = (Trial.of(target, lengths) for lengths in of_buckets())
         steps = (((trial.batch,), trial.view) for trial in trials)
-        compared(partial(states_of, made, layers), partial(states_of, loop, layers), steps, same)
+        run, expected = (partial(layer_states, form, layers) for form in (made, loop))
+        compare_steps(run, expected, steps, "captured", same=same)
     return made
-
-
-def compared(made: Forward, network: Forward, steps: Iterable[Step], same: Same) -> None:
-    """Raises `CannotReplace` where they differ on a step."""
-    if not all(steps_agree(made, network, step, same=same) for step in steps):
-        raise CannotReplace("not captured: it computes something else")
-
-
-def recorder(device: torch.device) -> Recorder:
-    return RECORDERS[device.type](device)
 
 
 def of_buckets() -> list[Lengths]:
     """For each capture the fewest and the most rows, in one or two sequences."""
     return [(rows - rows // 2, rows // 2) if rows > 1 else (1,) for rows in sizes()]
-
-
-@contextmanager
-def reported() -> Iterator[None]:
-    """Within the context, errors of a capture are reasons not to use it."""
-    try:
-        yield
-    except RuntimeError as error:  # for example a synchronising operation, or too little memory
-        line = next(iter(str(error).splitlines()), type(error).__name__)[:120]
-        raise CannotReplace(f"not captured: {line}") from error

@@ -7,8 +7,7 @@ The others write the pages, too, and call back for attention; few rows of severa
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,10 +22,10 @@ from speculon.target.attention import running
 from speculon.target.block import CannotReplace, Loop
 from speculon.target.compiled_layers import Arguments, Exported, Layers, Program, Settings
 from speculon.target.footprint import JOINT_BYTES, compiling_is_faster
-from speculon.target.grouping import FOLD_ROWS, MASKS, joint_call, visible_keys
-from speculon.target.linear import Linear, layout_of
+from speculon.target.grouping import FOLD_ROWS, MASKS, Kernel, joint_call, visible_keys
+from speculon.target.linear import Linear, fastest_layout
 from speculon.target.taps import EMBEDDINGS, Taps
-from speculon.target.trial import Forward, Step, Trial, states_of, steps_agree
+from speculon.target.trial import Trial, compare_steps, layer_states, refused
 
 if TYPE_CHECKING:
     from speculon.target.target import Target
@@ -63,12 +62,12 @@ class Programs:
 
     def compile(self, layers: Exported, steps: Iterable[tuple[str, Arguments]]) -> None:
         """Compiles each program of the plan for the first step that takes it."""
-        from speculon.target.programs import key_of, program  # imports the compiler
+        from speculon.target.programs import program, program_key  # imports the compiler
 
         settings = self.plan.settings
         with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
             warnings.simplefilter("ignore")
-            key = key_of(layers)  # first: compiling changes attributes
+            key = program_key(layers)  # first: compiling changes attributes
             for variant, arguments in steps:
                 if variant in settings.keys() - self.programs.keys():
                     self.programs[variant] = program(layers, variant, settings[variant], arguments, key)
@@ -123,18 +122,15 @@ class PagedPrograms(Programs):
         spans, device, specs = view.spans, view.store.device, [view.spec(layer) for layer in self.firsts]
         if len(spans) == 1 or not all(is_joint(spans, spec, self.group) for spec in specs):
             return []
-        most = max(span.rows for span in spans)
-        calls = [joint_call(spans, most, spec.window, 1, spec.dtype, device) for spec in specs]
-        sequences = len(spans)
-        order = [i * most + row for i, span in enumerate(spans) for row in range(span.rows)]
+        n, sequences = max(span.rows for span in spans), len(spans)
+        calls = [joint_call(spans, n, Kernel(spec, 1, True, spec.dtype, device)) for spec in specs]
+        order = [i * n + row for i, span in enumerate(spans) for row in range(span.rows)]
         wheres = [as_index(call.where, device).view(sequences, -1) for call in calls]
         masks = [
-            torch.zeros(sequences, 1, most, where.shape[1], dtype=spec.dtype)
-            if call.mask is None
-            else call.mask
+            torch.zeros(sequences, 1, n, where.shape[1], dtype=spec.dtype) if call.mask is None else call.mask
             for spec, call, where in zip(specs, calls, wheres, strict=True)
         ]
-        rows = as_index(calls[0].rows, device).view(sequences, most)
+        rows = as_index(calls[0].rows, device).view(sequences, n)
         return [rows, as_tensor(order, device), *wheres, *masks]
 
 
@@ -168,16 +164,16 @@ def is_joint(spans: list[SpanView], spec: LayerSpec, group: int) -> bool:
     Within a program it took 0.64 to 1.01 of that time (2 to 8 sequences, contexts of 300 to 1300).
     """
     rows, keys = [span.rows for span in spans], [visible_keys(span, spec.window) for span in spans]
-    padded, most = len(spans) * max(keys), max(rows)
-    if most > FOLD_ROWS or len(spans) * most > WASTED_ROWS * sum(rows) or padded > WASTED_KEYS * sum(keys):
+    padded, n = len(spans) * max(keys), max(rows)
+    if n > FOLD_ROWS or len(spans) * n > WASTED_ROWS * sum(rows) or padded > WASTED_KEYS * sum(keys):
         return False
-    masks = most * (1 + group) * spec.dtype.itemsize  # per key: as passed in, and once per query head
+    masks = n * (1 + group) * spec.dtype.itemsize  # per key: as passed in, and once per query head
     return padded * (spec.bytes_per_token + masks) <= JOINT_BYTES
 
 
 def plan_for(dtype: torch.dtype, device: torch.device) -> CompilePlan:
     """The plan for such weights: those in rows are shared by all programs."""
-    return IN_ROWS if layout_of(dtype, device) is Linear else IN_BLOCKS
+    return IN_ROWS if fastest_layout(dtype, device) is Linear else IN_BLOCKS
 
 
 def compiled_loop(loop: Loop, target: Target) -> Compiled:
@@ -187,20 +183,22 @@ def compiled_loop(loop: Loop, target: Target) -> Compiled:
     """
     if any(spec.chunk for spec in target.layers):
         raise CannotReplace("not compiled: attention in chunks")
-    with reported(target):
+    refuse_unmeasured(target)
+    with refused("compiled"):  # no C++ compiler, a read-only folder, or any error of the compiler's own
         tried, layers = trial_steps(loop, target), len(loop.blocks)
-        layer_kinds = kinds_of(tried[0][1], layers)
+        layer_kinds = number_kinds(tried[0][1], layers)
         made = Compiled(loop, plan_for(target.dtype, target.device), layer_kinds)
         made.compile(Layers(loop, layer_kinds), [made.arguments(*step) for step in tried])
-        run, expected = (partial(states_of, way, layers) for way in (made, loop))
-        compared(run, expected, [((batch,), view) for batch, view in tried], layers)
+        run, expected = (partial(layer_states, form, layers) for form in (made, loop))
+        steps = [((batch,), view) for batch, view in tried]
+        compare_steps(run, expected, steps, "compiled", written_layers=layers)
     return made
 
 
-def compared(made: Forward, network: Forward, steps: Iterable[Step], pages: int) -> None:
-    """Raises `CannotReplace` where they differ on a step, or in the keys and values of so many layers."""
-    if not all(steps_agree(made, network, step, pages) for step in steps):
-        raise CannotReplace("not compiled: it computes something else")
+def refuse_unmeasured(target: Target) -> None:
+    """Raises `CannotReplace` where compiling was never measured."""
+    if not compiling_is_faster(target.dtype, target.device):
+        raise CannotReplace(f"not compiled: {target.dtype} on {target.device.type} was never measured")
 
 
 def trial_steps(loop: Loop, target: Target) -> list[tuple[Batch, View]]:
@@ -218,21 +216,7 @@ def trial_steps(loop: Loop, target: Target) -> list[tuple[Batch, View]]:
     return [one, few, several, many, some, *ends, *late, *early]
 
 
-@contextmanager
-def reported(target: Target) -> Iterator[None]:
-    """Raises `CannotReplace` where compiling was never measured, and for any error of the compiler."""
-    if not compiling_is_faster(target.dtype, target.device):
-        raise CannotReplace(f"not compiled: {target.dtype} on {target.device.type} was never measured")
-    try:
-        yield
-    except CannotReplace:
-        raise
-    except Exception as error:  # no C++ compiler, a read-only folder, or any error of the compiler's own
-        line = next(iter(str(error).splitlines()), type(error).__name__)[:120]
-        raise CannotReplace(f"not compiled: {line}") from error
-
-
-def kinds_of(view: View, layers: int) -> list[int]:
+def number_kinds(view: View, layers: int) -> list[int]:
     """A number for each layer, from 0 on, that layers with equal keys and windows have in common."""
     numbers = [view.kind(layer) for layer in range(layers)]
     return [sorted(set(numbers)).index(number) for number in numbers]

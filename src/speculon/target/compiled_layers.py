@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speculon.target.attention import attend_written, fold, running_view, unfold
-from speculon.target.block import Block, CannotReplace, Loop, Norm, Stock, Tables, rotate, tables_of
+from speculon.target.block import Block, CannotReplace, Loop, Norm, Stock, Tables, rotate, rotation_tables
 from speculon.target.linear import Linear, Packed, Product
 
 Settings = dict[str, Any]  # of the compiler
@@ -42,8 +42,8 @@ class Layer(nn.Module):
             raise CannotReplace("not compiled: its layers are more than products and plain attention")
         self.heads, self.kv_heads, self.head_dim = of.heads, of.kv_heads, of.head_dim
         self.scaling, self.rotates, self.act = of.scaling, of.rotates, mlp.act
-        self.qkv, self.out = linear_of(of.qkv), linear_of(of.out)
-        self.gate_up, self.down = linear_of(mlp.gate_up), linear_of(mlp.down)
+        self.qkv, self.out = as_linear(of.qkv), as_linear(of.out)
+        self.gate_up, self.down = as_linear(mlp.gate_up), as_linear(mlp.down)
         self.head_norm = nn.Identity() if of.norm is None else DenseNorm(of.norm)
         before, after, before_mlp, after_mlp = (
             nn.Identity() if norm is None else DenseNorm(norm) for norm in block.norms
@@ -84,7 +84,7 @@ class Layers(Exported):
         super().__init__()
         self.embed, self.rotary, self.head_dim = loop.embed, loop.rotary, loop.blocks[0].attention.head_dim
         self.layers, self.layer_kinds = nn.ModuleList(map(Layer, loop.blocks)), layer_kinds
-        self.norm, self.head = DenseNorm(loop.norm), linear_of(loop.head)
+        self.norm, self.head = DenseNorm(loop.norm), as_linear(loop.head)
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, scored: Tensor, slots: Tensor | None, *pages: Tensor
@@ -97,15 +97,15 @@ class Layers(Exported):
         """
         x = self.embed(input_ids[None])
         cos, sin = self.rotary(x, position_ids[None])
-        tables, x = tables_of(cos, sin, self.head_dim), x[0]
+        tables, x = rotation_tables(cos, sin, self.head_dim), x[0]
         states = [x]
         for number, layer in enumerate(self.layers):
-            x = layer(x, tables, attention_of(number, self.layer_kinds, slots, pages))
+            x = layer(x, tables, choose_attend(number, self.layer_kinds, slots, pages))
             states.append(x)
         return [self.head(self.norm(x[scored])), *states]
 
 
-def linear_of(product: Product) -> nn.Linear:
+def as_linear(product: Product) -> nn.Linear:
     """A product as a linear module with unpacked weights. Raises `CannotReplace` for shared weights."""
     if isinstance(product, nn.Linear):
         return product
@@ -194,7 +194,7 @@ def attend_alone(
     return unfold(out, group)
 
 
-def attention_of(
+def choose_attend(
     number: int, layer_kinds: list[int], slots: Tensor | None, pages: Sequence[Tensor]
 ) -> Attend:
     """How a layer attends, by what a program is given."""

@@ -9,7 +9,7 @@ import torch
 
 from speculon.core.types import LayerSpec
 from speculon.decoding.kv.store import gather_bytes
-from speculon.target.linear import Linear, layout_of
+from speculon.target.linear import Linear, fastest_layout
 
 COPIES_OF_LOGITS = 6  # guess: logits, weights, noise and their intermediate results, all fp32
 STATES_OF_ROW = 8  # guess: residual, norms, attention input and output that exist at once
@@ -82,7 +82,7 @@ def program_bytes(weights: int, dtype: torch.dtype, device: torch.device, drafte
     """What compiled programs take in addition to so many bytes of weights."""
     if not compiling_is_faster(dtype, device):
         return 0
-    in_rows = layout_of(dtype, device) is Linear  # then all programs share the weights
+    in_rows = fastest_layout(dtype, device) is Linear  # then all programs share the weights
     joint = JOINT_BYTES if in_rows or drafter else 0  # a drafter's keys are copied in any layout
     return joint + (0 if in_rows else COPIES * weights)
 

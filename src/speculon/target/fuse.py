@@ -21,16 +21,17 @@ from speculon.target.block import (
     FusedLayer,
     Loop,
     Norm,
-    block_of,
-    norm_of,
+    fused_block,
+    fused_norm,
 )
 from speculon.target.captured import RECORDERS, captured_loop
+from speculon.target.compare import close, nearly
 from speculon.target.compiled import compiled_loop
 from speculon.target.footprint import CaptureSizes, program_bytes, program_row_bytes
 from speculon.target.linear import head_is_packed, hooked, joined, plain
 from speculon.target.remembered import passed, passes
 from speculon.target.target import Runner, Target, stock_forward
-from speculon.target.trial import Trial, close, nearly
+from speculon.target.trial import Trial
 
 Place = tuple[nn.Module, str]  # a module's parent, and its name there
 OF_NORMS = 3e-5  # of the largest logit: a third of what the load check allows
@@ -66,7 +67,7 @@ def fuse_layers(target: Target, trial: Trial, share: bool) -> None:
     for number, (parent, name) in layers.items():
         stock, spec = getattr(parent, name), target.layers[number]
         try:
-            fused = FusedLayer(block_of(stock, number, spec.heads, spec.k_dim, share))
+            fused = FusedLayer(fused_block(stock, number, spec.heads, spec.k_dim, share))
             check(stock, fused, trial, number)
         except CannotReplace as reason:
             runner.refused[str(reason)] += 1
@@ -80,7 +81,7 @@ def fuse_layers(target: Target, trial: Trial, share: bool) -> None:
 def choose_loop(target: Target, trial: Trial, *, compile: bool) -> None:
     """Replaces the forward by a loop, compiled or captured if asked for. Raises `CannotReplace`."""
     runner, config = target.runner, target.model.config.get_text_config()
-    runner.run = loop = loop_of(target, trial)
+    runner.run = loop = make_loop(target, trial)
     runner.form = "loop"
     if not compile:
         return
@@ -137,12 +138,12 @@ def check(stock: nn.Module, fused: nn.Module, trial: Trial, number: int) -> None
         raise CannotReplace(f"{type(stock).__name__} has hooks")
     if passed(name := f"layer {number}"):
         return
-    expected, found = trial.run_layer(stock, number), trial.run_layer(fused, number)
+    expected, results = trial.run_layer(stock, number), trial.run_layer(fused, number)
     truth = finer_layer(stock, trial, number)
     if truth is None:
-        differ = any(not close(a, b) for a, b in zip(found, expected, strict=True))
+        differ = any(not close(a, b) for a, b in zip(results, expected, strict=True))
     else:
-        differ = any(not nearly(a, b, t) for a, b, t in zip(found, expected, truth, strict=True))
+        differ = any(not nearly(a, b, t) for a, b, t in zip(results, expected, truth, strict=True))
     if differ:
         raise CannotReplace(f"{type(stock).__name__} computes something else")
     passes(name)
@@ -164,13 +165,13 @@ def fuse_norms(target: Target) -> None:
     expected = stock_forward(target.model, trial.batch, trial.view)
     stock = replace_norms(target)
     try:
-        found = stock_forward(target.model, trial.batch, trial.view)
+        logits = stock_forward(target.model, trial.batch, trial.view)
     except UNKNOWN:
-        found = None
+        logits = None
     assert expected is not None
     # in other dtypes, norms that agree up to a rounding give other logits
     limit = OF_NORMS * expected.abs().max() if target.dtype is torch.float32 else torch.inf
-    if found is None or bool((found - expected).abs().max() > limit):
+    if logits is None or bool((logits - expected).abs().max() > limit):
         for (parent, name), norm in stock:
             setattr(parent, name, norm)
 
@@ -185,7 +186,7 @@ def replace_norms(target: Target) -> list[tuple[Place, nn.Module]]:
     for parent in [module for module in target.model.modules() if id(module) not in inside]:
         for name, child in list(parent.named_children()):
             try:
-                norm = norm_of(child)
+                norm = fused_norm(child)
             except CannotReplace:
                 continue
             # in another dtype than the model's it was compared on rows that it never gets
@@ -219,7 +220,7 @@ def unmap_file(model: nn.Module) -> None:
             setattr(module, name, copies[weight])
 
 
-def loop_of(target: Target, trial: Trial) -> Loop:
+def make_loop(target: Target, trial: Trial) -> Loop:
     """The whole forward as one loop. Raises `CannotReplace` where the stock model does anything else."""
     model, base = target.model, target.model.base_model
     loop = uncompared_loop(model, base)
@@ -232,12 +233,12 @@ def loop_of(target: Target, trial: Trial) -> Loop:
 def check_loop(model: Any, loop: Loop, trial: Trial) -> None:
     """Raises `CannotReplace` where the stock model and the loop differ."""
     try:
-        expected, found = stock_forward(model, trial.batch, trial.view), loop(trial.batch, trial.view)
+        expected, logits = stock_forward(model, trial.batch, trial.view), loop(trial.batch, trial.view)
     except UNKNOWN as error:
         reason = f"{type(model.base_model).__name__} has another structure ({type(error).__name__})"
         raise CannotReplace(f"no loop: {reason}") from error
-    assert expected is not None and found is not None  # all rows are scored
-    if not close(found.float(), expected.float()):  # in any dtype: the operations are the same
+    assert expected is not None and logits is not None  # all rows are scored
+    if not close(logits.float(), expected.float()):  # in any dtype: the operations are the same
         raise CannotReplace(f"no loop: {type(model).__name__} does more than its layers")
 
 

@@ -58,6 +58,23 @@ class CallPlan:
     order: Tensor | None = None  # [T] index of each row of the flat batch in the calls' rows; None: in order
 
 
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What all calls of a plan have in common."""
+
+    spec: LayerSpec
+    group: int  # queries for each key
+    plain: bool  # neither soft cap nor sinks
+    dtype: torch.dtype
+    device: torch.device
+    readable: int = 0  # slots up to this may be read in place
+
+    @property
+    def mask_rows(self) -> int:
+        """Rows of a mask for each row of queries."""
+        return self.group if self.plain else 1
+
+
 class PlanKey(NamedTuple):
     """What layers of one plan have in common."""
 
@@ -66,7 +83,7 @@ class PlanKey(NamedTuple):
     plain: bool  # neither soft cap nor sinks
 
 
-def plan_of(view: View, layer: int, group: int, plain: bool, query: Tensor) -> CallPlan:
+def shared_plan(view: View, layer: int, group: int, plain: bool, query: Tensor) -> CallPlan:
     """The plan for layers like this one; made once per forward and shared by them."""
     key = PlanKey(view.kind(layer), group, plain)
     plan: CallPlan | None = view.memo.get(key)
@@ -77,18 +94,19 @@ def plan_of(view: View, layer: int, group: int, plain: bool, query: Tensor) -> C
 
 def make_plan(view: View, layer: int, group: int, plain: bool, query: Tensor) -> CallPlan:
     spec, device, heads = view.spec(layer), query.device, query.shape[1]
+    kernel = Kernel(spec, group, plain, query.dtype, device, view.store.readable)
     spans = [part for span in view.spans for part in span.in_chunks(spec.chunk)]
     few = FOLD_ROWS
     if spec.padding == NO_PADDING:
         entry, spans = divided(spec, spans, group, plain, query)
     else:
         few = few_rows(group)
-        most = spec.padding.piece if plain and spec.padding.piece > FOLD_ROWS else few
+        max_rows = spec.padding.piece if plain and spec.padding.piece > FOLD_ROWS else few
         parts = [part for span in spans for part in exact_parts(span, spec.window, spec.padding)]
-        entry, spans = 0, [piece for part in parts for piece in pieces(part, most)]
+        entry, spans = 0, [piece for part in parts for piece in pieces(part, max_rows)]
     calls, placed, at = [], [], 0
     for bucket in buckets(spans, spec.window, spec.bytes_per_token, device, entry, few, spec.padding):
-        call = call_of(bucket, spec, group, plain, query.dtype, device, view.store.readable)
+        call = span_call(bucket[0], kernel) if len(bucket) == 1 else spans_call(bucket, kernel)
         if entry and call.n == 1 and fits_in_cache(bucket, spec.window, entry, device):
             hidden = None if call.mask is None else call.mask[:, 0, :1]
             slots = view.store.slots
@@ -113,11 +131,15 @@ def divided(
     device = query.device
     entry = query.shape[1] * ENTRY if plain and is_faster(query, group) else 0
     one_by_one = entry and repeated_keys(spans, spec.window) * spec.bytes_per_token <= REREAD
-    most = 1 if one_by_one else PIECE.get(device.type)
+    max_rows = 1 if one_by_one else PIECE.get(device.type)
     few = [span for span in spans if span.rows <= FOLD_ROWS]
-    if most != 1 and mostly_drafting(few) and fits_in_cache(few, spec.window, spec.bytes_per_token, device):
+    if (
+        max_rows != 1
+        and mostly_drafting(few)
+        and fits_in_cache(few, spec.window, spec.bytes_per_token, device)
+    ):
         entry = 0
-    return entry, [piece for span in spans for piece in pieces(span, most or span.rows)]
+    return entry, [piece for span in spans for piece in pieces(span, max_rows or span.rows)]
 
 
 def repeated_keys(spans: list[SpanView], window: int | None) -> float:
@@ -133,9 +155,9 @@ def mostly_drafting(spans: list[SpanView]) -> bool:
     return 1 < len(spans) - singles >= singles
 
 
-def pieces(span: SpanView, most: int) -> list[SpanView]:
+def pieces(span: SpanView, max_rows: int) -> list[SpanView]:
     """The span in parts of at most so many rows, as even as possible."""
-    parts = ceil_div(span.rows, most)
+    parts = ceil_div(span.rows, max_rows)
     ends = [span.rows * i // parts for i in range(parts + 1)]
     return [span] if parts == 1 else [span.part(begin, end) for begin, end in pairwise(ends)]
 
@@ -161,18 +183,18 @@ def buckets(
     def call_class(span: SpanView) -> tuple[int, int]:
         return row_class(span), exact_keys(span.context, window, padding)
 
-    found: list[list[SpanView]] = []
+    joint: list[list[SpanView]] = []
     for span in sorted(spans, key=lambda s: (*call_class(s), visible_keys(s, window))):
-        alike = found and row_class(span) < 2 and call_class(found[-1][0]) == call_class(span)
-        joined = [*found[-1], span] if alike else []
+        alike = joint and row_class(span) < 2 and call_class(joint[-1][0]) == call_class(span)
+        joined = [*joint[-1], span] if alike else []
         key_bytes, copy = (token_bytes, COPY) if row_class(span) else (entry, 0.0)
         price = partial(cost, window=window, token_bytes=token_bytes, device=device, copy=copy)
         fits = joined and fits_in_cache(joined, window, key_bytes, device)
-        if fits and price(joined) <= price(found[-1]) + price([span]):
-            found[-1] = joined
+        if fits and price(joined) <= price(joint[-1]) + price([span]):
+            joint[-1] = joined
         else:
-            found.append([span])
-    return [sorted(bucket, key=lambda s: s.first) for bucket in found]
+            joint.append([span])
+    return [sorted(bucket, key=lambda s: s.first) for bucket in joint]
 
 
 def fits_in_cache(spans: list[SpanView], window: int | None, key_bytes: int, device: torch.device) -> bool:
@@ -194,52 +216,34 @@ def visible_keys(span: SpanView, window: int | None) -> int:
     return span.context if window is None else min(span.context, window + span.rows - 1)
 
 
-def call_of(
-    bucket: list[SpanView],
-    spec: LayerSpec,
-    group: int,
-    plain: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-    readable: int,
-) -> KernelCall:
-    if len(bucket) == 1:
-        return span_call(bucket[0], spec, group, plain, dtype, device, readable)
-    n = padded_rows(max(span.rows for span in bucket), group, spec.padding.rows)
-    in_mask = group if plain else 1  # rows of the mask for each row of queries
-    call = joint_call(bucket, n, spec.window, in_mask, dtype, device, spec.padding, readable)
-    call.copies = ceil_div(spec.padding.rows, n * group)
+def spans_call(spans: list[SpanView], kernel: Kernel) -> KernelCall:
+    """One padded call for several spans."""
+    group, fewest = kernel.group, kernel.spec.padding.rows
+    n = padded_rows(max(span.rows for span in spans), group, fewest)
+    call = joint_call(spans, n, kernel)
+    call.copies = ceil_div(fewest, n * group)
     if call.mask is not None and call.copies > 1 and n > 1:
         call.mask = call.mask.repeat(1, 1, call.copies, 1)
     return call
 
 
-def span_call(
-    span: SpanView,
-    spec: LayerSpec,
-    group: int,
-    plain: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-    readable: int,
-) -> KernelCall:
-    """One call for a span; slots up to `readable` may be read in place."""
+def span_call(span: SpanView, kernel: Kernel) -> KernelCall:
+    spec, group, device = kernel.spec, kernel.group, kernel.device
     padding, length = spec.padding, aligned_keys(span, spec.window, spec.padding.keys)
     total = padded_keys(length, spec.window, padding)
     where = span.tail(length)
     if total > length:
-        where = padded_slots([where], total, device, readable)
-    folded = not plain or span.rows <= (FOLD_ROWS if padding == NO_PADDING else few_rows(group))
+        where = padded_slots([where], total, device, kernel.readable)
+    folded = not kernel.plain or span.rows <= (FOLD_ROWS if padding == NO_PADDING else few_rows(group))
     n = padded_rows(span.rows, group if folded else 1, padding.rows)
     rows: slice | Tensor = slice(span.first, span.last)
     if n > span.rows:
         rows = torch.arange(span.first, span.first + n, device=device).clamp_(max=span.last - 1)
     copies, mask = ceil_div(padding.rows, n * group), None
     if n > 1 or padding != NO_PADDING:  # with a mask the kernel is another one
-        more, in_mask = n - span.rows, group if plain and folded and n > 1 else 1
-        mask = MASKS.slice(
-            n, length + more, spec.window, in_mask, dtype, device, padding=total - length - more
-        )
+        more, in_mask = n - span.rows, kernel.mask_rows if folded and n > 1 else 1
+        after = total - length - more
+        mask = MASKS.slice(n, length + more, spec.window, in_mask, kernel.dtype, device, padding=after)
         if copies > 1 and n > 1:
             mask = mask.repeat(copies, 1)
     return KernelCall(rows, 1, n, where, mask, folded, copies)
@@ -282,21 +286,13 @@ def padded_rows(n: int, group: int, fewest: int) -> int:
     return n
 
 
-def joint_call(
-    spans: list[SpanView],
-    n: int,
-    window: int | None,
-    group: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    padding: Padding = NO_PADDING,
-    readable: int = 0,
-) -> KernelCall:
-    """One call for spans, padded at the end to `n` rows; slots up to `readable` may be read in place."""
+def joint_call(spans: list[SpanView], n: int, kernel: Kernel) -> KernelCall:
+    """One call for spans, padded at the end to `n` rows."""
+    window, padding, device = kernel.spec.window, kernel.spec.padding, kernel.device
     lengths = [aligned_keys(span, window, padding.keys) for span in spans]
     length = padded_keys(max(lengths), window, padding)
     tails = [span.tail(keys) for span, keys in zip(spans, lengths, strict=True)]
-    where = padded_slots(tails, length, device, readable)
+    where = padded_slots(tails, length, device, kernel.readable)
     even = all(s.rows == n and s.first == spans[0].first + i * n for i, s in enumerate(spans))
     rows: slice | Tensor = slice(spans[0].first, spans[-1].last)
     if not even:
@@ -304,8 +300,7 @@ def joint_call(
     # with a mask the kernel is another one
     if padding == NO_PADDING and n == 1 and all(x == length for x in lengths):
         return KernelCall(rows, len(spans), n, where, None)
-    mask = joint_mask(spans, lengths, window, n, length, group, dtype, device)
-    return KernelCall(rows, len(spans), n, where, mask)
+    return KernelCall(rows, len(spans), n, where, joint_mask(spans, lengths, n, length, kernel))
 
 
 class MaskCache:
@@ -364,17 +359,10 @@ def aligned_keys(span: SpanView, window: int | None, step: int) -> int:
 
 
 def joint_mask(
-    spans: list[SpanView],
-    lengths: list[int],
-    window: int | None,
-    n: int,
-    length: int,
-    group: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    spans: list[SpanView], lengths: list[int], n: int, length: int, kernel: Kernel
 ) -> Tensor:  # [B, 1, n * g, S], or [B, 1, 1, S] where n is 1
     """The mask of padded spans. A padding row sees the first key, so that it stays finite."""
-    group = group if n > 1 else 1
+    group, window, device = kernel.mask_rows if n > 1 else 1, kernel.spec.window, kernel.device
     ends = [
         keys - s.rows + i + 1 if i < s.rows else 1
         for s, keys in zip(spans, lengths, strict=True)
@@ -386,7 +374,7 @@ def joint_mask(
     hidden = column >= end
     if window is not None:
         hidden |= column < end - window
-    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+    return torch.zeros(hidden.shape, dtype=kernel.dtype, device=device).masked_fill_(hidden, -torch.inf)
 
 
 def padded_slots(wheres: list[Where], to: int, device: torch.device, readable: int = 0) -> Where:  # [B * to]

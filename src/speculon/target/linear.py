@@ -87,13 +87,13 @@ def joined(stock: Sequence[nn.Linear], share: bool) -> Product:
             [part.weight.new_zeros(len(part.weight)) if part.bias is None else part.bias for part in parts]
         )
     weight = parts[0].weight if len(parts) == 1 else torch.cat([part.weight for part in parts])
-    layout = layout_of(weight.dtype, weight.device)
+    layout = fastest_layout(weight.dtype, weight.device)
     if layout is Linear and len(parts) == 1 and weight.device.type == "cpu":
         weight = weight.clone()  # it may lie in a mapped file
     return layout(weight, bias)
 
 
-def layout_of(dtype: torch.dtype, device: torch.device) -> Layout:
+def fastest_layout(dtype: torch.dtype, device: torch.device) -> Layout:
     """The layout of such weights: packed where that is supported and measures faster."""
     if not packable(dtype, device):
         return Linear
@@ -147,7 +147,7 @@ def head_is_packed(dtype: torch.dtype, device: torch.device) -> bool:
 
     One row by the heads of SmolLM2 and Gemma 3 took 0.65 and 0.59 of its time (AMD EPYC, bf16).
     """
-    return layout_of(dtype, device) is packed
+    return fastest_layout(dtype, device) is packed
 
 
 def packed(weight: Tensor, bias: Tensor | None) -> Packed:

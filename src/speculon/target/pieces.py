@@ -5,10 +5,11 @@ Kernels choose that order by the number of rows, so a row's result depends on ho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +29,16 @@ SIZES = (512, 256, 128)  # rows of a large piece, which must be exactly so many
 # rows of prompts: most are in the largest pieces; 64 rows took 1.2 to 1.7 times as long, 256 gained nothing
 PROMPT_SIZES = tuple(range(16, 129, 16))
 LARGE = 1 << 24  # elements; larger weights are not copied, and fewer numbers of rows are compared
+LARGEST_PIECE = {"cpu": 128}  # of large weights: 256 rows gained nothing, and measuring takes seconds
 ALL_COUNTS = range(1, max(MOST) + 1)
 FEW_COUNTS = (*range(1, 18), 24, 31, 32, 33, 48, 63, 64)
 # if these agree, too, pieces have as many rows as the last of them; each third one for large weights
 MORE_COUNTS = (65, 71, 77, 95, 96, 100, 127, 128, 129, 150, 191, 200, 255, 257, 300, 383, 400, 500, 512)
 
 _prompts: ContextVar[Runs] = ContextVar("speculon_prompts", default=())
+
+
+Shape = tuple[Product, int, int, torch.dtype]  # a product, its outputs, its width, and their dtype
 
 
 @contextmanager
@@ -49,19 +54,14 @@ def with_prompts(prompts: Runs) -> Iterator[None]:
 class Rows(NamedTuple):
     """The numbers of rows between which the results of a row are bitwise equal."""
 
-    fewest: int
-    most: int
+    min_rows: int
+    max_rows: int
     sizes: tuple[int, ...] = ()  # and larger ones, the largest first
-    prompts: tuple[int, ...] = ()  # those that agree with the largest of them, and may differ from all above
 
     @property
-    def prompts_differ(self) -> bool:
-        """Whether prompts take fewer, larger pieces if they need not agree with generated tokens."""
-        return bool(self.prompts) and not self.sizes
-
-    def in_prompts(self, other: Rows) -> tuple[int, ...]:
-        """The sizes of pieces of prompts that pass two products one after the other."""
-        return tuple(size for size in self.prompts if size in other.prompts)
+    def only_small(self) -> bool:
+        """Whether prompts may take fewer, larger pieces if they need not agree with generated tokens."""
+        return not self.sizes and self.max_rows <= max(MOST)
 
 
 @dataclass(slots=True)
@@ -72,16 +72,16 @@ class InPieces:
     rows: Rows
 
     def __call__(self, x: Tensor) -> Tensor:  # [T, D] -> [T, O]
-        rows, (_, most, sizes, _) = x.size(0), self.rows  # `len(x)` and `x.shape` are slower
-        if rows <= most:
+        rows, (_, max_rows, sizes) = x.size(0), self.rows  # `len(x)` and `x.shape` are slower
+        if rows <= max_rows:
             return self.padded(x, rows)
-        pieces = cut(rows, most, sizes)
+        pieces = cut(rows, max_rows, sizes)
         return torch.cat([self.padded(*piece) for piece in zip(x.split(pieces), pieces, strict=True)])
 
     def padded(self, x: Tensor, rows: int) -> Tensor:
         """The product of as few rows as there are; they are repeated where it takes more."""
-        if 0 < rows < self.rows.fewest:
-            return self.product(repeated(x, self.rows.fewest))[:rows]
+        if 0 < rows < self.rows.min_rows:
+            return self.product(repeated(x, self.rows.min_rows))[:rows]
         return self.product(x)
 
 
@@ -119,13 +119,13 @@ def repeated(x: Tensor, size: int) -> Tensor:
     return torch.cat([x] * ceil_div(size, x.size(0)))[:size]  # `repeat` takes five times as long
 
 
-def cut(rows: int, most: int, sizes: tuple[int, ...]) -> list[int]:
-    """More rows than `most` as pieces of these sizes, and a rest in pieces of at most `most`, about even."""
+def cut(rows: int, max_rows: int, sizes: tuple[int, ...]) -> list[int]:
+    """Rows as pieces of these sizes, and a rest in pieces of at most `max_rows`, about even."""
     pieces = []
     for size in sizes:
         pieces += [size] * (rows // size)
         rows %= size
-    parts = ceil_div(rows, most)
+    parts = ceil_div(rows, max_rows)
     return pieces + [rows * (i + 1) // parts - rows * i // parts for i in range(parts)]
 
 
@@ -137,14 +137,15 @@ class CannotBeInvariant(Exception):
 class Pieces:
     """Puts products in pieces. Those of one layout, dtype and shape take one kernel and are measured once."""
 
-    known: dict[Any, Rows] = field(default_factory=dict)
+    known: dict[Any, Any] = field(default_factory=dict)
 
     def by_row(self, product: Product, outputs: int, width: int, dtype: torch.dtype) -> Product:
         """The same for a product of all rows of a forward in their order, where prompts may be apart."""
         made = self.of(product, outputs, width, dtype)
-        if isinstance(made, InPieces) and made.rows.prompts_differ:
-            return PromptsApart(made, product, made.rows.prompts)
-        return made
+        if not isinstance(made, InPieces) or not made.rows.only_small:
+            return made
+        sizes = self.prompt_sizes(product, outputs, width, dtype)
+        return PromptsApart(made, product, sizes) if sizes else made
 
     def of(self, product: Product, outputs: int, width: int, dtype: torch.dtype) -> Product:
         """Raises `CannotBeInvariant` where no numbers of rows are equal."""
@@ -154,25 +155,29 @@ class Pieces:
             case SideBySide():
                 linear = [part for part in product.parts if isinstance(part, Linear)]
                 return SideBySide([self.of(part, len(part.weight), width, dtype) for part in linear])
-        key = *layout_of(product), dtype, outputs, width
-        rows = self.known.get(key)
-        if rows is None:
-            rows = self.known[key] = once(
-                f"rows {key_name(key)}", lambda: measured(product, outputs, width, dtype), rows_from
-            )
-        return InPieces(product, rows)
+        return InPieces(product, self.once("rows", (product, outputs, width, dtype), measured, rows_from))
+
+    def prompt_sizes(self, product: Product, outputs: int, width: int, dtype: torch.dtype) -> tuple[int, ...]:
+        """The sizes of pieces of prompts, which agree with one another and may differ from all others."""
+        if isinstance(product, nn.Linear):
+            product = Linear(product.weight, product.bias)
+        return self.once("prompts", (product, outputs, width, dtype), measured_prompts, tuple)
+
+    def once(self, name: str, shape: Shape, measure: Callable[..., Any], read: Callable[[Any], Any]) -> Any:
+        """The result of `measure` for products of this layout and shape; `read` makes it from JSON."""
+        key = (name, *kernel_key(shape[0]), *shape[1:])
+        if key not in self.known:
+            words = (part.__name__ if isinstance(part, type) else str(part) for part in key)
+            self.known[key] = once(" ".join(words), partial(measure, *shape), read)
+        return self.known[key]
 
 
-def key_name(key: tuple[Any, ...]) -> str:
-    return " ".join(part.__name__ if isinstance(part, type) else str(part) for part in key)
+def rows_from(stored: list[Any]) -> Rows:
+    fewest, max_rows, sizes = stored
+    return Rows(fewest, max_rows, tuple(sizes))
 
 
-def rows_from(kept: list[Any]) -> Rows:
-    fewest, most, sizes, prompts = kept
-    return Rows(fewest, most, tuple(sizes), tuple(prompts))
-
-
-def layout_of(product: Product) -> tuple[Any, ...]:
+def kernel_key(product: Product) -> tuple[Any, ...]:
     """What chooses its kernel, beside dtype and shape."""
     match product:
         case Linear(weight, bias):
@@ -184,7 +189,38 @@ def layout_of(product: Product) -> tuple[Any, ...]:
 
 @torch.inference_mode()
 def measured(product: Product, outputs: int, width: int, dtype: torch.dtype) -> Rows:
-    """Of generated weights in the layout of the product; where they would be large, of its own."""
+    product, x = sample(product, outputs, width, dtype)
+    if outputs * width > LARGE:
+        x = x[: LARGEST_PIECE.get(x.device.type, len(x))]
+        more = tuple(n for n in MORE_COUNTS[::3] if n < len(x))
+        rows = equal_rows(product, x, FEW_COUNTS, (*more, len(x)))
+    else:
+        rows = equal_rows(product, x)
+    if rows is None:
+        name = f"a product of {outputs} x {width}"
+        raise CannotBeInvariant(f"{name} differs by its number of rows on this machine")
+    return rows
+
+
+@torch.inference_mode()
+def measured_prompts(product: Product, outputs: int, width: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Those sizes with which a row's result is that in the largest piece, wherever the row is."""
+    product, x = sample(product, outputs, width, dtype)
+    whole = product(x[: PROMPT_SIZES[-1]].contiguous())
+    sizes = tuple(size for size in PROMPT_SIZES if torch.equal(turned(product, x, size), whole[:size]))
+    return sizes if PROMPT_SIZES[-1] in sizes else ()
+
+
+def turned(product: Product, x: Tensor, rows: int) -> Tensor:
+    """The product of the first rows in reverse order, and its results in the order of the rows."""
+    return product(x[:rows].flip(0).contiguous()).flip(0)
+
+
+def sample(product: Product, outputs: int, width: int, dtype: torch.dtype) -> tuple[Product, Tensor]:
+    """A product to measure in the place of another one, and rows for it.
+
+    Its weights are generated, in the same layout. Where they would be large, they are its own.
+    """
     large = outputs * width > LARGE
     weight, bias, x = cancelling(0 if large else outputs, width, dtype)
     match product:
@@ -193,13 +229,7 @@ def measured(product: Product, outputs: int, width: int, dtype: torch.dtype) -> 
         case Linear(own) if not large:
             weight = weight if own.is_contiguous() else weight.t().contiguous().t()
             product = Linear(weight.to(own.device), None if product.bias is None else bias.to(own.device))
-    if isinstance(product, Linear):
-        x = x.to(product.weight.device)
-    rows = equal_rows(product, x, *((FEW_COUNTS, MORE_COUNTS[::3]) if large else (ALL_COUNTS, MORE_COUNTS)))
-    if rows is None:
-        name = f"a product of {outputs} x {width}"
-        raise CannotBeInvariant(f"{name} differs by its number of rows on this machine")
-    return rows
+    return product, x.to(product.weight.device) if isinstance(product, Linear) else x
 
 
 def cancelling(outputs: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -223,45 +253,35 @@ def equal_rows(
     product: Product, x: Tensor, counts: Iterable[int] = ALL_COUNTS, more: tuple[int, ...] = MORE_COUNTS
 ) -> Rows | None:
     """The numbers of rows of `x` between which a row's result is equal, wherever it is among them."""
-    found = {rows: product(x[:rows].contiguous()) for rows in counts}
+    results = {rows: product(x[:rows].contiguous()) for rows in counts}
 
-    def equal(fewest: int, most: int) -> bool:
-        whole = found[most]
-        turned = product(x[:most].flip(0).contiguous()).flip(0)
-        return torch.equal(turned, whole) and all(
-            torch.equal(found[n], whole[:n]) for n in found if fewest <= n < most
+    def equal(min_rows: int, max_rows: int) -> bool:
+        whole = results[max_rows]
+        return torch.equal(turned(product, x, max_rows), whole) and all(
+            torch.equal(results[n], whole[:n]) for n in results if min_rows <= n < max_rows
         )
 
-    def agrees(size: int, most: int) -> bool:
-        """All its rows, and not the first alone, are those of pieces of so many, in any order."""
-        pieces = torch.cat([product(part) for part in x[:size].split(cut(size, most, ()))])
-        turned = product(x[:size].flip(0).contiguous()).flip(0)
-        return torch.equal(turned, pieces) and torch.equal(product(x[:size].contiguous()), pieces)
+    @cache
+    def piece(start: int, rows: int) -> Tensor:
+        return product(x[start : start + rows].contiguous())
 
-    for fewest, most in candidates():
-        if equal(fewest, most):
-            if most == max(MOST) and all(agrees(size, most) for size in more):
-                return Rows(fewest, more[-1])
-            sizes = tuple(size for size in SIZES if size <= len(x) and agrees(size, most))
-            return Rows(fewest, most, sizes, prompt_sizes(product, x))
+    def agrees(rows: int, max_rows: int) -> bool:
+        """Whether so many rows at once, in another order, yield what small pieces do."""
+        pieces = [piece(start, max_rows) for start in range(0, rows, max_rows)]
+        return torch.equal(turned(product, x, rows), torch.cat(pieces)[:rows])
+
+    for min_rows, max_rows in candidates():
+        if equal(min_rows, max_rows):
+            if max_rows == max(MOST) and all(agrees(rows, max_rows) for rows in more):
+                return Rows(min_rows, more[-1])
+            sizes = (size for size in SIZES if size <= len(x) and agrees(size, max_rows))
+            return Rows(min_rows, max_rows, tuple(sizes))
     return None
-
-
-def prompt_sizes(product: Product, x: Tensor) -> tuple[int, ...]:
-    """Those with which a row's result is that in the largest piece, wherever the row is."""
-    most = PROMPT_SIZES[-1]
-    whole = product(x[:most].contiguous())
-
-    def agrees(size: int) -> bool:
-        turned = product(x[:size].flip(0).contiguous()).flip(0)
-        return torch.equal(product(x[:size].contiguous()), whole[:size]) and torch.equal(turned, whole[:size])
-
-    return tuple(size for size in PROMPT_SIZES if agrees(size)) if agrees(most) else ()
 
 
 def candidates() -> Iterator[tuple[int, int]]:
     """Fewest and most rows. The best first: few rows are usual, and larger pieces save time in prompts."""
-    return ((fewest, most) for group in FEWEST for most in MOST for fewest in group)
+    return ((fewest, max_rows) for group in FEWEST for max_rows in MOST for fewest in group)
 
 
 class InvariantProducts(TorchFunctionMode):

@@ -39,7 +39,7 @@ def program(layers: Exported, variant: str, settings: Settings, arguments: Argum
     path.parent.mkdir(parents=True, exist_ok=True)
     # clones, because pages are inference tensors
     examples = tuple(None if x is None else x.clone() for x in arguments)
-    made = export(layers, examples, dynamic_shapes=sizes_of(arguments, layers), strict=False)
+    made = export(layers, examples, dynamic_shapes=dynamic_sizes(arguments, layers), strict=False)
     # moved into place when complete: other processes read this folder
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         package = f"{folder}/{path.name}"
@@ -69,7 +69,7 @@ def call(run: Callable[[list[Tensor]], list[Tensor]], *arguments: Tensor | None)
     return run([x for x in arguments if x is not None])
 
 
-def sizes_of(arguments: Arguments, layers: Exported) -> tuple[Any, ...]:
+def dynamic_sizes(arguments: Arguments, layers: Exported) -> tuple[Any, ...]:
     """The dynamic sizes: rows, scored rows, sequences, most rows of one, and slots of each layer kind."""
     count, layer_kinds = len(layers.sizes), layers.layer_kinds
     named = {name: Dim(name, min=2, max=MOST) for name in (*layers.sizes, "sequences", "most")}
@@ -84,14 +84,14 @@ def sizes_of(arguments: Arguments, layers: Exported) -> tuple[Any, ...]:
         more = [{**rows, 1: of_kind[kind]} for kind in of_kind]
     else:
         keys = [{0: Dim("slots", min=2, max=MOST)}] * len(layer_kinds)
-        sequences, most = {0: named["sequences"]}, named["most"]
+        sequences, n = {0: named["sequences"]}, named["most"]
         wheres = [{**sequences, 1: seen} for seen in of_kind.values()]
-        masks = [{**sequences, 2: most, 3: seen} for seen in of_kind.values()]
-        more = [{**sequences, 1: most}, rows, *wheres, *masks]
+        masks = [{**sequences, 2: n, 3: seen} for seen in of_kind.values()]
+        more = [{**sequences, 1: n}, rows, *wheres, *masks]
     return *first, None if slots is None else rows, (*keys, *keys, *more)[: len(pages)]
 
 
-def key_of(layers: Exported) -> str:
+def program_key(layers: Exported) -> str:
     """The key of programs in the compiler's cache: weights, machine, versions, and this code."""
     versions = torch.__version__, transformers.__version__
     machine: tuple[object, ...] = (str(pick_vec_isa()), getattr(torch.cpu, "get_capabilities", dict)())

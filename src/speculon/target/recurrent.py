@@ -2,6 +2,9 @@
 
 A mixer is called per group of spans: those that begin a sequence as one chunk from zero; those that continue
 one as a chunk where that is exact and faster, else row by row for all of them at once. Both are measured.
+
+Where drafts are rejected, `restore` writes the states after the accepted rows. Row by row, a mixer has kept
+the states after each row. After a chunk it runs over the accepted rows once more.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import inspect
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +23,19 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from speculon.core.errors import UnsupportedModel
 from speculon.core.types import StateSpec
 from speculon.decoding.batch import as_tensor
-from speculon.decoding.kv.states import KEPT_BYTES, STEP, Group, Rejected, StateSpan, StateStep, StateStore
+from speculon.decoding.kv.states import (
+    KEPT_BYTES,
+    Group,
+    Rejected,
+    RowStates,
+    StateSpan,
+    StateStep,
+    StateStore,
+)
+from speculon.target.attention import running_states
+from speculon.target.compare import EXACT, difference
 from speculon.target.convolution import exchanged
 
-EXACT = 1e-5  # of the largest output: rounding in fp32
 Key = tuple[str, int]  # `conv` or `recurrent`, and the number that the cache knows the state by
 TOLERANCE = 1e-4  # of the largest output
 LOOSE = 1e-2  # between a chunk from zero and single rows: a lost state gives far more
@@ -94,16 +106,16 @@ class Mixer:
         self.module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        step = STEP.get()
+        step = running_states()
         if step is None:
             return self.stock(*args, **kwargs)
-        call = self.call_of(args, kwargs)
+        call = self.split_arguments(args, kwargs)
         if step.drafted is not None:
             step.recorded[self.number] = call.take(step.drafted)
         out = self.run(step, call)
         return (out, None) if self.tupled else out
 
-    def call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def split_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         named = {**dict(zip(self.names, args, strict=False)), **kwargs}
         named.pop(self.argument, None)
         total = named[self.row].shape[1]
@@ -114,23 +126,28 @@ class Mixer:
         """The outputs of all rows; the states after each span go to its slot."""
         out: Tensor | None = None
         total = call.rows[self.row].shape[1]
-        limit = self.limit(step)
-        for group in step.groups(limit):
+        for group in step.groups(self.limit(step)):
             whole = group.first and len(group.rows) == total
-            part = call if whole else call.take(group.rows)
-            old = self.read(step.store, group)
-            kept = self.room_for(step, group)
-            each = not group.fresh and 1 < group.lengths[0] <= limit
-            found, states = self.advance(part, group.lengths, old, kept, each)
-            if kept:
-                step.kept[self.number] = kept
-            self.write(step.store, group, old, states)
+            of_group = self.run_group(step, group, call if whole else call.take(group.rows))
             if whole:
-                return found
+                return of_group
             if out is None:
-                out = found.new_empty(1, total, found.shape[2])
-            out.index_copy_(1, group.rows, found)
+                out = of_group.new_empty(1, total, of_group.shape[2])
+            out.index_copy_(1, group.rows, of_group)
         assert out is not None
+        return out
+
+    def run_group(self, step: StateStep, group: Group, call: Call) -> Tensor:  # [1, rows of the group, D]
+        before = self.read(step.store, group)
+        if group.fresh or not 1 < group.lengths[0] <= self.limit(step):
+            out, states = self.ask(call.by_span(len(group.lengths)), before)
+            out = out.reshape(1, -1, out.shape[-1])
+        else:
+            row_states = RowStates(group, []) if self.keeps_row_states(step, group) else None
+            out, states = self.row_by_row(call, group.lengths, before, row_states)
+            if row_states is not None:
+                step.row_states[self.number] = row_states
+        self.write(step.store, group, before, states)
         return out
 
     def read(self, store: StateStore, group: Group) -> list[Tensor]:  # [B, ...] each
@@ -140,70 +157,55 @@ class Mixer:
         if len(group.spans) > 1:
             return store.read(self.number, group.read)
         span, states = group.spans[0], store.states[self.number]
-        found = [state[span.write : span.write + 1] for state in states]
-        for new, state in zip(found, states, strict=True):
+        written = [state[span.write : span.write + 1] for state in states]
+        for new, state in zip(written, states, strict=True):
             new.copy_(state[span.read : span.read + 1])
-        return found
+        return written
 
-    def write(self, store: StateStore, group: Group, old: list[Tensor], states: list[Tensor]) -> None:
-        """Puts the states after a group into their slots, unless `old` are these and were changed there."""
+    def write(self, store: StateStore, group: Group, before: list[Tensor], states: list[Tensor]) -> None:
+        """Puts the states after a group into their slots; those of one sequence may be there already."""
         for number, (state, new) in enumerate(zip(store.states[self.number], states, strict=True)):
-            if len(group.spans) == 1 and old and new is old[number]:
+            if len(group.spans) == 1 and before and new is before[number]:
                 continue
             if new[0].nbytes < LARGE or new.device.type != "cpu":
                 state.index_copy_(0, group.write, new.to(state.dtype))
                 continue
-            for span, one in zip(group.spans, new, strict=True):
-                state[span.write].copy_(one)
+            for span, of_span in zip(group.spans, new, strict=True):
+                state[span.write].copy_(of_span)
 
     def limit(self, step: StateStep) -> int:
         """Up to how many rows of a sequence that has a state are one call each in this step."""
         single = sum(not span.fresh for span in step.spans) == 1
         return self.alone if single and self.alone is not None else self.by_row
 
-    def room_for(self, step: StateStep, group: Group) -> list[list[Tensor]] | None:
-        """Where to keep the states after each row of a group; None where none is read, or there are many."""
-        needed = group.drafted and not group.fresh and group.lengths[0] > 1
-        return [] if needed and len(group.rows) * step.store.slot_bytes <= KEPT_BYTES else None
-
-    def advance(
-        self,
-        call: Call,
-        lengths: tuple[int, ...],
-        states: list[Tensor],
-        kept: list[list[Tensor]] | None,
-        each: bool,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Outputs [1, T, D] of B spans, and the states [B, ...] after them. No states: they begin.
-
-        With `each`, rows are one call each, and states after them are added to `kept`, if given.
-        """
-        if each:
-            return self.row_by_row(call, lengths, states, kept)
-        out, states = self.ask(call.by_span(len(lengths)), states)
-        return out.reshape(1, -1, out.shape[-1]), states
+    def keeps_row_states(self, step: StateStep, group: Group) -> bool:
+        """Whether the states after each row of a group may be needed, and are not too many."""
+        return group.drafted and len(group.rows) * step.store.slot_bytes <= KEPT_BYTES
 
     def row_by_row(
-        self, call: Call, lengths: tuple[int, ...], states: list[Tensor], kept: list[list[Tensor]] | None
+        self, call: Call, lengths: tuple[int, ...], states: list[Tensor], row_states: RowStates | None
     ) -> tuple[Tensor, list[Tensor]]:
-        """The same in one call for each row of the longest span; the spans come longest first."""
+        """Outputs [1, T, D] of B spans, and the states [B, ...] after them: one call for each row.
+
+        The spans come longest first. The states after each row are added to `row_states`, if given.
+        """
         lengths_ = torch.tensor(lengths, device=states[0].device)
         starts, out, after = lengths_.cumsum(0) - lengths_, None, states
         for row in range(lengths[0]):
             count = sum(length > row for length in lengths)
             at = starts[:count] + row
-            now = [state[:count] for state in after]
-            if kept is not None:
-                now = [state.clone() for state in now]
-            found, after = self.ask(call.take(at).by_span(count), now)
-            if kept is not None:
-                kept.append(after)
+            before = [state[:count] for state in after]
+            if row_states is not None:
+                before = [state.clone() for state in before]
+            of_row, after = self.ask(call.take(at).by_span(count), before)
+            if row_states is not None:
+                row_states.after.append(after)
             longer = sum(length > row + 1 for length in lengths)
-            for state, given, new in zip(states, now, after, strict=True):
-                if kept is not None or new is not given:  # else it was changed there
+            for state, old, new in zip(states, before, after, strict=True):
+                if row_states is not None or new is not old:  # else it was changed there
                     state[longer:count] = new[longer:]
-            out = found.new_empty(1, sum(lengths), found.shape[-1]) if out is None else out
-            out.index_copy_(1, at, found.reshape(1, count, -1))
+            out = of_row.new_empty(1, sum(lengths), of_row.shape[-1]) if out is None else out
+            out.index_copy_(1, at, of_row.reshape(1, count, -1))
         assert out is not None
         return out, states
 
@@ -214,8 +216,8 @@ class Mixer:
             load(layer, dict(zip(self.states, states, strict=True)))
         cache = Cache(layers=[layer] * (self.layer + 1))
         out = self.stock(**arguments, **{self.argument: cache})
-        kept = {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
-        return out if isinstance(out, Tensor) else out[0], [kept[part][i] for part, i in self.states]
+        after = {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
+        return out if isinstance(out, Tensor) else out[0], [after[part][i] for part, i in self.states]
 
 
 def load(layer: LinearAttentionLayer, states: dict[Key, Tensor]) -> None:
@@ -231,56 +233,57 @@ def load(layer: LinearAttentionLayer, states: dict[Key, Tensor]) -> None:
 
 
 def restore(mixers: tuple[Mixer, ...], step: StateStep, rejected: list[Rejected]) -> None:
-    """Writes the states after the accepted rows: those kept, else what these rows yield once more."""
-    plans: dict[tuple[int, bool], tuple[list[Pick], StateStep]] = {}  # by limit, and whether states are kept
+    """Writes the states after the accepted rows of spans with rejected drafts."""
+    plans: dict[Group | None, RestorePlan] = {}  # by the group whose states after each row were kept
     for mixer in mixers:
-        key = mixer.limit(step), mixer.number in step.kept
-        if key not in plans:
-            plans[key] = plan_of(step, rejected, *key)
-        picks, again = plans[key]
-        for pick in picks:
-            states = step.kept[mixer.number][pick.kept - 1]
-            found = [state.index_select(0, pick.spans) for state in states]
-            step.store.write(mixer.number, pick.write, found)
-        if again.spans:
-            mixer.run(again, step.recorded[mixer.number])
+        row_states = step.row_states.get(mixer.number)
+        group = None if row_states is None else row_states.group
+        if group not in plans:
+            plans[group] = RestorePlan.of(step, rejected, group)
+        plan = plans[group]
+        if row_states is not None:
+            for accepted, places, slots in plan.copies:
+                states = [state.index_select(0, places) for state in row_states.after[accepted - 1]]
+                step.store.write(mixer.number, slots, states)
+        if plan.replayed.spans:
+            mixer.run(plan.replayed, step.recorded[mixer.number])
+
+
+class StateCopy(NamedTuple):
+    """Spans with equally many accepted rows: their places among the kept states, and their slots."""
+
+    accepted: int
+    places: Tensor  # [B]
+    slots: Tensor  # [B]
 
 
 @dataclass(frozen=True, slots=True)
-class Pick:
-    """Spans with equally many accepted rows: their places in the group that went row by row, and slots."""
+class RestorePlan:
+    """Which states are copied, and the rows that a mixer runs over once more for the others."""
 
-    kept: int
-    spans: Tensor
-    write: Tensor
+    copies: list[StateCopy]
+    replayed: StateStep
 
-
-def plan_of(
-    step: StateStep, rejected: list[Rejected], limit: int, kept: bool
-) -> tuple[list[Pick], StateStep]:
-    """Which states are among those kept, and the rows that run again for the others."""
-    places: dict[StateSpan, int] = {}
-    if kept:
-        groups = step.groups(limit)
-        group = next(g for g in groups if g.drafted and not g.fresh and g.spans[0].rows <= limit)
-        places = {span: place for place, span in enumerate(group.spans)}
-    by_kept: defaultdict[int, list[StateSpan]] = defaultdict(list)
-    again = []
-    for one in rejected:
-        if one.span in places:
-            by_kept[one.kept].append(one.span)
-        else:
-            again.append(replace(one.span, first=one.first, last=one.first + one.kept, drafted=False))
-    device = step.store.device
-    picks = [
-        Pick(
-            count,
-            as_tensor([places[span] for span in spans], device),
-            as_tensor([span.write for span in spans], device),
-        )
-        for count, spans in by_kept.items()
-    ]
-    return picks, StateStep(step.store, again)
+    @classmethod
+    def of(cls, step: StateStep, rejected: list[Rejected], group: Group | None) -> RestorePlan:
+        device, in_group = step.store.device, [] if group is None else group.spans
+        places = {span: place for place, span in enumerate(in_group)}
+        by_accepted: defaultdict[int, list[StateSpan]] = defaultdict(list)
+        replayed = []
+        for span, accepted, first in rejected:
+            if span in places:
+                by_accepted[accepted].append(span)
+            else:
+                replayed.append(replace(span, first=first, last=first + accepted, drafted=False))
+        copies = [
+            StateCopy(
+                accepted,
+                as_tensor([places[span] for span in spans], device),
+                as_tensor([span.write for span in spans], device),
+            )
+            for accepted, spans in by_accepted.items()
+        ]
+        return cls(copies, StateStep(step.store, replayed))
 
 
 # how a mixer may continue
@@ -291,18 +294,18 @@ def decide(mixers: tuple[Mixer, ...]) -> None:
 
     Raises `UnsupportedModel` where not even a row at a time is exact.
     """
-    known: dict[type[nn.Module], tuple[int, int]] = {}
+    limits: dict[type[nn.Module], tuple[int, int]] = {}
     exchange: dict[type[nn.Module], bool] = {}
     for mixer in mixers:
         cls = type(mixer.module)
-        if cls not in known:
+        if cls not in limits:
             exact = exact_in_one_call(mixer)
             exchange[cls] = exchange_convolution(mixer)
-            several, one = (faster_by_row(mixer, n) if exact else ANY for n in SEQUENCES)
-            known[cls] = several, one
+            several, alone = (faster_by_row(mixer, n) if exact else ANY for n in SEQUENCES)
+            limits[cls] = several, alone
         elif exchange[cls]:
             mixer.stock = exchanged(mixer.module) or mixer.stock
-        mixer.by_row, mixer.alone = known[cls]
+        mixer.by_row, mixer.alone = limits[cls]
 
 
 @torch.inference_mode()
@@ -327,30 +330,30 @@ def faster_by_row(mixer: Mixer, sequences: int) -> int:
     weight = next(mixer.module.parameters())
     rows = random_rows(mixer, sequences, max(TIMED)).to(weight)
     _, states = mixer.ask({mixer.row: rows[:, :1]}, [])
-    found, began = 1, perf_counter()
+    limit, began = 1, perf_counter()
     for n in TIMED:
-        one, each = fastest(mixer, rows[:, :n], ((n,), (1,) * n), states)
-        if CALLS_OF_ONE * one <= each:
+        together, by_row = fastest(mixer, rows[:, :n], ((n,), (1,) * n), states)
+        if CALLS_OF_ONE * together <= by_row:
             break
-        found = n
+        limit = n
         if perf_counter() - began > SECONDS:  # a call of more rows takes about as long
-            return max(n, min(ANY - 1, int(CALLS_OF_ONE * one * n / each)))
-    return found
+            return max(n, min(ANY - 1, int(CALLS_OF_ONE * together * n / by_row)))
+    return limit
 
 
 def fastest(
     mixer: Mixer, rows: Tensor, ways: tuple[tuple[int, ...], ...], states: list[Tensor]
 ) -> list[float]:
     """The least seconds of each way to cut the rows, of a few trials in turns."""
-    times: list[list[float]] = [[] for _ in ways]
+    seconds: list[list[float]] = [[] for _ in ways]
     for _ in range(TRIALS):
-        for lengths, found in zip(ways, times, strict=True):
+        for lengths, times in zip(ways, seconds, strict=True):
             began = perf_counter()
             outputs(mixer, rows, lengths, [state.clone() for state in states])
             if rows.device.type == "cuda":
                 torch.cuda.synchronize(rows.device)
-            found.append(perf_counter() - began)
-    return [min(found) for found in times]
+            times.append(perf_counter() - began)
+    return [min(times) for times in seconds]
 
 
 @torch.inference_mode()
@@ -366,10 +369,10 @@ def exact_in_one_call(mixer: Mixer) -> bool:
             f"{mixer.where}: with a state it differs from itself by {error:.2g} of its output"
         )
     try:
-        found = outputs(trial, rows, (CUT, 3, 1, LENGTH - CUT - 4))
+        in_chunks = outputs(trial, rows, (CUT, 3, 1, LENGTH - CUT - 4))
     except (RuntimeError, ValueError, IndexError, TypeError):
         return False
-    return difference(found, expected) <= TOLERANCE
+    return difference(in_chunks, expected) <= TOLERANCE
 
 
 def random_rows(mixer: Mixer, spans: int, rows: int) -> Tensor:  # [B, n, D]
@@ -380,13 +383,8 @@ def outputs(
     mixer: Mixer, rows: Tensor, lengths: tuple[int, ...], states: list[Tensor] | None = None
 ) -> Tensor:  # [B, n, D]
     """What it returns for rows [B, n, D] in pieces of these lengths, one after the other."""
-    states, found = states or [], []
+    states, outs = states or [], []
     for part in rows.split(lengths, 1):
         out, states = mixer.ask({mixer.row: part}, states)
-        found.append(out)
-    return torch.cat(found, 1)
-
-
-def difference(a: Tensor, b: Tensor) -> float:
-    error = float((a - b).abs().max() / b.abs().max())
-    return error if error == error else float("inf")
+        outs.append(out)
+    return torch.cat(outs, 1)

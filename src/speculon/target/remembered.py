@@ -51,15 +51,15 @@ def remembering(files: list[Path], *settings: object) -> Iterator[None]:
     if folder is None:
         yield
         return
-    key = key_of(files, settings)
+    key = cache_key(files, settings)
     path = folder / f"{key}.json"
-    token = _found.set(found := Found(read(path, key)))
+    token = _found.set(results := Found(read(path, key)))
     try:
         yield
     finally:
         _found.reset(token)
-    if found.new:
-        write(path, {"key": key, "results": found.results})
+    if results.new:
+        write(path, {"key": key, "results": results.results})
 
 
 def once(name: str, compute: Callable[[], T], read: Callable[[Any], T] | None = None) -> T:
@@ -67,23 +67,23 @@ def once(name: str, compute: Callable[[], T], read: Callable[[Any], T] | None = 
 
     `read` makes it from JSON again. Raises what `compute` raises.
     """
-    found = _found.get()
-    if found is None:
+    remembered = _found.get()
+    if remembered is None:
         return compute()
-    if name in found.results:
+    if name in remembered.results:
         try:
-            return read(found.results[name]) if read else found.results[name]
+            return read(remembered.results[name]) if read else remembered.results[name]
         except (TypeError, ValueError):
             log.warning("the remembered %s is damaged; it is found anew", name)
-    result = found.results[name] = compute()
-    found.new = True
+    result = remembered.results[name] = compute()
+    remembered.new = True
     return result
 
 
 def passed(name: str) -> bool:
     """Whether a check of that name passed before."""
-    found = _found.get()
-    return found is not None and found.results.get(name) is True
+    remembered = _found.get()
+    return remembered is not None and remembered.results.get(name) is True
 
 
 def passes(name: str) -> None:
@@ -101,24 +101,24 @@ def cache_folder() -> Path | None:
 
 def read(path: Path, key: str) -> dict[str, Any]:
     try:
-        kept = json.loads(path.read_text())
-        return kept["results"] if kept["key"] == key and isinstance(kept["results"], dict) else {}
+        stored = json.loads(path.read_text())
+        return stored["results"] if stored["key"] == key and isinstance(stored["results"], dict) else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 
-def write(path: Path, kept: dict[str, Any]) -> None:
+def write(path: Path, stored: dict[str, Any]) -> None:
     """Whole or not at all; a folder that cannot be written costs the next load its time, no more."""
     beside = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(kept))
+        beside.write_text(json.dumps(stored))
         beside.replace(path)
     except OSError as error:
         log.info("what this load found is not kept: %s", error)
 
 
-def key_of(files: list[Path], settings: tuple[object, ...]) -> str:
+def cache_key(files: list[Path], settings: tuple[object, ...]) -> str:
     digest = blake2b(repr((settings, machine(), code())).encode(), digest_size=20)
     for file in files:
         digest.update(sample(file))

@@ -30,8 +30,8 @@ class Taps:
 
     def take(self) -> dict[int, Tensor]:
         """The kept states by layer, which are released here."""
-        found, self._found = self._found, {}
-        return found
+        states, self._found = self._found, {}
+        return states
 
     def watch(self, model: nn.Module) -> None:
         """Captures states by hooks on a stock model. Raises `UnsupportedModel` where a layer is not found."""
@@ -68,13 +68,13 @@ def decoder_layers(model: nn.Module) -> dict[int, list[nn.Module]]:
 
     The outermost of several returns last, so its states are kept; vision and audio towers are never called.
     """
-    found: dict[int, list[nn.Module]] = {}
+    candidates: dict[int, list[nn.Module]] = {}
     for parent in model.modules():
         if isinstance(parent, nn.ModuleList):
             continue
         numbers = {getattr(child, "layer_idx", None) for child in parent.children()}
         own = getattr(getattr(parent, "block", None), "attention", None)  # a fused layer
         for number in {*numbers, getattr(own, "layer", None)}:
-            if type(number) is int and parent not in found.setdefault(number, []):
-                found[number].append(parent)
-    return found
+            if type(number) is int and parent not in candidates.setdefault(number, []):
+                candidates[number].append(parent)
+    return candidates

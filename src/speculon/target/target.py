@@ -18,7 +18,7 @@ from speculon.core.errors import ConfigError
 from speculon.core.types import NO_PADDING, LayerSpec, Needs, StateSpec
 from speculon.decoding.batch import Batch
 from speculon.decoding.kv.slots import PER_SEQUENCE
-from speculon.decoding.kv.states import KEPT_BYTES, StateSpan, StateStep, StateStore, slot_bytes, stepping
+from speculon.decoding.kv.states import KEPT_BYTES, StateSpan, StateStep, StateStore, slot_bytes
 from speculon.decoding.kv.store import PageStore, SpanView, View
 from speculon.target.attention import running
 from speculon.target.footprint import scratch_bytes
@@ -86,7 +86,7 @@ class Target:
         self.model, self.layers, self.name, self.vocab_size = model, layers, name, vocab_size
         self.max_context, self.eos_ids, self.notes = max_context, eos_ids, notes
         self.mixers = mixers  # recurrent ones, which have states beside the pages
-        self.layer_class = layer_class_of(model)  # of its stock layers, before they are fused
+        self.layer_class = decoder_layer_class(model)  # of its stock layers, before they are fused
         self.source = str(getattr(model, "name_or_path", "") or "") or None  # folder or hub id of its files
         self.device, self.dtype = model.device, model.dtype
         self.runner = Runner(partial(stock_forward, model), len(layers))
@@ -137,13 +137,6 @@ class Target:
             return None
         return StateStore(self.state_specs, slots, self.device, partial(restore, self.mixers))
 
-    def view_of_new(self, store: PageStore, span: SpanView) -> View:
-        """What a forward reads and writes over one sequence from its beginning; its states are lost."""
-        view, states = store.view_of([span]), self.states(PER_SEQUENCE)
-        if states is not None:
-            view.states = StateStep(states, [StateSpan(span.first, span.last, 0, 1, fresh=True)])
-        return view
-
     @property
     def hidden_size(self) -> int:
         """D, the width of the residual stream."""
@@ -172,6 +165,22 @@ class Target:
         if self.taps is not None and not self.runner.one_loop:
             self.taps.watch(self.model)
 
+    def tapped(
+        self, ids: Tensor, store: PageStore, layers: tuple[int, ...]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Logits [n, V] of one sequence in the first slots of a store, and the states after these layers.
+
+        They stay tapped; recurrent states of the sequence are lost.
+        """
+        self.capture(layers)
+        n, rows = len(ids), torch.arange(len(ids), device=self.device)
+        view, states = store.view_of([SpanView(0, n, slice(0, n), n)]), self.states(PER_SEQUENCE)
+        if states is not None:
+            view.states = StateStep(states, [StateSpan(0, n, 0, 1, fresh=True)])
+        output = self.forward(Batch([], ids[None], rows[None], rows), view)
+        assert output.taps is not None
+        return output.logits, output.taps
+
     def needs(self, rows: int, scored: int, sequences: int = 0) -> Needs:
         """Its needs, when T = `rows` and R = `scored` in its largest forward over `sequences` sequences; a
         draft model, whose rows are never rejected within a forward, gives 0 of them.
@@ -196,7 +205,7 @@ class Target:
         """Logits of `decoding.batch.score_rows`; K and V of all rows go to the pages of `view`."""
         start = time.perf_counter()
         assert (view.states is None) == (not self.mixers), "states for a model with mixers alone"
-        with with_prompts(batch.prompts if self.prompts_apart else ()), stepping(view.states):
+        with with_prompts(batch.prompts if self.prompts_apart else ()):
             scores = self.runner.run(batch, view, self.taps)
         logits = torch.empty(0, self.vocab_size, device=self.device) if scores is None else scores.float()
         if self.device.type == "cuda":
@@ -219,7 +228,7 @@ def stock_forward(
     return None
 
 
-def layer_class_of(model: PreTrainedModel) -> type[nn.Module] | None:
+def decoder_layer_class(model: PreTrainedModel) -> type[nn.Module] | None:
     """The class of its decoder layers; None where they have no usual place."""
     layers = getattr(model.get_decoder(), "layers", None)
     return type(layers[-1]) if isinstance(layers, nn.ModuleList) and len(layers) else None

@@ -1,8 +1,9 @@
-"""A small batch on which replacements are compared with what they replace, and when both count as equal."""
+"""A small batch on which replacements are compared with what they replace."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 
 from speculon.core.types import LayerSpec
 from speculon.decoding.batch import Batch
-from speculon.decoding.kv.store import PageStore, SpanView, View, as_index
+from speculon.decoding.kv.store import PageStore, SpanView, View, as_index, end_to_end
 from speculon.target.attention import running
+from speculon.target.block import CannotReplace
+from speculon.target.compare import Same, close
 from speculon.target.taps import EMBEDDINGS, Taps
 
 if TYPE_CHECKING:
@@ -20,18 +23,8 @@ if TYPE_CHECKING:
 
 Forward = Callable[..., Any]  # inputs and a view -> a tensor, or several
 Step = tuple[tuple[Any, ...], View]  # the arguments of one
-Same = Callable[[Tensor, Tensor], bool]
 
 LENGTHS, PAGE = (5, 3), 8  # two sequences, a page each: one at the beginning, one at the end of the context
-
-EXACT = 1e-5  # of the largest value of a row, or of a column: rounding in fp32
-# The error of a fused layer over that of the stock one, both against a finer dtype. Medians, since few large
-# activations decide a norm: in bf16 1.03 was seen (Gemma 3, SmolLM2), 1.27 with bf16 norms.
-NEAR, SAMPLING = 1.05, 5.0  # and for the noise of a median of n errors, SAMPLING / sqrt(n) more
-HEAD = 64  # columns that are also compared by themselves, so that one wrong head is seen
-# of a row's norm, below fp32: other numbers of rows take other kernels; an unrelated row differs by 1.4
-UNRELATED = 0.3
-WORST = 4.0  # times the stock layer's largest error, each relative to its column; 1.4 was seen
 
 
 @dataclass(slots=True)
@@ -48,15 +41,13 @@ class Trial:
     def of(cls, target: Target, lengths: tuple[int, ...] = LENGTHS) -> Trial:
         device, size = target.device, max(PAGE, *lengths)
         store = PageStore(target.layers, len(lengths), size, device)
-        spans, row = [], 0
-        for page, length in enumerate(lengths):
-            spans.append(SpanView(row, row + length, slice(page * size, page * size + length), length))
-            row += length
-        ids = torch.arange(row, device=device)[None] % target.vocab_size
+        starts, rows = range(0, len(lengths) * size, size), sum(lengths)
+        spans = end_to_end((n, slice(at, at + n), n, 0) for at, n in zip(starts, lengths, strict=True))
+        ids = torch.arange(rows, device=device)[None] % target.vocab_size
         # the second sequence is at the end of the context, where a layer may compute something else
-        starts = (0, max(0, target.max_context - lengths[-1]))
-        ranges = [torch.arange(n, device=device) + at for n, at in zip(lengths, starts, strict=False)]
-        batch = Batch([], ids, torch.cat(ranges)[None], torch.arange(row, device=device))
+        firsts = (0, max(0, target.max_context - lengths[-1]))
+        ranges = [torch.arange(n, device=device) + at for n, at in zip(lengths, firsts, strict=False)]
+        batch = Batch([], ids, torch.cat(ranges)[None], torch.arange(rows, device=device))
         return cls(target, store, batch, store.view_of(spans))
 
     def last(self, *rows: int, scattered: bool = False) -> tuple[Batch, View]:
@@ -87,8 +78,8 @@ class Trial:
         with running(view):
             out = layer(x, **arguments)
         states = (out[0] if isinstance(out, tuple) else out)[0]
-        found = (states, *(pool[self.view.slots].flatten(1) for pool in pages))
-        return [t.to(torch.promote_types(t.dtype, torch.float32)) for t in found]
+        results = (states, *(pool[self.view.slots].flatten(1) for pool in pages))
+        return [t.to(torch.promote_types(t.dtype, torch.float32)) for t in results]
 
 
 def store_in(store: PageStore, dtype: torch.dtype) -> PageStore:
@@ -106,44 +97,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     return {key: cast(item, dtype) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def close(found: Tensor, expected: Tensor) -> bool:
-    """Whether rows agree up to fp32 rounding."""
-    limit = EXACT * expected.abs().amax(-1, keepdim=True)
-    return found.shape == expected.shape and bool(((found - expected).abs() <= limit).all())
-
-
-def nearly(found: Tensor, expected: Tensor, truth: Tensor) -> bool:
-    """Whether `found` [T, D] is about as near to the truth as `expected` is.
-
-    In all, in each run of HEAD columns, and where it is worst.
-    """
-    if found.shape != expected.shape:
-        return False
-    errors, stock, sizes = (found - truth).abs(), (expected - truth).abs(), truth.abs()
-    column = sizes.amax(0).clamp(min=EXACT * sizes.max())
-    worst = bool((errors / column).max() <= WORST * (stock / column).max() + EXACT)
-    return worst and all(map(near_medians, *(with_parts(x) for x in (errors, stock, sizes))))
-
-
-def with_parts(x: Tensor) -> list[Tensor]:
-    """All of it, and its runs of HEAD columns."""
-    return [x, *x.split(HEAD, -1)]
-
-
-def near_medians(errors: Tensor, stock: Tensor, sizes: Tensor) -> bool:
-    limit = NEAR + SAMPLING / errors.numel() ** 0.5
-    return bool(errors.median() <= limit * stock.median() + EXACT * sizes.median())
-
-
-def alike(found: Tensor, expected: Tensor) -> bool:  # [R, any] each
-    """Whether two computations of the same rows agree, within what other kernels change."""
-    if expected.dtype is torch.float32:
-        return close(found, expected)
-    found, expected = found.float(), expected.float()
-    return bool(((found - expected).norm(dim=-1) <= UNRELATED * expected.norm(dim=-1)).all())
-
-
-def states_of(run: Run, layers: int, batch: Batch, view: View) -> list[Tensor]:
+def layer_states(run: Run, layers: int, batch: Batch, view: View) -> list[Tensor]:
     """Logits of a step of a target, and the states of all rows after each of its layers."""
     taps = Taps((EMBEDDINGS, *range(layers)))
     logits = run(batch, view, taps)
@@ -151,14 +105,38 @@ def states_of(run: Run, layers: int, batch: Batch, view: View) -> list[Tensor]:
     return [logits, *(states for _, states in sorted(taps.take().items()))]
 
 
-def steps_agree(made: Forward, network: Forward, step: Step, pages: int = 0, same: Same = close) -> bool:
-    """Whether two forwards agree on a step, and in the keys and values that they write in so many layers."""
-    inputs, view = step
-    expected = [*as_list(network(*inputs, view)), *written(view, pages)]
-    for layer in range(pages):  # rows that are not written stay NaN
-        view.write(layer, *(torch.full_like(x, torch.nan) for x in view.slots_of(layer, view.slots)))
-    found = [*as_list(made(*inputs, view)), *written(view, pages)]
-    return len(found) == len(expected) and all(map(same, found, expected))
+def compare_steps(
+    made: Forward,
+    network: Forward,
+    steps: Iterable[Step],
+    form: str,
+    *,
+    written_layers: int = 0,
+    same: Same = close,
+) -> None:
+    """Raises `CannotReplace` where a `form` of a network differs from it on a step.
+
+    So are the keys and values that they write in so many layers.
+    """
+    for inputs, view in steps:
+        expected = [*as_list(network(*inputs, view)), *written(view, written_layers)]
+        for layer in range(written_layers):  # rows that are not written stay NaN
+            view.write(layer, *(torch.full_like(x, torch.nan) for x in view.slots_of(layer, view.slots)))
+        results = [*as_list(made(*inputs, view)), *written(view, written_layers)]
+        if len(results) != len(expected) or not all(map(same, results, expected)):
+            raise CannotReplace(f"not {form}: it computes something else")
+
+
+@contextmanager
+def refused(form: str, errors: type[Exception] = Exception) -> Iterator[None]:
+    """Within the context, errors are reasons not to use a `form`: they raise `CannotReplace`."""
+    try:
+        yield
+    except CannotReplace:
+        raise
+    except errors as error:
+        line = next(iter(str(error).splitlines()), type(error).__name__)[:120]
+        raise CannotReplace(f"not {form}: {line}") from error
 
 
 def as_list(results: Any) -> list[Tensor]:

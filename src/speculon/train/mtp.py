@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from speculon.core.errors import InvalidParameter, UnsupportedModel
-from speculon.drafters.mtp.check import set_attention
-from speculon.drafters.mtp.load import load_modules, mtp_needs, read_tensors, rotary_of, stored_tensors
+from speculon.drafters.mtp.load import load_modules, mtp_needs, read_tensors, stored_tensors, target_rotary
 from speculon.drafters.mtp.network import Module
 from speculon.drafters.mtp.tensors import MTP, MtpConfig, find_mtp
 from speculon.loading.locate import locate
@@ -47,7 +46,7 @@ class MtpDrafter(StepDrafter, nn.Module):
         """The attention function of all layers, by its name in transformers: `sdpa` or `eager`."""
         self.attention = name
         for module in self.chain:
-            set_attention(module, name)
+            module.use_attention(name)
 
     def states(self, batch: Batch) -> Iterator[Tensor]:
         """Row i of step k reads row i of the step before, or the target's state of position i.
@@ -141,7 +140,7 @@ class MtpTraining(Training[MtpSettings, MtpDrafter]):
         modules = load_modules(config, target)
         refuse_other_heads(modules, teacher)
         windows = [layer.window for layer in layers[1 : 1 + len(modules)]]
-        drafter = MtpDrafter(modules, rotary_of(target, layers), windows, self.settings)
+        drafter = MtpDrafter(modules, target_rotary(target, layers), windows, self.settings)
         drafter.use_attention("sdpa" if teacher.model._supports_sdpa else "eager")
         return drafter
 

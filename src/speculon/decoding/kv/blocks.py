@@ -74,7 +74,7 @@ class BlockPool:
         """Pages that a sequence has now."""
         return len(seq.table) - seq.released // self.block_size
 
-    def most(self, length: int, rows: int) -> int:
+    def max_pages(self, length: int, rows: int) -> int:
         """The most pages of a sequence at once while it grows to `length` tokens by `rows` at most."""
         return max_pages(length, rows, self.reach, self.block_size)
 
@@ -85,9 +85,9 @@ class BlockPool:
         states, the prefix ends at a page that has a snapshot of these.
         """
         assert not seq.table and seq.committed == 0
-        found, size = [*self._find(seq)], self.block_size
+        pages, size = [*self._find(seq)], self.block_size
         del self._found[seq.id]
-        seq.table = found[: self.slots.begin(seq, found, size)]
+        seq.table = pages[: self.slots.begin(seq, pages, size)]
         for page in seq.table:
             self._hold(page)
         content = self._content[seq.table[-1]] if seq.table else ROOT
@@ -110,8 +110,8 @@ class BlockPool:
 
     def shares_page(self, seq: Sequence, other: Sequence) -> bool:
         """Whether another sequence is about to index the next page for one that is not attached."""
-        found, size = self._find(seq), self.block_size
-        start, end = len(found) * size, (len(found) + 1) * size
+        pages, size = self._find(seq), self.block_size
+        start, end = len(pages) * size, (len(pages) + 1) * size
         if (
             not (self._looks(seq) and other.request.prefix_cache)
             or not other.committed < end < min(len(seq.tokens), len(other.tokens) + 1)
@@ -119,8 +119,8 @@ class BlockPool:
         ):
             return False
         of_other = self._found.get(other.id, {})
-        done, content = self._sealed.get(other.id, (len(of_other), last_of(of_other)))
-        same = [ROOT, *found.values()][done : done + 1] == [content]
+        done, content = self._sealed.get(other.id, (len(of_other), last_content(of_other)))
+        same = [ROOT, *pages.values()][done : done + 1] == [content]
         return same and seq.tokens[done * size : start] == other.tokens[done * size : start]
 
     def _looks(self, seq: Sequence) -> bool:
@@ -132,18 +132,18 @@ class BlockPool:
         pages, size = self._found.setdefault(seq.id, {}), self.block_size
         if self._looks(seq):
             for start in range(len(pages) * size, (len(seq.tokens) - 1) // size * size, size):
-                page = self._index.get(self._key_of(seq, start, last_of(pages)))
+                page = self._index.get(self._key_of(seq, start, last_content(pages)))
                 if page is None:
                     break
                 pages[page] = self._content[page]
         return pages
 
-    def chunk(self, seq: Sequence, most: int) -> int:
-        """Rows of its next span, at most `most`.
+    def chunk(self, seq: Sequence, max_rows: int) -> int:
+        """Rows of its next span, at most `max_rows`.
 
         With snapshots, a span that does not reach the last token ends at a page boundary if it can.
         """
-        rows = min(seq.pending, most)
+        rows = min(seq.pending, max_rows)
         if rows < seq.pending and self.slots.snapshots:
             aligned = (seq.committed + rows) // self.block_size * self.block_size - seq.committed
             return aligned if aligned > 0 else rows
@@ -231,8 +231,8 @@ class BlockPool:
         ended = (self._sealed.keys() | self._claims.keys()) - {seq.id for seq in live}
         assert not ended, f"sequences {ended} have ended and are remembered"
         assert not self._found.keys() & self._sealed.keys(), "an attached sequence's prefix is remembered"
-        found = [page for pages in self._found.values() for page in pages.items()]
-        assert set(found) <= self._content.items(), "an evicted page is remembered"
+        prefixes = [page for pages in self._found.values() for page in pages.items()]
+        assert set(prefixes) <= self._content.items(), "an evicted page is remembered"
 
     def _key_of(self, seq: Sequence, start: int, content: int) -> Key:
         """Of the full page of a sequence that begins at `start`, after a page of this content."""
@@ -301,9 +301,9 @@ class BlockPool:
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
         del self._index[self._key.pop(page)], self._content[page]
-        for found in self._found.values():
-            while page in found:
-                found.popitem()
+        for pages in self._found.values():
+            while page in pages:
+                pages.popitem()
         self._drafters.pop(page, None)
         self.slots.forget(page)
         self._state[page] = FREE
@@ -330,6 +330,6 @@ class BlockPool:
                 self._state[page] = FREE
 
 
-def last_of(found: dict[int, int]) -> int:
+def last_content(pages: dict[int, int]) -> int:
     """The content id of the last page found."""
-    return next(reversed(found.values()), ROOT)
+    return next(reversed(pages.values()), ROOT)

@@ -89,22 +89,23 @@ class DraftSlots:
             return
         pairs = zip(chain.ids, seq.tokens[chain.start : seq.committed], strict=False)
         same = next((i for i, (a, b) in enumerate(pairs) if a != b), seq.committed - chain.start)
-        kept = max((seen for seen in chain.slots if seen <= chain.start + same), default=0)
-        slot = chain.slots.pop(kept, None)
-        self._give_back(chain, kept=slot is not None)
+        seen = max((tokens for tokens in chain.slots if tokens <= chain.start + same), default=0)
+        slot = chain.slots.pop(seen, None)
+        self._give_back(chain, holds_one=slot is not None)
         if slot is None:
             del self.chains[seq.id]
             seq.drafted.pop(self.method, None)
         else:
-            self.chains[seq.id], seq.drafted[self.method] = Chain(kept, slots={kept: slot}), kept
+            self.chains[seq.id] = Chain(seen, slots={seen: slot})
+            seq.drafted[self.method] = seen
 
     def release(self, seq: Sequence) -> None:
         """Takes its slots from a sequence; one without is left alone."""
         if chain := self.chains.pop(seq.id, None):
             self._give_back(chain)
 
-    def _give_back(self, chain: Chain, kept: bool = False) -> None:
-        self.spare += max(0, len(chain.held) + kept - PER_SEQUENCE)
+    def _give_back(self, chain: Chain, holds_one: bool = False) -> None:
+        self.spare += max(0, len(chain.held) + holds_one - PER_SEQUENCE)
         self.free += chain.held
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:

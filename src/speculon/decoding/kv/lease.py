@@ -15,7 +15,7 @@ from speculon.decoding.batch import Batch
 from speculon.decoding.kv.blocks import BlockPool
 from speculon.decoding.kv.draft_slots import DraftSlots
 from speculon.decoding.kv.states import StateSpan, StateStep, StateStore
-from speculon.decoding.kv.store import PageStore, SpanView, View, tail_of
+from speculon.decoding.kv.store import PageStore, View, end_to_end, tail_of
 from speculon.decoding.sequence import Sequence, Span, share_rows
 
 
@@ -25,24 +25,16 @@ class Lease:
     Without `commit` that restores every sequence.
     """
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        store: PageStore,
-        spans: list[Span],
-        states: StateStore | None = None,
-        draft_states: Mapping[str, StateStore] | None = None,
-    ):
+    def __init__(self, leases: Leases, spans: list[Span]):
         self.repair_ms = 0.0  # what the commit took to restore recurrent states after rejected drafts
-        self._pool, self._store, self._spans, self._states = pool, store, spans, states
-        self._draft_states = draft_states or {}
+        self._of, self._pool, self._spans = leases, leases.pool, spans
         self._step: StateStep | None = None
 
     def view(self, batch: Batch) -> View:
         """Where each row of the batch is written, and what each span reads."""
-        view = self._store.view(batch.spans)
-        if self._states is not None:
-            view.states = self._step = StateStep(self._states, [self._state_span(s) for s in batch.spans])
+        view = self._of.store.view(batch.spans)
+        if self._of.states is not None:
+            view.states = self._step = StateStep(self._of.states, [self._state_span(s) for s in batch.spans])
         return view
 
     def _state_span(self, span: Span) -> StateSpan:
@@ -60,9 +52,9 @@ class Lease:
 
     def of(self, first_layer: int, method: str = "") -> DraftLease:
         """The same claim as the drafter of a method sees it whose layers begin at `first_layer`."""
-        store = self._draft_states.get(method)
+        store = self._of.draft_states.get(method)
         states = None if store is None else DraftStates(self._pool.draft_slots[method], store)
-        return DraftLease(self._store, first_layer, states)
+        return DraftLease(self._of.store, first_layer, states)
 
     def commit(self) -> None:
         """Keeps the K and V of each span and of its accepted drafts, and appends the verdict's tokens."""
@@ -87,7 +79,7 @@ class Lease:
         for i, span in enumerate(self._spans):
             if span.verdict.finish and ends[i] % self._pool.block_size:  # nobody reads its state again
                 rows[i] = span.rows
-        if self._step.keep(rows):
+        if self._step.roll_back(rows):
             self.repair_ms = (perf_counter() - began) * 1e3
         for span, end in zip(self._spans, ends, strict=True):
             self._pool.slots.commit(span.seq, end)
@@ -135,13 +127,12 @@ class DraftLease:
         """For one flat row of (sequence, start, end) pieces, positions end to end; nobody sees positions
         below `first`, nor `first` ones after those that are released: the drafter may not have read them.
         """
-        spans, row = [], 0
+        parts = []
         for seq, start, end in pieces:
             hidden = seq.released + first
             where, context = self.store.where_of(seq, end), end - hidden
-            spans.append(SpanView(row, row + end - start, tail_of(where, context), context, hidden))
-            row += end - start
-        view = self.store.view_of(spans, self.first_layer)
+            parts.append((end - start, tail_of(where, context), context, hidden))
+        view = self.store.view_of(end_to_end(parts), self.first_layer)
         if self.states is not None:
             view.states = self.states.begin(pieces)
         return view
@@ -172,8 +163,8 @@ class Leases:
         states: StateStore | None = None,
         draft_states: Mapping[str, StateStore] | None = None,
     ):
-        self._pool, self._store, self._max_drafts, self._states = pool, store, max_drafts, states
-        self._draft_states = draft_states
+        self.pool, self.store, self._max_drafts, self.states = pool, store, max_drafts, states
+        self.draft_states = draft_states or {}
 
     def reserve(self, spans: list[Span]) -> Lease:
         """Takes the pages of the spans, all or none, then those of the drafts that are decided for them.
@@ -181,10 +172,10 @@ class Leases:
         What is `reserved` is within the rows of the memory estimate, and a draft position never takes a page
         from a sequence: without free pages it shrinks, to zero with reason `no_pages`.
         """
-        pool, decoding = self._pool, [span for span in spans if span.decodes]
+        pool, decoding = self.pool, [span for span in spans if span.decodes]
         needed = sum(pool.missing(span.seq, span.start + span.length) for span in spans)
         assert needed <= pool.available, (needed, pool.available)
-        lease = Lease(pool, self._store, spans, self._states, self._draft_states)
+        lease = Lease(self, spans)
         for span in spans:
             pool.slots.claim(span.seq)
             pool.extend(span.seq, span.start + span.length)

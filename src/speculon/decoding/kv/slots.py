@@ -45,12 +45,12 @@ class StateSlots:
         self.free = list(range(self.count))
         self.holders = [0] * self.count  # sequences and snapshots that hold a slot
         self.held: dict[int, Held] = {}
-        self.kept: OrderedDict[int, int] = OrderedDict()  # page -> slot of its snapshot, oldest use first
+        self.snapshot_slots: OrderedDict[int, int] = OrderedDict()  # by page, oldest use first
 
     @property
     def pages(self) -> set[int]:
         """The pages that have a snapshot."""
-        return set(self.kept)
+        return set(self.snapshot_slots)
 
     def claim(self, seq: Sequence) -> None:
         """Gives a sequence its slots, if it has none. At most `max_num_seqs` run, so there are enough."""
@@ -65,16 +65,18 @@ class StateSlots:
         """
         if not self.count:
             return len(pages)
-        usable = [n for n, page in enumerate(pages, 1) if page in self.kept and self.pays(seq, n * size)]
-        found = max(usable, default=0)
-        if not found:
+        usable = [
+            n for n, page in enumerate(pages, 1) if page in self.snapshot_slots and self.pays(seq, n * size)
+        ]
+        num_pages = max(usable, default=0)
+        if not num_pages:
             self.claim(seq)
         else:
-            page = pages[found - 1]
-            self.kept.move_to_end(page)
-            self.held[seq.id] = Held(self.share(self.kept[page]), self._take(), found * size)
-        self.held[seq.id].expected = self._expected(seq, found * size, len(pages) * size, size)
-        return found
+            page = pages[num_pages - 1]
+            self.snapshot_slots.move_to_end(page)
+            self.held[seq.id] = Held(self.share(self.snapshot_slots[page]), self._take(), num_pages * size)
+        self.held[seq.id].expected = self._expected(seq, num_pages * size, len(pages) * size, size)
+        return num_pages
 
     def pays(self, seq: Sequence, position: int) -> bool:
         """Whether the rows after `position` take less time than all rows from the beginning."""
@@ -82,14 +84,14 @@ class StateSlots:
         first = min(tokens, self._chunk)
         return tokens - position > self._by_row or ALONE * (first - position) <= first
 
-    def _expected(self, seq: Sequence, found: int, shared: int, size: int) -> tuple[int, ...]:
+    def _expected(self, seq: Sequence, start: int, shared: int, size: int) -> tuple[int, ...]:
         """Up to where another sequence has had the same tokens, and, if there are several samples, the last
         page boundary that these can go on from.
         """
         expected = {shared}
         if seq.request.params.n > 1:
             expected.add((seq.request.prompt_len - 1) // size * size)
-        least = max(found + size, FEWEST * size)
+        least = max(start + size, FEWEST * size)
         return tuple(sorted(at for at in expected if at >= least and self.pays(seq, at)))
 
     def of(self, seq: Sequence) -> Held:
@@ -127,16 +129,16 @@ class StateSlots:
         prompt, one in the output.
         """
         held = self.held.get(seq.id)
-        if held is None or page in self.kept:
+        if held is None or page in self.snapshot_slots:
             return
         if held.cut is not None and held.cut[0] == position:
-            self.kept[page] = held.cut[1]
+            self.snapshot_slots[page] = held.cut[1]
             held.cut = None
         elif held.position == position:
             if position not in held.expected:
                 self._replace(held, position, page, seq.request.prompt_len)
             if self.make_room():
-                self.kept[page] = self.share(held.committed)
+                self.snapshot_slots[page] = self.share(held.committed)
 
     def _replace(self, held: Held, position: int, page: int, prompt: int) -> None:
         if held.latest is not None and (held.latest[0] < prompt) == (position < prompt):
@@ -145,7 +147,7 @@ class StateSlots:
 
     def forget(self, page: int) -> None:
         """Drops the snapshot of a page; one without is left alone."""
-        if (slot := self.kept.pop(page, None)) is not None:
+        if (slot := self.snapshot_slots.pop(page, None)) is not None:
             self._drop(slot)
 
     def trim(self, seq: Sequence) -> None:
@@ -165,7 +167,7 @@ class StateSlots:
     def check_integrity(self, live: Iterable[Sequence]) -> None:
         """Raises AssertionError unless every slot is free, or held by live sequences and by snapshots."""
         positions = {seq.id: seq.committed for seq in live}
-        holders = Counter(self.kept.values())
+        holders = Counter(self.snapshot_slots.values())
         for number, held in self.held.items():
             assert number in positions, f"sequence {number} has ended and holds states"
             assert held.position == positions[number], f"sequence {number}: state at {held.position}"
@@ -174,15 +176,15 @@ class StateSlots:
             holders += Counter((held.committed, held.next))
         assert holders == Counter(dict(enumerate(self.holders))), "holders differ from their counts"
         assert sorted([*self.free, *holders]) == list(range(self.count)), "a slot of states leaked"
-        assert len(self.kept) <= self.snapshots, "more snapshots than there is room for"
+        assert len(self.snapshot_slots) <= self.snapshots, "more snapshots than there is room for"
 
     # slots, one by one
 
     def make_room(self) -> bool:
         """Whether a snapshot can be added, once the least recently used one is dropped where it must be."""
-        added = len(self.kept) + sum(held.cut is not None for held in self.held.values())
-        if added == self.snapshots and self.kept:
-            self.forget(next(iter(self.kept)))
+        added = len(self.snapshot_slots) + sum(held.cut is not None for held in self.held.values())
+        if added == self.snapshots and self.snapshot_slots:
+            self.forget(next(iter(self.snapshot_slots)))
             return True
         return added < self.snapshots
 

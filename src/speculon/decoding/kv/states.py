@@ -1,18 +1,16 @@
 """Recurrent and convolution states: one tensor per mixer and state, with a slot for each sequence.
 
 A step reads the committed state of each sequence and writes the state after its span to the sequence's other
-slot. Where not all drafts are accepted, the state after the accepted rows takes its place: one that was kept
-on the way, else one that these rows yield when they run through the mixers once more.
+slot. Where drafts are rejected, `StateStep.roll_back` replaces it by the state after the accepted rows
+(`target.recurrent.restore`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,16 +82,15 @@ class StateSpan:
         return before, replace(uncut, first=before.last, read=slot, fresh=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """A span of which the first `kept` rows stand, and its first row among those that were recorded."""
+class Rejected(NamedTuple):
+    """A span of which only the first rows were accepted."""
 
     span: StateSpan
-    kept: int
-    first: int
+    accepted: int  # rows
+    recorded_at: int  # its first row among those that were recorded
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Group:
     """Spans of one sort that a mixer takes together, the longest first."""
 
@@ -111,18 +108,22 @@ class Group:
         return any(span.drafted for span in self.spans)
 
 
+@dataclass(frozen=True, slots=True)
+class RowStates:
+    """The states of a mixer after each row of a group."""
+
+    group: Group
+    after: list[list[Tensor]]  # of each row: [B, ...] each, of the spans that are long enough
+
+
 @dataclass(slots=True)
 class StateStep:
-    """The states as one forward sees them.
-
-    For each mixer, `recorded` has what it was given at drafted spans, and `kept` its states after each row of
-    the spans that it took row by row: [B, ...] of those that are long enough.
-    """
+    """The states as one forward sees them. Mixers are known by their numbers."""
 
     store: StateStore
     spans: list[StateSpan]
-    recorded: dict[int, Any] = field(default_factory=dict)
-    kept: dict[int, list[list[Tensor]]] = field(default_factory=dict)
+    recorded: dict[int, Any] = field(default_factory=dict)  # the inputs of a mixer at drafted rows
+    row_states: dict[int, RowStates] = field(default_factory=dict)  # of the drafted spans it took row by row
     memo: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -131,8 +132,8 @@ class StateStep:
         if "drafted" not in self.memo:
             rows = [row for span in self.spans if span.drafted for row in range(span.first, span.last)]
             self.memo["drafted"] = as_tensor(rows, self.store.device) if rows else None
-        found: Tensor | None = self.memo["drafted"]
-        return found
+        drafted: Tensor | None = self.memo["drafted"]
+        return drafted
 
     def groups(self, ragged: int) -> list[Group]:
         """Groups of equal length; spans of up to `ragged` rows that continue a sequence form one together.
@@ -147,8 +148,8 @@ class StateStep:
                 together = not span.fresh and span.rows <= ragged
                 sorts[last, span.fresh, 0 if together else span.rows].append(span)
             self.memo[ragged] = [self._group(fresh, spans) for (_, fresh, _), spans in sorts.items()]
-        found: list[Group] = self.memo[ragged]
-        return found
+        groups: list[Group] = self.memo[ragged]
+        return groups
 
     def _group(self, fresh: bool, spans: list[StateSpan]) -> Group:
         spans, device = sorted(spans, key=lambda span: -span.rows), self.store.device
@@ -163,31 +164,18 @@ class StateStep:
             rows == list(range(len(rows))),
         )
 
-    def keep(self, kept: list[int]) -> bool:
-        """Makes the written states those after the first `kept` rows of each span; whether any was another.
+    def roll_back(self, accepted: list[int]) -> bool:
+        """Makes the written states those after the accepted rows of each span; whether any was another.
 
-        Spans of which all rows are kept have them already; the others must be drafted ones.
+        Only drafted spans may have rows that are not accepted.
         """
-        rejected, row = [], 0
-        for span, rows in zip(self.spans, kept, strict=True):
+        rejected, recorded_at = [], 0
+        for span, rows in zip(self.spans, accepted, strict=True):
             assert 0 < rows <= span.rows and (span.drafted or rows == span.rows), (span, rows)
             if rows < span.rows:
-                rejected.append(Rejected(span, rows, row))
-            row += span.rows if span.drafted else 0
+                rejected.append(Rejected(span, rows, recorded_at))
+            recorded_at += span.rows if span.drafted else 0
         if rejected:
             assert self.store.restore is not None
             self.store.restore(self, rejected)
         return bool(rejected)
-
-
-# What the mixers of the forward that runs now read and write; None outside of one.
-STEP: ContextVar[StateStep | None] = ContextVar("speculon_states", default=None)
-
-
-@contextmanager
-def stepping(step: StateStep | None) -> Iterator[None]:
-    token = STEP.set(step)
-    try:
-        yield
-    finally:
-        STEP.reset(token)

@@ -4,6 +4,7 @@ sequence.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -107,8 +108,8 @@ class PageStore:
                 return slice(slices[0].start, slices[-1].stop)
             # [T]
             return as_tensor([slot for tail in slices for slot in range(tail.start, tail.stop)], self.device)
-        found = [as_index(tail, self.device) for tail in tails]
-        return found[0] if len(found) == 1 else torch.cat(found)  # [T]
+        indices = [as_index(tail, self.device) for tail in tails]
+        return indices[0] if len(indices) == 1 else torch.cat(indices)  # [T]
 
 
 @dataclass(slots=True)
@@ -153,6 +154,15 @@ class SpanView:
     def tail(self, length: int) -> Where:
         """The slots of the last `length` positions."""
         return tail_of(self.where, length)
+
+
+def end_to_end(parts: Iterable[tuple[int, Where, int, int]]) -> list[SpanView]:
+    """Spans of (rows, where, context, hidden), one after the other in the flat batch."""
+    spans, row = [], 0
+    for rows, where, context, hidden in parts:
+        spans.append(SpanView(row, row + rows, where, context, hidden))
+        row += rows
+    return spans
 
 
 @dataclass(slots=True)

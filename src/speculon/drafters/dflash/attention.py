@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speculon.decoding.kv.lease import DraftLease
-from speculon.decoding.kv.store import SpanView, View, as_index
+from speculon.decoding.kv.store import SpanView, View, as_index, end_to_end
 from speculon.decoding.sequence import Sequence
 from speculon.target.attention import fold, unfold
 from speculon.target.grouping import buckets, padded_slots
@@ -51,11 +51,9 @@ class BlockPlan:
 
 def block_view(lease: DraftLease, blocks: list[Block]) -> View:
     """What blocks read: `context` of each span are its keys in pages. No row has a slot to be written."""
-    spans, row = [], 0
-    for seq, n, rows in blocks:
-        where = lease.store.where_of(seq, n)
-        spans.append(SpanView(row, row + rows, where, n - seq.released, seq.released))
-        row += rows
+    spans = end_to_end(
+        (rows, lease.store.where_of(seq, n), n - seq.released, seq.released) for seq, n, rows in blocks
+    )
     return View(lease.store, slice(0, 0), spans, lease.first_layer)
 
 
@@ -97,7 +95,7 @@ def plan_blocks(view: View, layer: int, sight: Sight, group: int, query: Tensor)
     token_bytes, device = view.spec(layer).bytes_per_token, query.device
     calls, placed, at = [], [], 0
     for bucket in buckets([visible(span, sight) for span in view.spans], None, token_bytes, device):
-        call = call_of(bucket, sight, group, query.dtype, device)
+        call = make_call(bucket, sight, group, query.dtype, device)
         calls.append(call)
         for i, span in enumerate(bucket):
             first = at + i * call.n
@@ -113,13 +111,13 @@ def visible(span: SpanView, sight: Sight) -> SpanView:
     return SpanView(span.first, span.last, span.tail(keys), keys)
 
 
-def call_of(
+def make_call(
     bucket: list[SpanView], sight: Sight, group: int, dtype: torch.dtype, device: torch.device
 ) -> BlockCall:
-    n, most = max(span.rows for span in bucket), max(span.context for span in bucket)
+    n, keys = max(span.rows for span in bucket), max(span.context for span in bucket)
     rows = [min(span.first + i, span.last - 1) for span in bucket for i in range(n)]
-    slots = as_index(padded_slots([span.where for span in bucket], most + n, device), device)
-    hidden = hidden_keys(bucket, sight, n, most, device)  # [B, n, S + n]
+    slots = as_index(padded_slots([span.where for span in bucket], keys + n, device), device)
+    hidden = hidden_keys(bucket, sight, n, keys, device)  # [B, n, S + n]
     mask = None
     if hidden.any():
         folded = hidden.repeat_interleave(group, 1)[:, None]
@@ -128,7 +126,7 @@ def call_of(
 
 
 def hidden_keys(
-    bucket: list[SpanView], sight: Sight, n: int, most: int, device: torch.device
+    bucket: list[SpanView], sight: Sight, n: int, keys: int, device: torch.device
 ) -> Tensor:  # [B, n, S + n]
     """Which keys each row of a call does not see; its own row is always seen."""
     context, own = (
@@ -136,7 +134,7 @@ def hidden_keys(
         for numbers in ([span.context for span in bucket], [span.rows for span in bucket])
     )
     row = torch.arange(n, device=device)[None, :, None]
-    page, other = torch.arange(most, device=device), torch.arange(n, device=device)
+    page, other = torch.arange(keys, device=device), torch.arange(n, device=device)
     in_pages = (page >= context).expand(-1, n, -1)
     in_block = (other >= own) & (other != row)
     if sight.causal:

@@ -1,11 +1,13 @@
-"""A DFlash drafter: one forward drafts a block of tokens (z-lab 2026).
+"""A DFlash drafter: one forward drafts a block of tokens (z-lab 2026), with the heads of DSpark (2026).
 
 The target's states at position j become keys and values of every layer, over pages in slot j. A block of rows
-attends to them: the anchor, which is the sequence's last token, at position n, and masks after it.
+attends to them: the anchor, which is the sequence's last token, at position n, and masks after it. With a
+Markov head logits depend on the drafts before; a confidence head predicts the chance of acceptance.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +16,110 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speculon.core.errors import WrongPair
-from speculon.core.types import Needs
 from speculon.decoding.kv.store import View
 from speculon.drafters.dflash.attention import Sight, attend_blocks
-from speculon.drafters.dflash.config import DFlashConfig
-from speculon.drafters.dflash.heads import MARKOV_HEADS, ConfidenceHead
+from speculon.drafters.dflash.config import DFlashConfig, MarkovType
 from speculon.drafters.layers import DecoderLayer, Joined, Network, Norm, load_network
-from speculon.drafters.runner import needs_of
 from speculon.target.block import Tables, rotate
 from speculon.target.linear import Product
 from speculon.target.target import Target
+
+
+class MarkovHead(nn.Module):
+    """A bias of the logits by the token before, of low rank: w2 m, with m = e = w1[token]."""
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__()
+        assert config.vocab_size is not None and config.draft_vocab_size is not None
+        self.rank = config.markov_rank
+        self.markov_w1 = nn.Embedding(config.vocab_size, self.rank)
+        self.markov_w2 = nn.Linear(self.rank, config.draft_vocab_size, bias=False)
+
+    def start_from(self, embed: Tensor, head: Tensor) -> None:
+        """No bias at first."""
+        nn.init.zeros_(self.markov_w2.weight)
+
+    def start(self, sequences: int) -> Tensor:  # [B, r]
+        """The state before the first row."""
+        return self.markov_w1.weight.new_zeros(sequences, self.rank)
+
+    def step(self, e: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """m [..., r] of rows with states h [..., H] after e [..., r], and the next state [..., r]."""
+        return e, state
+
+    def forward(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """m [..., K, r] of drafts with states [..., K, H] after `tokens` [..., K]."""
+        e = self.markov_w1(tokens)
+        return self.step(e, hidden, e)[0]
+
+
+class GatedMarkovHead(MarkovHead):
+    """m = sigmoid(gate [h; e]) * e"""
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__(config)
+        self.gate_proj = nn.Linear(config.hidden + self.rank, self.rank)
+
+    def step(self, e: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return self.gate_proj(torch.cat([h, e], -1)).sigmoid() * e, state
+
+
+class RecurrentMarkovHead(MarkovHead):
+    """g, c, o = joint [state; e; h]; m = tanh(o); the next state is s(g) state + (1 - s(g)) tanh(c), with s
+    the sigmoid.
+
+    Where the rank is the target's width, w1 and w2 start as its embeddings and output head.
+    """
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__(config)
+        self.joint_proj = nn.Linear(2 * self.rank + config.hidden, 3 * self.rank)
+
+    def start_from(self, embed: Tensor, head: Tensor) -> None:
+        """No bias at first, since m is 0."""
+        nn.init.zeros_(self.joint_proj.weight)
+        nn.init.zeros_(self.joint_proj.bias)
+        if embed.shape == self.markov_w1.weight.shape:
+            self.markov_w1.weight.copy_(embed)
+            self.markov_w2.weight.copy_(head)
+
+    def step(self, e: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        g, c, o = self.joint_proj(torch.cat([state, e, h], -1)).chunk(3, -1)
+        keep = g.sigmoid()
+        return o.tanh(), keep * state + (1 - keep) * c.tanh()
+
+    def forward(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        e = self.markov_w1(tokens)
+        state, rows = e.new_zeros(*e.shape[:-2], self.rank), []
+        for each, h in zip(e.unbind(-2), hidden.unbind(-2), strict=True):
+            latent, state = self.step(each, h, state)
+            rows.append(latent)
+        return torch.stack(rows, -2)
+
+
+MARKOV_HEADS: Mapping[MarkovType, type[MarkovHead]] = {
+    "vanilla": MarkovHead,
+    "gated": GatedMarkovHead,
+    "rnn": RecurrentMarkovHead,
+}
+
+
+class ConfidenceHead(nn.Module):
+    """The logit of the chance that a draft is accepted if those before it were, from h, or from h and e."""
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__()
+        self.with_markov = config.confidence_with_markov
+        self.proj = nn.Linear(config.hidden + self.with_markov * config.markov_rank, 1)
+
+    def forward(self, h: Tensor, e: Tensor | None) -> Tensor:  # [..., H], [..., r] -> [...]
+        if self.with_markov:
+            assert e is not None, "it reads the Markov head's embedding"
+            h = torch.cat([h, e], -1)
+        return self.proj(h).float().squeeze(-1)
+
+    def chances(self, h: Tensor, e: Tensor | None) -> list[float]:
+        return self(h, e).sigmoid().tolist()
 
 
 class BlockLayer(DecoderLayer):
@@ -31,7 +127,7 @@ class BlockLayer(DecoderLayer):
 
     def __init__(self, config: DFlashConfig, number: int):
         super().__init__(config, number, config.hidden)
-        self.sight = sight_of(config, number)
+        self.sight = layer_sight(config, number)
         self.kv: Product = Joined([self.self_attn.k_proj, self.self_attn.v_proj])
 
     def extra_repr(self) -> str:  # part of the key of programs
@@ -81,39 +177,16 @@ class DFlashNetwork(Network):
         for layer in self.layers:
             view.write(layer.number, *layer.keys_values(x, tables))
 
-    def forward(self, ids: Tensor, positions: Tensor, view: View) -> Tensor:
-        """The normed states [T, H] of the rows of blocks; ids, positions [T], and `block_view` of them."""
-        x, tables = self.begin(ids, positions)
-        for layer in self.layers:
-            x = layer.end(x, layer.attend(*layer.begin(x, tables), view))
-        return self.end(x)
-
     def begin(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tables]:
-        """What the first layer reads [T, H], and the rotary tables of all."""
+        """Of the rows of blocks, whose view is `block_view`: [T, H]."""
         x = F.embedding(ids, self.embed)
         return x, self.tables(x, positions)
 
-    def end(self, x: Tensor) -> Tensor:  # [T, H] -> [T, H]
-        return self.norm(x)
 
-
-def sight_of(config: DFlashConfig, layer: int) -> Sight:
+def layer_sight(config: DFlashConfig, layer: int) -> Sight:
     """What the rows of a block see in a layer."""
-    window, causal = config.windows[layer], config.causal[layer]
-    if window is None:
-        return Sight(causal)
-    reach = window - 1 if config.window_start == "row" else window
-    return Sight(causal, reach, config.window_start == "before_anchor")
-
-
-def dflash_needs(
-    config: DFlashConfig, target: Target, rows: int, scored: int, compile: bool = False
-) -> Needs:
-    """The needs of a drafter that is not loaded; T = `rows` and R = `scored` in its largest forward."""
-    reaches = [sight_of(config, layer).reach for layer in range(config.layers)]
-    spans = [None if reach is None else reach + 1 for reach in reaches]  # a row and the pages before it
-    taps = config.tap_layouts(len(target.layers))[0]
-    return needs_of(config, taps, spans, target, rows, scored, compile, max_drafts=config.max_drafts)
+    reach = config.reaches[layer]
+    return Sight(config.causal[layer], reach, reach is not None and config.window_start == "before_anchor")
 
 
 def load_dflash(config: DFlashConfig, target: Target) -> DFlashNetwork:

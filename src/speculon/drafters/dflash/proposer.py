@@ -6,24 +6,21 @@ Its layers make keys and values of the states of every position, and keep these 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from speculon.core.config import SpeculationConfig
-from speculon.core.errors import ConfigError
 from speculon.core.types import Draft, Needs
 from speculon.decoding.sequence import Sequence
 from speculon.drafters.dflash.attention import block_view
 from speculon.drafters.dflash.config import DFlashConfig
-from speculon.drafters.dflash.network import DFlashNetwork, Drawing, dflash_needs, load_dflash
+from speculon.drafters.dflash.network import DFlashNetwork, Drawing, load_dflash
 from speculon.drafters.families import read_dflash_config
-from speculon.drafters.runner import run_of
-from speculon.drafters.state_drafter import TAPS, StateDrafter, checked_config
+from speculon.drafters.runner import choose_run, estimate_needs
+from speculon.drafters.state_drafter import Overrides, StateDrafter, checked_config
 from speculon.speculation.proposers.base import TargetFacts
 from speculon.speculation.proposers.chain import (
     Piece,
@@ -40,7 +37,7 @@ if TYPE_CHECKING:
     from speculon.decoding.kv.lease import DraftLease
 
 NAME = "dflash"
-FROM_ANCHOR = "sample_from_anchor"
+OVERRIDES = Overrides(flags=("sample_from_anchor",))
 
 
 class DFlashDrafter(StateDrafter):
@@ -51,18 +48,19 @@ class DFlashDrafter(StateDrafter):
     def __init__(self, config: DFlashConfig, target: TargetFacts, min_confidence: float = 0.0):
         super().__init__(target, min_confidence)
         self.config = config
-        self.needs: Needs = dflash_needs(config, self.target, target.rows, target.scored, target.compile)
+        taps, sizes = config.tap_layouts(target.num_layers)[0], (target.rows, target.scored)
+        self.needs: Needs = estimate_needs(config, taps, self.target, *sizes, self.compile)
         self.network: DFlashNetwork
 
     @classmethod
     def build(cls, config: SpeculationConfig, target: TargetFacts) -> DFlashDrafter:
-        found = checked_config(NAME, config, target, read_dflash_config, overridden)
-        return cls(found, target, config.draft_min_confidence)
+        checkpoint = checked_config(NAME, config, target, read_dflash_config, OVERRIDES)
+        return cls(checkpoint, target, config.draft_min_confidence)
 
     def load(self) -> None:
         self.network = load_dflash(self.config, self.target)
         layers = self.needs.layers[1:]
-        self.runner = run_of(self.network, layers, self.target, self.compile)
+        self.runner = choose_run(self.network, layers, self.target, self.compile)
 
     @torch.inference_mode()
     def _propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
@@ -103,25 +101,3 @@ class DFlashDrafter(StateDrafter):
         states = self.runner.run(flat[0], flat[1], block_view(own, blocks))
         ends = accumulate((rows for _, _, rows in blocks), initial=0)
         return [states[start + skipped : end] for start, end in pairwise(ends)]
-
-
-def overridden(config: DFlashConfig, options: Mapping[str, Any]) -> DFlashConfig:
-    """What a config says wrongly, or not at all, as the user knows it: `taps`, outputs of 0-based target
-    layers in the order of fc's columns, and `sample_from_anchor`.
-
-    Raises `ConfigError` for a value of another kind.
-    """
-    if FROM_ANCHOR in options:
-        given = options[FROM_ANCHOR]
-        if type(given) is not bool:
-            raise ConfigError(f"options.{FROM_ANCHOR} = {given!r}: for {config.path} it is true or false")
-        config = replace(config, sample_from_anchor=given)
-    if TAPS in options:
-        taps = options[TAPS]
-        good = isinstance(taps, list | tuple) and all(type(tap) is int for tap in taps)
-        if not good or len(taps) != config.taps:
-            raise ConfigError(
-                f"options.{TAPS} = {taps!r}: for {config.path} it is a list of {config.taps} layers"
-            )
-        config = replace(config, tap_ids=tuple(taps), after=True)
-    return config

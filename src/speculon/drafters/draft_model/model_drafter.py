@@ -19,17 +19,16 @@ import torch.nn.functional as F
 
 from speculon.core.config import ModelObject, SpeculationConfig
 from speculon.core.errors import ConfigError, ModelError
-from speculon.core.types import Needs, Verdict
+from speculon.core.types import Needs
 from speculon.decoding.batch import Batch, Runs, joined
 from speculon.decoding.kv.draft_slots import PER_SEQUENCE, spare_slots
 from speculon.decoding.kv.states import KEPT_BYTES, slot_bytes
 from speculon.decoding.sampling import NEVER
-from speculon.decoding.sequence import Sequence
-from speculon.drafters.draft_model.translation import Translation, overlap_of
 from speculon.loading.load import load_target, wrap_model
 from speculon.loading.memory.needs import model_needs
 from speculon.loading.spelling import Overlap
-from speculon.speculation.proposers.base import States, TargetFacts
+from speculon.loading.translation import Translation, tokenizer_overlap
+from speculon.speculation.proposers.base import Proposer, TargetFacts
 from speculon.speculation.proposers.chain import Piece, mark
 from speculon.target.target import Target
 
@@ -40,8 +39,11 @@ if TYPE_CHECKING:
     from speculon.target.target import Runner
 
 
-class ModelDrafter:
-    """A language model over the target's pages; how it drafts is up to `propose` of each method."""
+class ModelDrafter(Proposer):
+    """A language model over the target's pages; how it drafts is up to `propose` of each method.
+
+    It reads the prompt with the first draft, and its pages and slots are released with the target's.
+    """
 
     method: ClassVar[str]
 
@@ -115,15 +117,6 @@ class ModelDrafter:
         count = PER_SEQUENCE * self._sequences + spare
         return replace(needs, spare_states=spare, bytes_states=count * each)
 
-    def admit(self, seq: Sequence) -> None:
-        """Nothing yet: the prompt is computed with the first draft."""
-
-    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: States) -> None:
-        """Nothing to learn: the commit has set `seq.drafted` back to what was accepted."""
-
-    def release(self, seq: Sequence) -> None:
-        """Its pages and slots go with the target's."""
-
     def _read(self, pieces: list[Piece], lease: DraftLease) -> None:
         self._forward(pieces, [seq.tokens[start:end] for seq, start, end in pieces], [], lease)
 
@@ -144,7 +137,7 @@ class ModelDrafter:
         """One forward over ids of the model; logits [R, V] over the target's vocabulary."""
         positions = [position for _, start, end in pieces for position in range(start, end)]
         tokens = [token for piece in ids for token in piece]
-        batch = Batch.of([], tokens, positions, scored, self.model.device, prompts_of(pieces))
+        batch = Batch.of([], tokens, positions, scored, self.model.device, prompt_rows(pieces))
         logits = self.model.forward(batch, lease.view(pieces)).logits
         if self.translation is not None:
             return self.translation.logits(logits)
@@ -153,7 +146,7 @@ class ModelDrafter:
         return F.pad(logits, (0, self.vocab_size - logits.shape[-1]), value=NEVER)
 
 
-def prompts_of(pieces: list[Piece]) -> Runs:
+def prompt_rows(pieces: list[Piece]) -> Runs:
     """The rows of pieces, end to end, that belong to prompts."""
     runs, row = [], 0
     for seq, start, end in pieces:
@@ -177,7 +170,7 @@ def load_draft(path: str, target: TargetFacts) -> Target:
 
 
 def find_overlap(path: str, target: TargetFacts) -> Overlap | None:
-    return None if target.tokenizer is None else overlap_of(path, target.tokenizer)
+    return None if target.tokenizer is None else tokenizer_overlap(path, target.tokenizer)
 
 
 def wrap_draft(model: ModelObject, target: TargetFacts) -> Target:

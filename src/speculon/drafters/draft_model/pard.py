@@ -82,11 +82,11 @@ class Pard(ModelDrafter):
 def mask_token(model: Target) -> int:
     """The mask id, in the place of a token to be drafted. Raises `ModelError` where its config names none."""
     config = model.model.config.get_text_config()
-    found = next((value for name in MASK_TOKENS if (value := getattr(config, name, None)) is not None), None)
-    if type(found) is not int or not 0 <= found < config.vocab_size:
+    mask = next((value for name in MASK_TOKENS if (value := getattr(config, name, None)) is not None), None)
+    if type(mask) is not int or not 0 <= mask < config.vocab_size:
         names = ", ".join(MASK_TOKENS)
         raise ModelError(
             f"draft {model.name}: {NAME} needs a mask token ({names}) below "
-            f"{config.vocab_size} in its config, not {found!r}"
+            f"{config.vocab_size} in its config, not {mask!r}"
         )
-    return found
+    return mask

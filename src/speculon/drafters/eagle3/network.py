@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speculon.core.types import LayerSpec, Needs
-from speculon.decoding.batch import Batch
+from speculon.core.types import LayerSpec
 from speculon.decoding.kv.store import PageStore, SpanView, View
 from speculon.drafters.eagle3.config import Eagle3Config
 from speculon.drafters.layers import (
@@ -22,15 +21,13 @@ from speculon.drafters.layers import (
     JoinedNorm,
     Network,
     Norm,
-    load_network,
 )
-from speculon.drafters.runner import needs_of
 from speculon.target.attention import attend_rows
 from speculon.target.block import Tables, rotate
 from speculon.target.linear import Product
 from speculon.target.target import Target
 
-OF_PAIRS = 3  # widths of a state: the given states, and the pairs that the first layer reads
+PAIR_WIDTHS = 3  # widths of a state: the states that it reads, and the pairs that the first layer reads
 
 
 class HeadLayer(DecoderLayer):
@@ -103,41 +100,18 @@ class Eagle3Network(Network):
             taps = self.tap_norm(taps.unflatten(-1, (-1, self.tap_size))).flatten(-2)
         return self.fc(taps)
 
-    def forward(self, ids: Tensor, state: Tensor, positions: Tensor, view: View) -> Tensor:
-        """The state [T, H] after each row, which the next draft position reads; ids, positions [T]."""
-        x, tables = self.begin(ids, state, positions)
-        for layer in self.layers:
-            x = layer.end(x, layer.attend(*layer.begin(x, tables), view))
-        return self.end(x)
-
     def begin(self, ids: Tensor, state: Tensor, positions: Tensor) -> tuple[Tensor, Tables]:
-        """What the first layer reads [T, 2 H], and the rotary tables of all."""
+        """Pairs [T, 2 H]; the state after each row is what the next draft position reads."""
         embedded = F.embedding(ids, self.embed)
         return torch.cat([embedded, state], -1), self.tables(embedded, positions)
 
-    def end(self, x: Tensor) -> Tensor:  # [T, H] -> [T, H]
-        return self.norm(x) if self.norm_output else x
+    def end(self, x: Tensor) -> Tensor:
+        return super().end(x) if self.norm_output else x
 
     def logits(self, state: Tensor, vocab_size: int) -> Tensor:  # [R, H] -> [R, V]
         """Logits over the target's vocabulary; minus infinity for tokens that cannot be drafted."""
         scores = self.lm_head(state if self.norm_output else self.norm(state)).float()
         return self.widened(scores if self.scale == 1 else scores * self.scale, vocab_size)
-
-
-def head_needs(
-    config: Eagle3Config,
-    taps: tuple[int, ...],
-    target: Target,
-    rows: int,
-    scored: int,
-    compile: bool = False,
-) -> Needs:
-    """The needs of a head that is not loaded; T = `rows` and R = `scored` in its largest forward."""
-    return needs_of(config, taps, config.windows, target, rows, scored, compile, more=OF_PAIRS)
-
-
-def load_head(config: Eagle3Config, target: Target) -> Eagle3Network:
-    return load_network(Eagle3Network, config, target)
 
 
 @torch.inference_mode()
@@ -149,14 +123,10 @@ def agreement(
     `layers` are the head's attention layers in the pages. Changes which taps the target captures.
     """
     n, device = len(ids), target.device
-    store = PageStore((*target.layers, *layers), 1, n, device)
-    rows = torch.arange(n, device=device)
-    batch = Batch([], torch.tensor([ids], device=device), rows[None], rows)
-    target.capture(taps)
-    out = target.forward(batch, target.view_of_new(store, SpanView(0, n, slice(0, n), n)))
-    assert out.taps is not None
-    states = head.fuse(torch.cat([out.taps[layer][:-1] for layer in taps], -1))
+    store, tokens = PageStore((*target.layers, *layers), 1, n, device), torch.tensor(ids, device=device)
+    logits, states = target.tapped(tokens, store, taps)
+    fused = head.fuse(torch.cat([states[layer][:-1] for layer in taps], -1))
     view = store.view_of([SpanView(0, n - 1, slice(1, n), n - 1)], len(target.layers))
-    after = head(batch.input_ids[0, 1:], states, rows[:-1], view)
+    after = head(tokens[1:], fused, torch.arange(n - 1, device=device), view)
     drafts = head.logits(after, target.vocab_size).argmax(-1)
-    return (drafts == out.logits[1:].argmax(-1)).float().mean().item()
+    return (drafts == logits[1:].argmax(-1)).float().mean().item()

@@ -6,22 +6,21 @@ See `drafters.eagle3.network` for which row lies where.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from speculon.core.config import SpeculationConfig
-from speculon.core.errors import ConfigError
 from speculon.core.types import Draft, Needs
 from speculon.decoding.sequence import Sequence
 from speculon.drafters.eagle3.config import Eagle3Config
-from speculon.drafters.eagle3.network import Eagle3Network, agreement, head_needs, load_head
+from speculon.drafters.eagle3.network import PAIR_WIDTHS, Eagle3Network, agreement
 from speculon.drafters.families import read_eagle3_config
-from speculon.drafters.runner import run_of
-from speculon.drafters.state_drafter import TAPS, StateDrafter, checked_config
+from speculon.drafters.layers import load_network
+from speculon.drafters.runner import choose_run, estimate_needs
+from speculon.drafters.state_drafter import Overrides, StateDrafter, checked_config
 from speculon.speculation.proposers.base import TargetFacts
 from speculon.speculation.proposers.chain import Piece, catch_up, draft_chain, mark
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from speculon.decoding.kv.lease import DraftLease
 
 NAME = "eagle3"
-CONTEXT, FLAGS = "max_context", ("norm_before_residual", "norm_output")
+OVERRIDES = Overrides(("norm_before_residual", "norm_output"), ("max_context",), rising=True)
 
 PROBE = (
     "Speculative decoding lets a small model draft what a large one will write. The large model reads all "
@@ -52,20 +51,19 @@ class Eagle3Drafter(StateDrafter):
         super().__init__(target, min_confidence)
         self.tap_layouts, self.tokenizer = head_config.tap_layouts(target.num_layers), target.tokenizer
         self.head_config = head_config
-        self.needs: Needs = head_needs(
-            head_config, self.tap_layouts[0], self.target, target.rows, target.scored, target.compile
-        )
+        taps, sizes = self.tap_layouts[0], (target.rows, target.scored)
+        self.needs: Needs = estimate_needs(head_config, taps, self.target, *sizes, self.compile, PAIR_WIDTHS)
         self.head: Eagle3Network
 
     @classmethod
     def build(cls, config: SpeculationConfig, target: TargetFacts) -> Eagle3Drafter:
-        found = checked_config(NAME, config, target, read_eagle3_config, overridden)
-        return cls(found, target, config.draft_min_confidence)
+        checkpoint = checked_config(NAME, config, target, read_eagle3_config, OVERRIDES)
+        return cls(checkpoint, target, config.draft_min_confidence)
 
     def load(self) -> None:
-        self.head = load_head(self.head_config, self.target)
+        self.head = load_network(Eagle3Network, self.head_config, self.target)
         layers = self.needs.layers[1:]
-        self.runner = run_of(self.head, layers, self.target, self.compile)
+        self.runner = choose_run(self.head, layers, self.target, self.compile)
         if len(self.tap_layouts) > 1 and self.tokenizer is not None:
             self.needs = replace(
                 self.needs, taps=self._better_reading(self.tokenizer.encode(PROBE)[: self.target.max_context])
@@ -118,32 +116,3 @@ class Eagle3Drafter(StateDrafter):
         positions = [slot - 1 for _, start, end in pieces for slot in range(start, end)]
         flat = torch.tensor([ids, positions], device=states.device)
         return self.runner.run(flat[0], states, flat[1], own.view(pieces, first=1))
-
-
-def overridden(head_config: Eagle3Config, options: Mapping[str, Any]) -> Eagle3Config:
-    """What a config says wrongly, or not at all, as the user knows it: `taps`, outputs of 0-based target
-    layers, `max_context` in positions, and the flags.
-
-    Raises `ConfigError` for a value of another kind.
-    """
-    given = {name: options[name] for name in (TAPS, CONTEXT, *FLAGS) if name in options}
-    for name, value in given.items():
-        if name == TAPS:
-            good = are_layers(value) and len(value) == head_config.taps
-            expected = f"a list of {head_config.taps} layers in rising order"
-        elif name == CONTEXT:
-            good, expected = type(value) is int and value > 0, "a number of positions"
-        else:
-            good, expected = type(value) is bool, "true or false"
-        if not good:
-            raise ConfigError(f"options.{name} = {value!r}: for {head_config.path} it is {expected}")
-    taps: dict[str, Any] = {"tap_ids": tuple(given.pop(TAPS)), "after": True} if TAPS in given else {}
-    return replace(head_config, **given, **taps)
-
-
-def are_layers(value: Any) -> bool:
-    return (
-        isinstance(value, list | tuple)
-        and all(type(tap) is int for tap in value)
-        and sorted(set(value)) == list(value)
-    )

@@ -1,4 +1,4 @@
-"""Loads the prediction modules of a target's checkpoint, and says before that what they need."""
+"""Loads the prediction modules of a target's checkpoint, checks them, and says before that what they need."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from transformers import PreTrainedConfig
 
 from speculon.core.errors import CorruptWeights, MissingWeights, ModelError, UnsupportedModel
 from speculon.core.types import NO_PADDING, LayerSpec, Needs
-from speculon.drafters.mtp.check import check_head, relative
+from speculon.decoding.kv.store import PageStore, SpanView
 from speculon.drafters.mtp.network import Module, MtpHead, Operation
 from speculon.drafters.mtp.tensors import PARTS, MtpConfig
+from speculon.loading.load_check import LOOSE, TOLERANCE
 from speculon.target import attention
+from speculon.target.block import UNKNOWN, CannotReplace, Fused, FusedLayer, fused_block, fused_norm
+from speculon.target.compare import difference
 from speculon.target.footprint import scratch_bytes
 from speculon.target.target import Target
 
@@ -29,6 +32,8 @@ EXPERTS = "experts."
 # parameters of all experts -> their parts, where experts are stored one by one
 JOINED = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
 ROW_COPIES = 6  # of width H, beyond those of a layer: states, embeddings, both normed and joined
+TRIAL_ROWS = 12
+ROUNDING = 0.03  # guess: of the largest value, between a fused module and its stock form in bf16 and fp16
 
 
 def mtp_needs(config: MtpConfig, target: Target, rows: int, scored: int) -> Needs:
@@ -84,9 +89,9 @@ def load_mtp(
     layers cannot be used.
     """
     modules = load_modules(config, target)
-    head = MtpHead(modules, final_norm(target), rotary_of(target, layers))
+    head = MtpHead(modules, final_norm(target), target_rotary(target, layers))
     shared = {target.embedding.data_ptr()}
-    own = {t.data_ptr(): t.nbytes for module in modules for t in weights_of(module, target)}
+    own = {t.data_ptr(): t.nbytes for module in modules for t in own_weights(module, target)}
     check_head(head, target, layers, fused)
     return head, sum(size for pointer, size in own.items() if pointer not in shared)
 
@@ -116,10 +121,10 @@ class Loader:
         self.config, self.target, self.number = config, target, number
         names = config.modules[number]
         self.tensors = {
-            here: stored[name].to(target.device, self.dtype_of(name)) for here, name in names.items()
+            here: stored[name].to(target.device, self.pick_dtype(name)) for here, name in names.items()
         }
 
-    def dtype_of(self, name: str) -> torch.dtype:
+    def pick_dtype(self, name: str) -> torch.dtype:
         """The target's dtype, but for what its class always keeps in fp32."""
         model, dtype = self.target.model, self.target.dtype
         exact = set(model._keep_in_fp32_modules_strict or ())
@@ -153,8 +158,10 @@ class Loader:
         weights = {name: self.find(name, own) for name in shapes}
         for name, shape in shapes.items():
             if weights[name].shape != shape:
-                found = f"is {list(weights[name].shape)}, its class has {list(shape)}"
-                raise CorruptWeights(f"{self.config.path}: {name} of MTP module {self.number} {found}")
+                shapes_differ = f"is {list(weights[name].shape)}, its class has {list(shape)}"
+                raise CorruptWeights(
+                    f"{self.config.path}: {name} of MTP module {self.number} {shapes_differ}"
+                )
         if own:
             more = f"{len(own)} tensors that its class does not have, first {min(own)}"
             raise UnsupportedModel(f"{self.config.path}: MTP module {self.number} has {more}")
@@ -201,7 +208,7 @@ class Loader:
         x = torch.randn(2, self.config.hidden, generator=torch.Generator().manual_seed(0))
         with torch.inference_mode():
             mine, theirs = (head(x.to(self.tensors["head.weight"])).float() for head in (own, shared))
-        return shared if mine.shape == theirs.shape and relative(mine, theirs) <= 1e-5 else own
+        return shared if mine.shape == theirs.shape and difference(mine, theirs) <= 1e-5 else own
 
 
 def stored_tensors(module: Module, names: Mapping[str, str]) -> dict[str, Tensor]:
@@ -245,13 +252,13 @@ def layer_config(target: Target, config: MtpConfig, number: int) -> Any:
 
 def final_norm(target: Target) -> Operation:
     decoder = target.model.get_decoder()
-    found = next((getattr(decoder, name) for name in FINAL_NORMS if hasattr(decoder, name)), None)
-    if found is None:
+    norm = next((getattr(decoder, name) for name in FINAL_NORMS if hasattr(decoder, name)), None)
+    if norm is None:
         raise UnsupportedModel(f"{target.name}: no module is its final norm, which MTP reads")
-    return found
+    return norm
 
 
-def rotary_of(target: Target, layers: tuple[LayerSpec, ...]) -> Callable[[Tensor, Tensor], Any]:
+def target_rotary(target: Target, layers: tuple[LayerSpec, ...]) -> Callable[[Tensor, Tensor], Any]:
     """The target's rotary tables, as its layers of the modules' type use them."""
     rotary: Any = getattr(target.model.get_decoder(), "rotary_emb", None)
     if rotary is None:
@@ -261,10 +268,88 @@ def rotary_of(target: Target, layers: tuple[LayerSpec, ...]) -> Callable[[Tensor
     return rotary
 
 
-def weights_of(module: Module, target: Target) -> list[Tensor]:
+def own_weights(module: Module, target: Target) -> list[Tensor]:
     """Tensors of its own, and its embedding."""
     parts = [module.layer, module.embed_norm, module.state_norm, module.proj, module.norm]
     if isinstance(module.head, nn.Module) and module.head is not target.head:
         parts.append(module.head)
-    kept = (weight for part in parts for weight in (*part.parameters(), *part.buffers()))
-    return [*kept, module.embed]
+    own = (weight for part in parts for weight in (*part.parameters(), *part.buffers()))
+    return [*own, module.embed]
+
+
+@torch.inference_mode()
+def check_head(head: MtpHead, target: Target, layers: tuple[LayerSpec, ...], fused: bool) -> None:
+    """Raises `UnsupportedModel` where the target's logits are not those of its final norm and head, or a
+    module over pages differs from its layer's eager attention.
+
+    With `fused`, modules are replaced by fused ones. Changes which taps the target captures.
+    """
+    device, n, last = target.device, TRIAL_ROWS, len(target.layers) - 1
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(target.vocab_size, (n,), generator=generator).to(device)
+    store, limit = PageStore((*target.layers, *layers), 1, n, device), TOLERANCE.get(target.dtype, LOOSE)
+    logits, taps = target.tapped(ids, store, (last,))
+    states = head.final_norm(taps[last])
+    if (off := difference(target.head(states).float()[:, : target.vocab_size], logits)) > limit:
+        raise UnsupportedModel(
+            f"{target.name}: its logits differ from head(norm(states)) by {off:.2g}, so MTP cannot read them"
+        )
+    positions = torch.arange(n - 1, device=device)
+    view = store.view_of([SpanView(0, n - 1, slice(1, n), n - 1)], len(target.layers) + 1)
+    for number, module in enumerate(head.modules):
+        where = f"{target.name}: MTP module {number}"
+        run = partial(head.run, number, ids[1:], states[:-1], positions, view)
+        try:
+            paged = run()
+            eager = eager_run(head, module, ids[1:], states[:-1], positions, layers[1 + number].window)
+        except UNKNOWN as error:
+            raise UnsupportedModel(f"{where} cannot run: {error}") from error
+        if (off := difference(paged, eager)) > limit:
+            raise UnsupportedModel(f"{where} over pages differs from its eager attention by {off:.2g}")
+        for form in fused_forms(module, number, layers[1 + number]) if fused else ():
+            head.modules[number] = form
+            if agrees(run, paged, TOLERANCE.get(target.dtype, ROUNDING)):
+                break
+            head.modules[number] = module
+
+
+def eager_run(
+    head: MtpHead, module: Module, ids: Tensor, states: Tensor, positions: Tensor, window: int | None
+) -> Tensor:
+    """The module over consecutive rows with transformers' own attention."""
+    ages = positions[:, None] - positions[None]
+    hidden = (ages < 0) | (ages >= (window or len(ids)))
+    mask = torch.zeros(hidden.shape, device=ids.device, dtype=states.dtype)
+    mask = mask.masked_fill(hidden, torch.finfo(states.dtype).min)[None, None]
+    module.use_attention("eager")
+    try:
+        return module(ids, states, head.rotary(states[None], positions[None]), positions, mask)
+    finally:
+        module.use_attention(attention.NAME)
+
+
+def fused_forms(module: Module, number: int, spec: LayerSpec) -> Iterator[Module]:
+    """A module with fused norms and layer, then with fused norms alone. Does not modify it."""
+    embed_norm, state_norm, norm = map(fused_module, (module.embed_norm, module.state_norm, module.norm))
+    with_norms = replace(module, embed_norm=embed_norm, state_norm=state_norm, norm=norm)
+    try:
+        layer = FusedLayer(fused_block(module.layer, number, spec.heads, spec.k_dim, share=False))
+        yield replace(with_norms, layer=layer)
+    except (CannotReplace, *UNKNOWN):
+        pass  # latent attention has its own code
+    yield with_norms
+
+
+def agrees(run: Callable[[], Tensor], expected: Tensor, limit: float) -> bool:
+    """Whether a fused form runs, with the same result."""
+    try:
+        return difference(run(), expected) <= limit
+    except UNKNOWN:
+        return False
+
+
+def fused_module(stock: nn.Module) -> nn.Module:
+    try:
+        return Fused(fused_norm(stock))
+    except CannotReplace:
+        return stock

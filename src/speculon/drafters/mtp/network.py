@@ -62,10 +62,18 @@ class Module:
 
         With a cache, rows attend to those of earlier calls, too: the mask is [1, 1, T, all rows].
         """
-        kept = {} if cache is None else {"past_key_values": cache}
+        options = {} if cache is None else {"past_key_values": cache}
         x = self.join(ids, states)
-        out = self.layer(x, attention_mask=mask, position_ids=positions, position_embeddings=tables, **kept)
+        out = self.layer(
+            x, attention_mask=mask, position_ids=positions, position_embeddings=tables, **options
+        )
         return self.norm(out[0] if isinstance(out, tuple) else out)
+
+    def use_attention(self, name: str) -> None:
+        """Switches the attention function of the layer, by its name in transformers."""
+        for part in self.layer.modules():
+            if hasattr(part, "config"):
+                part.config._attn_implementation = name  # type: ignore[union-attr]
 
 
 @dataclass(slots=True)

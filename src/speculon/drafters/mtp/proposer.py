@@ -22,7 +22,7 @@ from speculon.decoding.sequence import Sequence
 from speculon.drafters.mtp.load import load_mtp, mtp_needs
 from speculon.drafters.mtp.network import MtpHead
 from speculon.drafters.mtp.tensors import MTP, MtpConfig, mtp_of
-from speculon.drafters.state_drafter import StateDrafter, states_of
+from speculon.drafters.state_drafter import StateDrafter, required_target
 from speculon.loading.locate import locate
 from speculon.speculation.proposers.base import TargetFacts
 from speculon.speculation.proposers.chain import Piece, catch_up, draft_chain, mark
@@ -53,13 +53,13 @@ class Mtp(StateDrafter):
     @classmethod
     def build(cls, config: SpeculationConfig, target: TargetFacts) -> Mtp:
         """Raises `ConfigError` without a folder, `UnsupportedModel` where the folder has no such layers."""
-        model = states_of(NAME, target)
+        model = required_target(NAME, target)
         source = config.drafts.get(NAME) or model.source
         if not isinstance(source, str):
             raise ConfigError(f"{NAME} reads the target's checkpoint, and this target came from no folder")
-        found = mtp_of(locate(source))
-        log.info("%s: %s", NAME, found.summary())
-        return cls(found, target, config.draft_min_confidence)
+        checkpoint = mtp_of(locate(source))
+        log.info("%s: %s", NAME, checkpoint.summary())
+        return cls(checkpoint, target, config.draft_min_confidence)
 
     def load(self) -> None:
         self.head, own = load_mtp(self.config, self.target, self.needs.layers, self.fuse)
@@ -79,7 +79,7 @@ class Mtp(StateDrafter):
             else:
                 # a module's first draft also needs its rows of the drafts before it
                 rows = step if step <= self.head.last else 1
-                pieces = [piece_of(seqs[i], module, step, rows) for i in which]
+                pieces = [last_piece(seqs[i], module, step, rows) for i in which]
                 ids = [t for i, (_, a, b) in zip(which, pieces, strict=True) for t in drafts[i][a - b :]]
                 before = None if step <= self.head.last else torch.stack([states[i] for i in which])
                 after = last_rows(self._forward(module, pieces, ids, before, lease), pieces)
@@ -119,8 +119,8 @@ class Mtp(StateDrafter):
 
     def _states(self, module: int, pieces: list[Piece], lease: DraftLease) -> Tensor:
         """What a module reads for rows of these pieces, which lies one slot before each."""
-        found = lease.taps([(seq, start - 1, end - 1) for seq, start, end in pieces])
-        return found if module else self.head.final_norm(found)
+        states = lease.taps([(seq, start - 1, end - 1) for seq, start, end in pieces])
+        return states if module else self.head.final_norm(states)
 
 
 def first_slot(seq: Sequence, module: int) -> int:
@@ -128,7 +128,7 @@ def first_slot(seq: Sequence, module: int) -> int:
     return seq.released + module + 1
 
 
-def piece_of(seq: Sequence, module: int, drafts: int, rows: int) -> Piece:
+def last_piece(seq: Sequence, module: int, drafts: int, rows: int) -> Piece:
     """The last rows of a module, at most `rows`, when `drafts` tokens follow those of a sequence."""
     end = len(seq.tokens) + drafts
     return seq, max(end - rows, first_slot(seq, module)), end

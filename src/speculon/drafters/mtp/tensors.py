@@ -114,10 +114,10 @@ def find_mtp(folder: str | Path) -> MtpConfig | None:
 
 def mtp_of(folder: str | Path) -> MtpConfig:
     """The prediction modules in a model's folder. Raises `UnsupportedModel` where it has none."""
-    found = find_mtp(folder)
-    if found is None:
+    modules = find_mtp(folder)
+    if modules is None:
         raise UnsupportedModel(f"{folder}: method {MTP} needs MTP layers, and this checkpoint has none")
-    return found
+    return modules
 
 
 def mtp_alone(folder: Path, names: Collection[str]) -> MtpConfig | None:
@@ -134,20 +134,20 @@ def mtp_alone(folder: Path, names: Collection[str]) -> MtpConfig | None:
 
 def prefixes_of(layout: Layout, tensors: Mapping[str, Any], checkpoint: Checkpoint) -> list[str]:
     """Where each module begins in the files, in order."""
-    found = sorted(
+    prefixes = sorted(
         (int(match.groupdict().get("k") or 0), match["at"])
         for name in tensors
         if (match := layout.begin.fullmatch(name))
     )
     # DeepSeek numbers them after the target's own layers
     first = (checkpoint.num_layers or 0) if layout.family == "DeepSeek" else 0
-    numbers = [number for number, _ in found]
-    if found and numbers != [*range(first, first + len(found))]:
+    numbers = [number for number, _ in prefixes]
+    if prefixes and numbers != [*range(first, first + len(prefixes))]:
         raise UnsupportedModel(
             f"{checkpoint.path}: MTP modules are numbered {numbers}, not from {first} on; "
             f"the config has {checkpoint.num_layers} layers"
         )
-    return [prefix for _, prefix in found]
+    return [prefix for _, prefix in prefixes]
 
 
 def module_of(layout: Layout, prefix: str, tensors: Mapping[str, Any], path: Path) -> dict[str, str]:
@@ -184,9 +184,9 @@ def checked(
     hidden = checkpoint.hidden_size or 0
     for name, shape in shapes_of(hidden):
         for module in modules:
-            found = tensors[module[name]]["shape"]
-            if found != shape:
-                raise ModelError(f"{checkpoint.path}: {module[name]} is {found}, expected {shape}")
+            stored_shape = tensors[module[name]]["shape"]
+            if stored_shape != shape:
+                raise ModelError(f"{checkpoint.path}: {module[name]} is {stored_shape}, expected {shape}")
     return MtpConfig(
         checkpoint.path,
         layout.family,

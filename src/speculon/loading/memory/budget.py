@@ -131,7 +131,7 @@ class Budget:
         """With these drafters, loaded or not."""
         settings = self._config.speculation
         everyone, pages = (self._target, *drafters), self._count(drafters) * self._page_bytes(drafters)
-        given = settings.memory_limit_gb
+        limit_gb = settings.memory_limit_gb
         return MemoryEstimate(
             held=self._held,
             drafters=sum(needs.bytes_fixed for needs in drafters),
@@ -141,7 +141,7 @@ class Budget:
             states=self._states(drafters) + self._for_replay()[1],
             snapshots=self._for_snapshots(drafters),
             additional=int(settings.additional_memory_gb * 2**30),
-            limit=self._held + self._free if given is None else int(given * 2**30),
+            limit=self._held + self._free if limit_gb is None else int(limit_gb * 2**30),
             policy=settings.memory_policy,
         )
 
@@ -170,23 +170,23 @@ class Budget:
 
     def snapshots(self, drafters: Sequence[Needs]) -> int:
         """Snapshots of recurrent states. Raises `ConfigError` where given memory is too small or not free."""
-        each, given = self._target.bytes_snapshot, self._config.snapshot_memory_gb
+        each, memory_gb = self._target.bytes_snapshot, self._config.snapshot_memory_gb
         needed = self._for_snapshots(drafters)
-        if given and each and self._config.prefix_cache:
+        if memory_gb and each and self._config.prefix_cache:
             if not needed:
-                raise ConfigError(f"snapshot_memory_gb = {given}: one snapshot takes {each} bytes")
+                raise ConfigError(f"snapshot_memory_gb = {memory_gb}: one snapshot takes {each} bytes")
             if needed > (free := self._left(drafters)):
                 reason = f"the snapshots need {needed} bytes, {free} are free"
-                raise ConfigError(f"snapshot_memory_gb = {given}: {reason}")
+                raise ConfigError(f"snapshot_memory_gb = {memory_gb}: {reason}")
         return needed // each if each else 0
 
     def _for_snapshots(self, drafters: Sequence[Needs]) -> int:
         """Bytes of whole snapshots, one for each page at most."""
-        each, given = self._target.bytes_snapshot, self._config.snapshot_memory_gb
+        each, memory_gb = self._target.bytes_snapshot, self._config.snapshot_memory_gb
         if not each or not self._config.prefix_cache:
             return 0
         share = max(0, self._left(drafters)) * SHARE_OF_SNAPSHOTS
-        room = share if given is None else given * 2**30
+        room = share if memory_gb is None else memory_gb * 2**30
         return each * min(int(room // each), self._config.num_blocks or self._useful(drafters))
 
     def _count(self, drafters: Sequence[Needs]) -> int:

@@ -12,8 +12,7 @@ from speculon.core.types import LayerSpec, Needs, StateSpec
 from speculon.loading.headers import Checkpoint, read_checkpoint, refuse_unsafe
 from speculon.loading.load import load_config
 from speculon.loading.locate import locate
-from speculon.loading.mixers import expected_states
-from speculon.loading.probe import RECURRENT_LAYERS
+from speculon.loading.probe import RECURRENT_LAYERS, expected_states
 from speculon.loading.reading import quiet
 from speculon.target.captured import RECORDERS
 from speculon.target.footprint import CaptureSizes, program_bytes, program_row_bytes, scratch_bytes
@@ -57,11 +56,11 @@ def model_needs(
         max_context=getattr(config, "max_position_embeddings", None),
         bytes_fixed=weights,
         bytes_scratch=scratch,
-        states=states_of(config, dtype),
+        states=recurrent_states(config, dtype),
     )
 
 
-def states_of(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[tuple[StateSpec, ...], ...]:
+def recurrent_states(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[tuple[StateSpec, ...], ...]:
     """The recurrent states of each mixer, where the config names recurrent layers."""
     if not RECURRENT_LAYERS & set(getattr(config, "layer_types", None) or ()):
         return ()

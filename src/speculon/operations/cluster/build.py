@@ -23,11 +23,11 @@ from speculon.operations.cluster.handles import ServeReplicas
 from speculon.operations.cluster.metrics import ClusterCollector
 from speculon.operations.cluster.replica import Replica
 from speculon.operations.cluster.router import PrefixRouter, routing_of
+from speculon.operations.model_routes import add_models
 from speculon.server.app import create_app
 from speculon.server.app_state import AppState
 from speculon.server.pool.catalogue import Catalogue
 from speculon.server.pool.loader import Loader
-from speculon.server.pool.model_routes import add_models
 from speculon.server.pool.pool import ModelPool
 
 HEALTH_SECONDS = 1.0  # between two checks; three that fail end a replica

@@ -73,6 +73,19 @@ class Extending(Protocol):
         ...
 
 
+class Lookup(Proposer):
+    """A proposer without weights whose drafts continue what is committed, or drafts of other methods."""
+
+    needs = Needs()
+
+    def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
+        return [self.extend(seq, (), k) for seq, k in zip(seqs, budgets, strict=True)]
+
+    def extend(self, seq: Sequence, ahead: tuple[int, ...], k: int) -> Draft:
+        """As `Extending` says."""
+        raise NotImplementedError
+
+
 @runtime_checkable
 class RunsModel(Protocol):
     """A drafter with a network of its own."""

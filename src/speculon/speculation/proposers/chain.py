@@ -127,9 +127,9 @@ def why_stop(full: bool, allowed: bool, sure: bool) -> Stop | None:
 
 
 def catch_up(
-    method: str, seqs: list[Sequence], most: int, read: Callable[[list[Piece]], object], first: int = 0
+    method: str, seqs: list[Sequence], max_rows: int, read: Callable[[list[Piece]], object], first: int = 0
 ) -> list[Piece]:
-    """Reads what `method` has not seen, in calls of at most `most` rows, until one more call can take the
+    """Reads what `method` has not seen, in calls of at most `max_rows` rows, until one more call can take the
     rest.
 
     Returns that rest, which holds each sequence's last token; positions below `first` are never read, nor
@@ -137,8 +137,8 @@ def catch_up(
     """
     while True:
         rest = [(seq, seq.begin(method, first), len(seq.tokens)) for seq in seqs]
-        room, pieces = most, []
-        if sum(end - start for _, start, end in rest) <= most:
+        room, pieces = max_rows, []
+        if sum(end - start for _, start, end in rest) <= max_rows:
             return rest
         for seq, start, end in rest:
             stop = min(end - 1, start + room)  # the last token is for the call that is scored

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
 
 from speculon.core.config import SpeculationConfig
-from speculon.core.types import Draft, Needs, Stop, Verdict, no_draft
+from speculon.core.types import Draft, Stop, no_draft
 from speculon.decoding.sequence import Sequence
-from speculon.speculation.proposers.base import States, TargetFacts
-
-if TYPE_CHECKING:
-    from speculon.decoding.kv.lease import DraftLease
+from speculon.speculation.proposers.base import Lookup, TargetFacts
 
 NO_MATCH = no_draft(Stop.NO_MATCH)
 
@@ -52,11 +48,10 @@ class Index:
         return (), 0
 
 
-class NGram:
+class NGram(Lookup):
     """Drafts from the sequence's own prompt and output."""
 
     def __init__(self, min_order: int, max_order: int):
-        self.needs = Needs()
         self._orders = (min_order, max_order)
         self.index: dict[int, Index] = {}
 
@@ -67,24 +62,15 @@ class NGram:
     def admit(self, seq: Sequence) -> None:
         self.index[seq.id] = Index(*self._orders)
 
-    def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
-        return [self._draft(seq, k) for seq, k in zip(seqs, budgets, strict=True)]
-
-    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: States) -> None:
-        """Nothing to learn: the next proposal reads the committed tokens."""
-
     def release(self, seq: Sequence) -> None:
         self.index.pop(seq.id, None)
-
-    def _draft(self, seq: Sequence, k: int) -> Draft:
-        return self.extend(seq, (), k)
 
     def extend(self, seq: Sequence, ahead: tuple[int, ...], k: int) -> Draft:
         index = self.index[seq.id]
         index.extend(seq.tokens)
-        found, order = index.lookup([*seq.tokens, *ahead] if ahead else seq.tokens, k)
-        if not found:
+        tokens, order = index.lookup([*seq.tokens, *ahead] if ahead else seq.tokens, k)
+        if not tokens:
             return NO_MATCH
         return Draft(
-            found, ("ngram",) * len(found), None, (order / (order + 1),) * len(found), order, Stop.LIMIT
+            tokens, ("ngram",) * len(tokens), None, (order / (order + 1),) * len(tokens), order, Stop.LIMIT
         )

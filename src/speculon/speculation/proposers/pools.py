@@ -38,17 +38,17 @@ class Trail:
         self._seed = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
-        kept = tokens[-self._capacity :]
-        self._forget(len(self.tokens) + len(kept) - self._capacity)
-        self.end += len(tokens) - len(kept)
+        new = tokens[-self._capacity :]
+        self._forget(len(self.tokens) + len(new) - self._capacity)
+        self.end += len(tokens) - len(new)
         latest, slots, seed = self._latest, len(self._latest), self._seed
-        for place, token in enumerate(kept, self.end + 1):
+        for place, token in enumerate(new, self.end + 1):
             seed = (seed << BITS | token) & (1 << SEED * BITS) - 1
             slot = seed % slots
             self.tokens.append(token)
             self._older.append(latest[slot])
             latest[slot] = place
-        self.end, self._seed = self.end + len(kept), seed
+        self.end, self._seed = self.end + len(new), seed
 
     def after(self, tail: Sequence[int], k: int, ahead: Sequence[int] = ()) -> Found:
         """(length of match, up to `k` tokens that followed) of the newest places where the end of `tail`
@@ -57,7 +57,7 @@ class Trail:
         Newest first. A match that reaches the text's end repeats itself; no match or continuation crosses an
         END. `ahead` is what of that end is not written here.
         """
-        found: Found = []
+        matches: Found = []
         tokens, first = self.tokens, self.end - len(self.tokens)
         whole = array("i", tail)
         seed = 0
@@ -68,16 +68,16 @@ class Trail:
             at = place - first
             if at < SEED:
                 break
-            length, most = 0, min(len(tail), at)
+            length, longest = 0, min(len(tail), at)
             # most places of a text that repeats itself: 45 us instead of 65
-            if tokens[at - most : at] == whole:
-                length = most
-            while length < most and tokens[at - length - 1] == tail[-length - 1]:
+            if tokens[at - longest : at] == whole:
+                length = longest
+            while length < longest and tokens[at - length - 1] == tail[-length - 1]:
                 length += 1
             if length >= SEED and (what := self._from(at, k, ahead)):
-                found.append((length, what))
+                matches.append((length, what))
             place = self._older[at - 1]
-        return found
+        return matches
 
     def _from(self, at: int, k: int, ahead: Sequence[int]) -> array[int]:
         period = len(self.tokens) + len(ahead) - at
@@ -112,7 +112,7 @@ class Pools:
         clock: Callable[[], float] = monotonic,
         date: Callable[[], float] = time,
     ):
-        self.most, self._tokens, self._ttl, self._vocab_size, self._clock = (
+        self.max_pools, self._tokens, self._ttl, self._vocab_size, self._clock = (
             pools,
             tokens,
             ttl,
@@ -185,7 +185,7 @@ class Pools:
         pool.trail.extend(tokens)
         self._pools[key] = Pool(pool.trail, used)
         self._expire()
-        while len(self._pools) > self.most:
+        while len(self._pools) > self.max_pools:
             del self._pools[next(iter(self._pools))]
 
     def _expire(self) -> None:

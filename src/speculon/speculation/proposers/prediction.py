@@ -10,15 +10,11 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Iterable
 from copy import copy
-from typing import TYPE_CHECKING
 
 from speculon.core.config import MAX_DRAFTS, SpeculationConfig
-from speculon.core.types import Draft, Needs, Stop, Verdict, no_draft
+from speculon.core.types import Draft, Stop, no_draft
 from speculon.decoding.sequence import Sequence
-from speculon.speculation.proposers.base import States, TargetFacts
-
-if TYPE_CHECKING:
-    from speculon.decoding.kv.lease import DraftLease
+from speculon.speculation.proposers.base import Lookup, TargetFacts
 
 NAME = "prediction"
 NO_MATCH = no_draft(Stop.NO_MATCH)
@@ -79,8 +75,8 @@ class Cursor:
         else the last.
         """
         text, tail = self.prediction, self.tail
-        most = min(self.match + new, len(tail))  # a longer match would have been one before
-        self.match = n = bisect(range(1, most + 1), False, key=lambda n: tail[-n:] not in text)
+        longest = min(self.match + new, len(tail))  # a longer match would have been one before
+        self.match = n = bisect(range(1, longest + 1), False, key=lambda n: tail[-n:] not in text)
         at = text.find(tail[-n:], max(0, self.home - n))
         if n == 0 or (n == 1 and not 0 <= at < self.home + NEAR):
             return None
@@ -94,11 +90,10 @@ def common(a: str, b: str) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-class Prediction:
+class Prediction(Lookup):
     """Drafts from `Sequence.prediction`."""
 
     def __init__(self) -> None:
-        self.needs = Needs()
         self.cursors: dict[int, Cursor] = {}
         self._latest: tuple[tuple[int, ...], str] = ((), "")  # the samples of a request share one spelling
 
@@ -111,17 +106,8 @@ class Prediction:
             self._latest = seq.request.prediction, spell(seq.request.prediction)
         self.cursors[seq.id] = Cursor(self._latest[1])
 
-    def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
-        return [self._draft(seq, k) for seq, k in zip(seqs, budgets, strict=True)]
-
-    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: States) -> None:
-        """Nothing to learn: the next proposal reads the committed tokens."""
-
     def release(self, seq: Sequence) -> None:
         self.cursors.pop(seq.id, None)
-
-    def _draft(self, seq: Sequence, k: int) -> Draft:
-        return self.extend(seq, (), k)
 
     def extend(self, seq: Sequence, ahead: tuple[int, ...], k: int) -> Draft:
         cursor = self.cursors[seq.id]

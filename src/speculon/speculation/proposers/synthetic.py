@@ -11,9 +11,9 @@ import random
 from typing import TYPE_CHECKING
 
 from speculon.core.config import SpeculationConfig
-from speculon.core.types import Draft, Needs, Stop, Verdict, no_draft
+from speculon.core.types import Draft, Needs, Stop, no_draft
 from speculon.decoding.sequence import Sequence
-from speculon.speculation.proposers.base import States, TargetFacts
+from speculon.speculation.proposers.base import Proposer, TargetFacts
 
 if TYPE_CHECKING:
     from speculon.decoding.kv.lease import DraftLease
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Key = tuple[tuple[int, ...], int, int]
 
 
-class Synthetic:
+class Synthetic(Proposer):
     """Tells the remembered truth with probability `acceptance` per position, given that the position before
     was true.
     """
@@ -43,9 +43,6 @@ class Synthetic:
 
     def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
         return [self._draft(seq, k) for seq, k in zip(seqs, budgets, strict=True)]
-
-    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: States) -> None:
-        """Nothing to learn before the text is whole."""
 
     def release(self, seq: Sequence) -> None:
         key, text = self.keys.pop(seq.id), tuple(seq.tokens[seq.request.prompt_len :])

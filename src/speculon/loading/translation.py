@@ -48,7 +48,7 @@ class Translation:
         return F.pad(logits[:, : self._draft_size], (0, 1), value=NEVER).index_select(-1, self._columns)
 
 
-def overlap_of(path: str, target: Tokenizer) -> Overlap | None:
+def tokenizer_overlap(path: str, target: Tokenizer) -> Overlap | None:
     """The overlap of the tokenizer in `path` with a target's; None where every token has the same id.
 
     Raises `WrongPair` where too few tokens have a partner, or where their bytes are not known.
@@ -57,8 +57,8 @@ def overlap_of(path: str, target: Tokenizer) -> Overlap | None:
     if same_ids(draft.inner.get_vocab(), target.inner.get_vocab()):
         return None
     overlap = Overlap.of(
-        Spelling.read(file_of(target, "the target"), "the target"),
-        Spelling.read(file_of(draft, path), path),
+        Spelling.read(tokenizer_json(target, "the target"), "the target"),
+        Spelling.read(tokenizer_json(draft, path), path),
         target.encode(SAMPLE, add_special_tokens=False),
         roles=[(special(target, name), special(draft, name)) for name in ("bos", "eos")],
         other=next((i for name in ("unk", "pad", "eos") if (i := special(draft, name)) is not None), 0),
@@ -67,17 +67,17 @@ def overlap_of(path: str, target: Tokenizer) -> Overlap | None:
     return overlap.check(path, "the target")
 
 
-def file_of(tokenizer: Tokenizer, name: str) -> Any:
+def tokenizer_json(tokenizer: Tokenizer, name: str) -> Any:
     """What its tokenizer.json would hold."""
     backend = getattr(tokenizer.inner, "backend_tokenizer", None)
     if backend is None:
-        found = type(tokenizer.inner).__name__
+        class_name = type(tokenizer.inner).__name__
         raise WrongPair(
-            f"{name}: different tokenizers, and the bytes of this one's tokens are not known ({found})"
+            f"{name}: different tokenizers, and the bytes of this one's tokens are not known ({class_name})"
         )
     return json.loads(backend.to_str())
 
 
 def special(tokenizer: Tokenizer, name: str) -> int | None:
-    found: int | None = getattr(tokenizer.inner, f"{name}_token_id", None)
-    return found
+    token: int | None = getattr(tokenizer.inner, f"{name}_token_id", None)
+    return token
