@@ -217,9 +217,8 @@ def fault_of_make(arguments: list[str]) -> str | None:
 
 
 def fault_of_curl(arguments: list[str]) -> str | None:
-    server = "\n".join(
-        path.read_text(encoding="utf-8") for path in (ROOT / "src/speculon/server").rglob("*.py")
-    )
+    rooms = [ROOT / "src/speculon" / room for room in ("server", "operations")]
+    server = "\n".join(path.read_text(encoding="utf-8") for room in rooms for path in room.rglob("*.py"))
     routes = [re.sub(r"\{[^}]*\}", "[^/]+", path) for path in re.findall(r'"(/[^"\s]*)"', server)]
     for word in arguments:
         if address := re.match(r"(?:https?://)?(?:localhost|127\.0\.0\.1):\d+(/[^?]*)", word):

@@ -21,7 +21,7 @@ from speculon import LLM, SamplingParams
 class Case:
     prompt: str
     params: tuple[tuple[str, Any], ...]  # as the API names them
-    text: str = ""  # of an undisturbed run, alone and without speculation
+    text: str = ""  # of an undisturbed run without speculation
 
     @property
     def options(self) -> dict[str, Any]:
@@ -29,7 +29,7 @@ class Case:
 
 
 def cases(count: int, tokens: tuple[int, int], seed: int = 0) -> list[Case]:
-    """Greedy and seeded, of different lengths; with what one engine writes for each alone."""
+    """Greedy and seeded, of different lengths; with what one engine writes of all without speculation."""
     rng, source = Random(seed), Path(textwrap.__file__).read_text()
     made = []
     for i in range(count):
@@ -38,11 +38,10 @@ def cases(count: int, tokens: tuple[int, int], seed: int = 0) -> list[Case]:
         if i % 2:
             params |= {"temperature": 0.8, "top_p": 0.95, "seed": i}
         made.append(Case(source[at : at + rng.randint(40, 400)], tuple(params.items())))
+    prompts, sampling = [case.prompt for case in made], [SamplingParams(**case.options) for case in made]
     with LLM("demo", threads=1, batch_invariant=True, warmup=False, speculation={"method": "off"}) as llm:
-        return [
-            Case(case.prompt, case.params, llm.generate(case.prompt, SamplingParams(**case.options))[0].text)
-            for case in made
-        ]
+        texts = [out.text for out in llm.generate(prompts, sampling)]
+    return [Case(case.prompt, case.params, text) for case, text in zip(made, texts, strict=True)]
 
 
 def client(url: str) -> openai.AsyncOpenAI:

@@ -10,14 +10,13 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-import yaml
 
 from speculon.operations.cluster import app
+from tests.cluster.conftest import FILE
 from tests.server.outside import LOCAL_HTTP, REAL, Outside, started
 
 LISTENING = "0A"  # as the kernel writes it
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "cluster.md"
 
 
 def test_it_serves_and_ends_in_order(tmp_path: Path) -> None:
@@ -84,8 +83,7 @@ def sockets_of(pid: int) -> set[str]:
 
 
 def test_the_file_of_the_document_builds() -> None:
-    block = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[0]
-    (application,) = yaml.safe_load(block)["applications"]
+    (application,) = FILE["applications"]
     assert application["import_path"] == "speculon.operations.cluster:app"
     made = app({**application["args"], "state": None})
     assert made._bound_deployment.name == "Ingress"

@@ -10,8 +10,9 @@ import torch
 from tests.tiny.blocks import ask, drafter_of, folder_of, watch_blocks, wrong_blocks
 from tests.tiny.dflash_checkpoints import write_dflash
 from tests.tiny.heads import deep_model
+from tests.tiny.scripted import texts_of
 from tests.tiny.test_dflash import SPARK, VARIANTS
-from tests.tiny.test_eagle3 import SETTINGS, plain, requests_of, texts_of, whole, write
+from tests.tiny.test_eagle3 import SETTINGS, plain, requests_of, whole, write
 from tests.tiny.test_parity import MODES
 
 pytestmark = [

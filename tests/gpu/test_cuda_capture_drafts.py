@@ -21,9 +21,9 @@ from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import tiny_model
 from tests.tiny.dflash_checkpoints import write_dflash
 from tests.tiny.heads import deep_model, deep_target, head_of, watch_heads, wrong_rows
-from tests.tiny.scripted import drain, make_engine, proposer_of
+from tests.tiny.scripted import drain, make_engine, proposer_of, texts_of
 from tests.tiny.test_captured_drafts import BLOCKS, HEADS
-from tests.tiny.test_eagle3 import VARIANTS, ask, plain, requests_of, texts_of, whole
+from tests.tiny.test_eagle3 import VARIANTS, ask, plain, requests_of, whole
 from tests.tiny.test_parity import plain as plain_of_llama
 from tests.tiny.test_parity import requests_of as requests_to_llama
 

@@ -27,6 +27,7 @@ TEXT = "# of all\n" + "".join(
     f'\n[models."{name}"]  # {name}\ntop_k = 0  # first\nmax_tokens = 0\n' for name in ("a/b-1.5", "m", "n")
 )
 PAUSE = 0.002  # seconds by which a write is lengthened, so that most kills hit one
+SYNCS = 4  # of two writes: of the text before it is renamed, of the folder after that, twice
 
 
 def in_place(path: Path, old: str, new: str) -> bool:
@@ -35,7 +36,7 @@ def in_place(path: Path, old: str, new: str) -> bool:
         for start in range(0, len(new), 20):
             file.write(new[start : start + 20])
             file.flush()
-            time.sleep(PAUSE / 10)
+            os.fsync(file.fileno())
     return True
 
 
@@ -70,12 +71,25 @@ def slow_sync(number: int) -> None:
     time.sleep(PAUSE)
 
 
-def write_on(path: Path, started: int) -> None:
+def stop_at(sync: int) -> None:
+    """The process stops in its so many-th sync from now on."""
+    before = iter(range(1, sync))
+
+    def stop(number: int) -> None:
+        if next(before, None) is None:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    os.fsync = stop
+
+
+def write_on(path: Path, started: int, sync: int | None) -> None:
     """Both numbers are equal in every text that is written."""
     file = ModelSettingsFile(path, METHODS)
     for number in range(1, 10**6):
         file.update("m", {"top_k": number, "max_tokens": number})
         os.write(started, b".")
+        if number == 1 and sync is not None:
+            stop_at(sync)
 
 
 def is_whole(path: Path) -> bool:
@@ -92,16 +106,21 @@ def temporary(path: Path) -> int:
 
 
 def kill_writers(path: Path, kills: int) -> dict[str, Any]:
+    """Every second writer is killed at a random moment, the others in each sync in turn."""
     found = {"broken": 0, "interrupted": 0, "most_left": 0}
     chance = random.Random(0)
     path.write_text(TEXT, encoding="utf-8")
     ModelSettingsFile(path, METHODS).update("m", {})  # imports what forks would import one by one
-    for _ in range(kills):
+    for turn in range(kills):
         path.write_text(TEXT, encoding="utf-8")
+        sync = None if turn % 2 else turn // 2 % SYNCS + 1
         reading, started = os.pipe()
-        child = forked(partial(write_on, path, started))
+        child = forked(partial(write_on, path, started, sync))
         os.read(reading, 1)
-        time.sleep(chance.uniform(0, 8 * PAUSE))
+        if sync is None:
+            time.sleep(chance.uniform(0, 8 * PAUSE))
+        else:
+            os.waitpid(child, os.WUNTRACED)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         os.close(reading)

@@ -39,7 +39,8 @@ class Import:
 Graph = dict[str, frozenset[Import]]
 
 
-def read_table(text: str) -> list[Row]:
+@cache
+def read_table(text: str) -> tuple[Row, ...]:
     rows = []
     for layer, modules, may, torch in ROW.findall(text):
         names = re.findall(r"`([^`]+)`", may)
@@ -48,10 +49,11 @@ def read_table(text: str) -> list[Row]:
         rows.append(
             Row(int(layer), tuple(re.findall(r"`([^`]+)`", modules)), below, tuple(names), torch == "yes")
         )
-    return rows
+    return tuple(rows)
 
 
-def row_of(module: str, rows: list[Row]) -> Row | None:
+@cache
+def row_of(module: str, rows: tuple[Row, ...]) -> Row | None:
     """The row that names the module; else the first whose pattern fits."""
     exact = [row for row in rows if module in row.modules]
     fitting = [row for row in rows if any(fnmatchcase(module, pattern) for pattern in row.modules)]
@@ -71,11 +73,19 @@ def read_sources() -> dict[str, str]:
 
 @cache
 def imports_of(source: str, modules: frozenset[str]) -> frozenset[Import]:
-    return frozenset(find_imports(source, modules))
+    return frozenset(
+        resolve(f"{module}.{name}" if inner(f"{module}.{name}") in modules else module, at_import, modules)
+        for module, name, at_import in names_imported(source)
+    )
 
 
-def find_imports(source: str, modules: frozenset[str]) -> Iterator[Import]:
-    """The imports of a module at run time, without those under `if TYPE_CHECKING`."""
+@cache
+def names_imported(source: str) -> frozenset[tuple[str, str, bool]]:
+    return frozenset(find_imports(source))
+
+
+def find_imports(source: str) -> Iterator[tuple[str, str, bool]]:
+    """(module, name in it, whether at import) of each import at run time, not under `if TYPE_CHECKING`."""
     pending: list[tuple[ast.AST, bool]] = [(ast.parse(source), True)]
     while pending:
         node, at_import = pending.pop()
@@ -83,28 +93,27 @@ def find_imports(source: str, modules: frozenset[str]) -> Iterator[Import]:
             pending.extend((child, at_import) for child in node.orelse)
             continue
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield resolve(alias.name, at_import, modules)
+            yield from ((alias.name, "", at_import) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, "imports are absolute"
-            for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                yield resolve(
-                    whole if whole.removeprefix("speculon.") in modules else str(node.module),
-                    at_import,
-                    modules,
-                )
-        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        pending.extend((child, at_import and not inside) for child in ast.iter_child_nodes(node))
+            yield from ((str(node.module), alias.name, at_import) for alias in node.names)
+        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for parts in ("body", "orelse", "handlers", "finalbody", "cases"):  # no expression has statements
+            pending.extend((child, at_import and not inside) for child in getattr(node, parts, ()))
+
+
+def inner(name: str) -> str:
+    """The name of a module of ours, which is without `speculon.` here."""
+    return name.removeprefix("speculon").lstrip(".")
 
 
 def resolve(name: str, at_import: bool, modules: Set[str]) -> Import:
     if name != "speculon" and not name.startswith("speculon."):
         return Import(name, False, at_import)
-    inner = name.removeprefix("speculon").lstrip(".")
-    while inner and inner not in modules and "." in inner:
-        inner = inner.rpartition(".")[0]
-    return Import(inner or "__init__", True, at_import)
+    module = inner(name)
+    while module and module not in modules and "." in module:
+        module = module.rpartition(".")[0]
+    return Import(module or "__init__", True, at_import)
 
 
 def breaches(table: str, sources: dict[str, str]) -> list[str]:

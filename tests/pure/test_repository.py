@@ -12,16 +12,25 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_LINES = 450
+MAX_FOLDERS, MAX_FOLDER_LINES = 12, 4500  # of the package
 MAX_FUNCTION_LINES = 60
 MAX_PRIVATE_NAMES = 60  # of the package, in its tests
 MAX_PACKAGE_BYTES, MAX_DRAFTER_BYTES = 3_000_000, 25_000_000
 MAX_MODELS_BYTES = 45_000_000  # of the tests
 UNTRACKED = {"build", "dist", "__pycache__"}
 PICKLES = {".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".npy", ".npz"}
-SECRETS = re.compile(
-    r"AKIA[0-9A-Z]{16}|\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_-]{24,}|xox[abpr]-[\w-]{10,}"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY"
-)
+# each begins with a literal, which is searched quickly in files of weights
+SECRETS = [
+    re.compile(pattern)
+    for pattern in (
+        rb"AKIA[0-9A-Z]{16}",
+        rb"hf_(?<=\bhf_)[A-Za-z0-9]{30,}",
+        rb"gh(?<=\bgh)[pousr]_[A-Za-z0-9]{30,}",
+        rb"sk-(?<=\bsk-)[A-Za-z0-9_-]{24,}",
+        rb"xox[abpr]-[\w-]{10,}",
+        rb"-----BEGIN [A-Z ]*PRIVATE KEY",
+    )
+]
 
 
 def repository_files() -> list[Path]:
@@ -60,8 +69,8 @@ def private_names(source: str) -> list[str]:
     return [name for name in names if re.match(r"_[^_]", name) and name not in public]
 
 
-def secrets_in(text: str) -> list[str]:
-    return SECRETS.findall(text)
+def secrets_in(content: bytes) -> list[bytes]:
+    return [secret for pattern in SECRETS for secret in pattern.findall(content)]
 
 
 @pytest.mark.parametrize(
@@ -87,6 +96,25 @@ def test_files_are_short() -> None:
         if path.suffix == ".py"
     }
     assert {str(path.relative_to(ROOT)): n for path, n in lengths.items() if n > MAX_LINES} == {}
+
+
+def folder_lines(sources: dict[str, str]) -> dict[str, int]:
+    lines: dict[str, int] = {}
+    for path, source in sources.items():
+        folder, _, below = path.partition("/")
+        if below:
+            lines[folder] = lines.get(folder, 0) + source.count("\n")
+    return lines
+
+
+def test_the_package_has_few_folders_and_none_is_large() -> None:
+    lines = folder_lines(package_sources())
+    assert len(lines) <= MAX_FOLDERS
+    assert {folder: n for folder, n in lines.items() if n > MAX_FOLDER_LINES} == {}
+
+
+def test_a_planted_large_folder_is_found() -> None:
+    assert folder_lines({"a/b.py": "\n" * 4000, "a/c/d.py": "\n" * 501, "e.py": "\n"}) == {"a": 4501}
 
 
 def function_lengths(source: str) -> list[tuple[str, int]]:
@@ -144,14 +172,19 @@ def test_no_pickle_lies_about() -> None:
 
 def test_no_secret_lies_about() -> None:
     for path in repository_files():
-        assert not secrets_in(path.read_bytes().decode("utf-8", errors="ignore")), path
+        assert not secrets_in(path.read_bytes()), path
 
 
 @pytest.mark.parametrize(
-    "planted", ["hf_" + "a1B2" * 9, "ghp_" + "x9" * 18, "-----BEGIN " + "PRIVATE KEY", "AKIA" + "Q" * 16]
+    "planted",
+    [
+        *("hf_" + "a1B2" * 9, "ghp_" + "x9" * 18, "sk-" + "a-B_" * 6, "xox" + "b-" + "a1" * 5),
+        *("-----BEGIN " + "PRIVATE KEY", "AKIA" + "Q" * 16),
+    ],
 )
 def test_a_planted_secret_is_found(planted: str) -> None:
-    assert secrets_in(f"token = '{planted}'")
+    assert secrets_in(f"token = '{planted}'".encode()) == [planted.encode()]
+    assert not secrets_in(f"task-{planted[:9]}".encode())
 
 
 def bytes_in(folder: Path) -> int:

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from speculon import LLM, SamplingParams
-from tests.real.conftest import PACKAGES
+from tests.real.conftest import DTYPES, PACKAGES
 
 METHODS = ("auto", "suffix", "ngram")
 PARAMS = {
     "greedy": SamplingParams(temperature=0, max_tokens=16),
     "seeded": SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=16),
 }
-TASKS = 4  # of HumanEval's 164
+TASKS, ALONE = 4, 2  # of HumanEval's 164, and of these
 
 
 @pytest.fixture(scope="session")
@@ -38,10 +38,10 @@ def test_texts_with_drafts_are_the_plain_ones(
     plain = [llm.generate(prompt, params, speculation={"method": "off"})[0].token_ids for prompt in prompts]
     for method in (*METHODS, *drafter):
         speculation = {"method": method, "policy": "fixed"}
-        alone = [llm.generate(prompt, params, speculation=speculation)[0] for prompt in prompts]
+        alone = [llm.generate(prompt, params, speculation=speculation)[0] for prompt in prompts[:ALONE]]
         assert sum(out.speculation.drafted for out in alone if out.speculation) > 0, method
         together = llm.generate(prompts, params, speculation=speculation)
-        assert [out.token_ids for out in alone] == plain, method
+        assert [out.token_ids for out in alone] == plain[:ALONE], method
         assert [out.token_ids for out in together] == plain, method
 
 
@@ -64,7 +64,9 @@ def test_beyond_a_window_of_512_drafts_change_nothing(llm: LLM, tasks: list[str]
 def test_a_gguf_file_gives_the_text_of_its_folder(
     name: str, dtype: str, llm: LLM, files: dict[str, Path], prompts: list[str]
 ) -> None:
-    file = LLM("smollm2" if name == "smollm2" else str(files[name]), dtype=dtype)
+    if dtype != DTYPES[0]:
+        pytest.skip("tiny/test_gguf reads files in fp32")
+    file = LLM("smollm2" if name == "smollm2" else str(files[name]), dtype=dtype, warmup=False)
     assert ("eagle3" in file.config.speculation.drafts) == (name == "smollm2")  # the default of that name
     of_file, of_folder = (one.generate(prompts[:2], PARAMS["greedy"]) for one in (file, llm))
     assert [out.text for out in of_file] == [out.text for out in of_folder]

@@ -84,6 +84,11 @@ class Outside:
         return self.process.wait(seconds)
 
 
+def resident(pid: int) -> int:
+    """Bytes of a process that are in memory."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+
+
 @contextmanager
 def started(
     folder: Path, *arguments: str, program: tuple[str, ...] = SCRIPTED, **env: str

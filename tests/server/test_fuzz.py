@@ -15,7 +15,6 @@ from schemathesis.core.failures import FailureGroup
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from tests.server.inside import served
-from tests.server.outside import Outside
 
 SEED, EXAMPLES, SECONDS = 20_261_121, 40, 20.0
 FEW = {"get": 5, "post": 12}  # examples of the routes that have no twin; the soak has more
@@ -97,10 +96,10 @@ def decide(body: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def fuzzed(real: Outside) -> Iterator[Fuzzed]:
-    with requests.Session() as session:
+def fuzzed() -> Iterator[Fuzzed]:
+    with served() as inside, requests.Session() as session:
         session.trust_env = False
-        yield Fuzzed(real.url(), session)
+        yield Fuzzed(inside.url, session)
 
 
 def fuzz(fuzzed: Fuzzed, method: str, path: str, mode: GenerationMode, examples: int = EXAMPLES) -> None:

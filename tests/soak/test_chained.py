@@ -1,19 +1,18 @@
-"""Chained drafts in every mode and setting under every policy."""
+"""What tiny/test_chained leaves out of every mode and setting under every policy."""
 
 from __future__ import annotations
 
 import pytest
 
 from speculon.speculation.control.policies import POLICIES
-from tests.tiny.test_chained import check_lengths
+from tests.builders import left_out
+from tests.tiny.test_chained import CHOSEN, check_lengths
 from tests.tiny.test_parity import MODES, SETTINGS
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize("policy", list(POLICIES))
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("policy", "mode", "setting"), left_out(CHOSEN, POLICIES, MODES, SETTINGS))
 def test_chained_drafts_of_every_accepted_length_give_the_plain_output(
     mode: str, setting: str, policy: str
 ) -> None:

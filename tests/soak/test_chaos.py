@@ -20,6 +20,8 @@ import httpx2 as httpx
 import pytest
 from recipes.serving.server import Server, read_metrics
 
+from tests.server.outside import resident
+
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.alone,
@@ -199,10 +201,6 @@ class Chaos:
 
 def restarts(page: httpx.Response) -> float:
     return read_metrics(page.text)["speculon_engine_restarts_total"]
-
-
-def resident(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
 def test_every_request_is_answered_rightly_or_refused_by_name(server: Server) -> None:

@@ -62,6 +62,8 @@ def test_outputs_are_those_of_the_loop(
     assert isinstance(run, Programs)
     assert min(calls[f"target: {name}"] for name in run.programs) > 20, calls
     assert "draft_model" not in runs or calls["draft_model: one"] > 20, calls
+    # a drafter is called once in a round, and the more it is accepted, the fewer rounds there are: 15 and 20
+    # calls of "few" were seen, which another drafter or layout changes
     assert min(calls[name] for name in ("eagle3: one", "eagle3: few", "eagle3: joint", "dflash: few")) > 0, (
         calls
     )

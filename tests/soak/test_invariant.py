@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +15,11 @@ import torch
 from recipes.serving.server import Server
 
 from speculon import LLM, SamplingParams
-from speculon.core.errors import UnsupportedModel
-from speculon.loading.invariant import decide
-from speculon.loading.load import wrap_model
 from speculon.measure.bench.workloads import Size, build
 from speculon.target.linear import packable
-from tests.tiny.conftest import TINY, tiny_model
+from speculon.target.target import Target
+from tests.tiny.conftest import TINY
+from tests.tiny.test_invariant import outcome
 
 pytestmark = [
     pytest.mark.soak,
@@ -29,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(not packable(torch.bfloat16, torch.device("cpu")), reason="no products in bf16 here"),
 ]
 
-CLIENTS, REQUESTS, TOKENS = 32, 160, 48
+CLIENTS, REQUESTS, TOKENS = 32, 96, 48
 PAGES = 160  # fewer than 32 sequences take, so that some are preempted
 SETTINGS: dict[str, Any] = {"dtype": "bfloat16", "threads": 1}
 
@@ -89,14 +87,5 @@ def test_texts_and_log_probabilities_over_http_are_those_of_plain_decoding(tmp_p
 
 def test_most_architectures_are_invariant_in_fp16() -> None:
     """All 14 on an Intel Xeon with AMX, 13 on an AMD EPYC. Their logits are compared when that is decided."""
-    found = [name for name in TINY if invariant_in(torch.float16, name)]
+    found = [name for name in TINY if isinstance(outcome(name, torch.float16), Target)]
     assert len(found) >= 12
-
-
-def invariant_in(dtype: torch.dtype, name: str) -> bool:
-    target = wrap_model(copy.deepcopy(tiny_model(name)).to(dtype), name=name, share=False)
-    try:
-        decide(target, True)
-    except UnsupportedModel:
-        return False
-    return target.batch_invariant

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.builders import left_out
 from tests.tiny.recurrent import DIFFERENT, RECURRENT, TWO
 from tests.tiny.recurrent_drafts import check_accepted, check_estimate, check_states
-from tests.tiny.test_recurrent_drafts import PLANTS, check_lower, check_planted
+from tests.tiny.test_recurrent_drafts import CHOSEN, CHOSEN_LOWER, PLANTS, check_lower, check_planted
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 OTHERS = [name for name in RECURRENT if name not in DIFFERENT]
@@ -30,15 +31,13 @@ def test_the_estimate_before_loading_is_that_of_the_loaded_draft(name: str, tmp_
     check_estimate(name, tmp_path)
 
 
-@pytest.mark.parametrize("plant", PLANTS)
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize(("plant", "name"), left_out(CHOSEN, PLANTS, TWO))
 def test_a_planted_error_changes_drafts_and_no_text(
     name: str, plant: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_planted(name, plant, monkeypatch)
 
 
-@pytest.mark.parametrize("plant", PLANTS[1:])
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize(("plant", "name"), left_out(CHOSEN_LOWER, PLANTS[1:], TWO))
 def test_a_planted_error_lowers_acceptance(name: str, plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check_lower(name, plant, monkeypatch)

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import aclosing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from recipes.serving.step_time import compare
 
 from speculon import LLM
 from speculon.measure.bench.workloads import Size, build
+from tests.server.outside import resident
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
-CLIENTS, MINUTES = 32, 3
+CLIENTS = 32
+SECONDS = (30, 90, 150)  # after which memory is read; a minute of traffic before them is not watched
 SHAPES = range(
     1,
     300,
@@ -33,7 +36,7 @@ SHAPES = range(
 PAGES = 768  # so few that all are touched in the first minute: only then is growth a leak
 GONE = 0.1  # of the clients' requests, left in the middle
 SPOILED = 0.05
-GROWTH = 1.05  # of memory between the first minute and the last
+GROWTH = 1.05  # of memory between the first and the last of them
 # 1.1 is aimed at, and measured by recipes/serving/step_time.py; a machine that does other things adds its own
 SLOWER = 1.25
 
@@ -159,10 +162,6 @@ async def at_rest(server: Server, checks: float) -> dict[str, float]:
     raise AssertionError(f"no rest: {found}")
 
 
-def resident(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
-
-
 @pytest.mark.alone
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads memory from /proc")
 def test_traffic_for_minutes(server: Server, llm: LLM) -> None:
@@ -171,8 +170,8 @@ def test_traffic_for_minutes(server: Server, llm: LLM) -> None:
     memory: list[dict[str, int]] = []
 
     async def watch() -> None:
-        for _ in range(MINUTES):
-            await asyncio.sleep(60)
+        for pause in (after - before for before, after in pairwise((0, *SECONDS))):
+            await asyncio.sleep(pause)
             memory.append({name: resident(pid) for name, pid in pids.items()})
 
     async def soak() -> dict[str, float]:
@@ -181,7 +180,7 @@ def test_traffic_for_minutes(server: Server, llm: LLM) -> None:
         traffic.ends.clear()
         checks = server.metrics()["speculon_integrity_checks_total"]
         watching = asyncio.create_task(watch())
-        await traffic.run(seconds=60 * MINUTES)
+        await traffic.run(seconds=SECONDS[-1])
         await watching
         return await at_rest(server, checks)
 

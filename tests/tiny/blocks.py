@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,11 +15,9 @@ from speculon.decoding.kv.lease import DraftLease
 from speculon.decoding.sampling import Row, pick, round_stream, weigh
 from speculon.decoding.sequence import Sequence
 from speculon.drafters.dflash.proposer import NAME, DFlashDrafter
-from speculon.speculation.proposers.registry import register
-from tests.tiny.conftest import VOCAB
 from tests.tiny.dflash_checkpoints import Drafter, make_drafter
 from tests.tiny.dflash_reference import reference_drafts, reference_states
-from tests.tiny.heads import Texts, deep_model, true_taps
+from tests.tiny.heads import Texts, deep_model, register_watched, true_draft, true_taps
 from tests.tiny.scripted import Key
 
 
@@ -45,7 +42,6 @@ class Watched(DFlashDrafter):
 
     watch: Watch
     truth: Texts
-    error_rate = 0.3
 
     def _propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
         drafts = super()._propose(seqs, budgets, lease)
@@ -54,7 +50,7 @@ class Watched(DFlashDrafter):
             self.watch.rounds.append(Round(key, len(seq.tokens), draft, states.cpu()))
         if not self.truth:
             return drafts
-        return [self._true_draft(seq, draft) for seq, draft in zip(seqs, drafts, strict=True)]
+        return [true_draft(NAME, self.truth, seq, draft) for seq, draft in zip(seqs, drafts, strict=True)]
 
     def _blocks(self, seqs: list[Sequence], ks: list[int], own: DraftLease) -> list[Tensor]:
         self.states = super()._blocks(seqs, ks, own)
@@ -64,27 +60,12 @@ class Watched(DFlashDrafter):
         super()._read(pieces, lease)
         self.watch.read += sum(end - start for _, start, end in pieces)
 
-    def _true_draft(self, seq: Sequence, draft: Draft) -> Draft:
-        rest = self.truth[seq.request.id, seq.sample][seq.num_output :]
-        chance = random.Random(f"{seq.request.id} {len(seq.tokens)}")
-        tokens = [
-            true if chance.random() > self.error_rate else (true + 1) % VOCAB
-            for true in rest[: len(draft.tokens)]
-        ]
-        return Draft(tuple(tokens), (NAME,) * len(tokens))
-
 
 def watch_blocks(truth: Texts | None = None) -> Watch:
     """Makes `dflash` the name of a drafter that is watched, and that says `truth` where there is any."""
     watch = Watch()
 
-    def made(config: Any, target: Any) -> Watched:
-        drafter = Watched.build(config, target)
-        assert isinstance(drafter, Watched)
-        drafter.watch, drafter.truth = watch, truth or {}
-        return drafter
-
-    register(NAME, made)
+    register_watched(NAME, Watched, watch, truth)
     return watch
 
 

@@ -118,7 +118,7 @@ def ask(
     engine: Engine, prompt: list[int] = PROMPT, speculation: dict[str, Any] | None = None, **params: Any
 ) -> Result:
     """The first sample of a request, run to its end."""
-    settings = {"max_tokens": 6, "ignore_eos": True, **params}
+    settings = {"max_tokens": 4, "ignore_eos": True, **params}
     engine.add_request(prompt, SamplingParams(**settings), speculation, "r")
     return drain(engine)["r", 0]
 
@@ -219,13 +219,19 @@ def has_effect(engine: Engine, name: str, value: Any) -> bool:
 
 
 def cached(engine: Engine, **params: Any) -> int:
-    """Tokens that a request finds in the prefix cache after another one with its prompt."""
+    """Tokens that a request finds in the prefix cache after others with its prompt."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(slots, "ALONE", 1)  # a hit behind a snapshot pays, however few tokens it has
         patched.setattr(slots, "FEWEST", 1)
-        for _ in range(2):  # the first prompt shows what is shared, the second leaves a snapshot there
-            ask(engine, max_tokens=1)
+        ask_before(engine)
         return ask(engine, **{"max_tokens": 2, **params, "n": 1}).stats.cached_tokens
+
+
+@cache
+def ask_before(engine: Engine) -> None:
+    """The first prompt shows what is shared, the second leaves a snapshot there."""
+    for _ in range(2):
+        ask(engine, max_tokens=1)
 
 
 @cache
@@ -246,7 +252,7 @@ def judged(engine: Engine, rule: str) -> int:
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(verify.WITH_Q, rule, counted)
         for method in known_methods():
-            ask(engine, speculation={"method": method, "acceptance": rule}, max_tokens=12)
+            ask(engine, speculation={"method": method, "acceptance": rule})
     return sum(calls)
 
 

@@ -72,19 +72,38 @@ class Watch:
     rows: list[Rows] = field(default_factory=list)
 
 
+def true_draft(name: str, truth: Texts, seq: Sequence, draft: Draft) -> Draft:
+    """As many drafts of the known output, some of them wrong."""
+    rest = truth[seq.request.id, seq.sample][seq.num_output :]
+    chance = random.Random(f"{seq.request.id} {len(seq.tokens)}")
+    tokens = [true if chance.random() > 0.3 else (true + 1) % VOCAB for true in rest[: len(draft.tokens)]]
+    return Draft(tuple(tokens), (name,) * len(tokens))
+
+
+def register_watched(name: str, watched: type, watch: Any, truth: Texts | None) -> None:
+    """Makes a drafter that is watched known by its name; it says `truth` where there is any."""
+
+    def made(config: Any, target: Any) -> Any:
+        drafter: Any = watched.build(config, target)  # type: ignore[attr-defined]
+        assert isinstance(drafter, watched)
+        drafter.watch, drafter.truth = watch, truth or {}
+        return drafter
+
+    register(name, made)
+
+
 class Watched(Eagle3Drafter):
     """Records every row, and drafts the known output with some errors, so that all lengths are accepted."""
 
     watch: Watch
     truth: Texts
-    error_rate = 0.3
 
     def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
         drafts = super().propose(seqs, budgets, lease)
         for seq, draft in zip(seqs, drafts, strict=True):
             self.watch.rounds.append(Round((seq.request.id, seq.sample), len(seq.tokens), draft.tokens))
         return (
-            [self._true_draft(seq, draft) for seq, draft in zip(seqs, drafts, strict=True)]
+            [true_draft(NAME, self.truth, seq, draft) for seq, draft in zip(seqs, drafts, strict=True)]
             if self.truth
             else drafts
         )
@@ -102,34 +121,24 @@ class Watched(Eagle3Drafter):
         self.last = super()._forward(pieces, ids, states, own)
         return self.last
 
-    def _true_draft(self, seq: Sequence, draft: Draft) -> Draft:
-        rest = self.truth[seq.request.id, seq.sample][seq.num_output :]
-        chance = random.Random(f"{seq.request.id} {len(seq.tokens)}")
-        tokens = [
-            true if chance.random() > self.error_rate else (true + 1) % VOCAB
-            for true in rest[: len(draft.tokens)]
-        ]
-        return Draft(tuple(tokens), (NAME,) * len(tokens))
-
 
 def watch_heads(truth: Texts | None = None) -> Watch:
     """Makes `eagle3` the name of a head that is watched, and that says `truth` where there is any."""
     watch = Watch()
 
-    def made(config: Any, target: Any) -> Watched:
-        drafter = Watched.build(config, target)
-        assert isinstance(drafter, Watched)
-        drafter.watch, drafter.truth = watch, truth or {}
-        return drafter
-
-    register(NAME, made)
+    register_watched(NAME, Watched, watch, truth)
     return watch
+
+
+@cache
+def hidden_states(model: PreTrainedModel, ids: tuple[int, ...]) -> tuple[Tensor, ...]:  # [1, n, H] each
+    with torch.inference_mode():
+        return model(torch.tensor([ids]), output_hidden_states=True).hidden_states
 
 
 def true_taps(ids: list[int], layers: tuple[int, ...]) -> Tensor:
     """What the stock model's layers leave of each id [n, k * Ht]."""
-    with torch.inference_mode():
-        states = observed()(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    states = hidden_states(observed(), tuple(ids))
     return torch.cat([states[layer + 1][0] for layer in layers], -1)
 
 

@@ -27,7 +27,7 @@ from speculon.speculation.proposers.chain import Piece
 from speculon.speculation.proposers.registry import register
 from speculon.target.target import Target
 from tests.tiny.conftest import VOCAB, build, tiny_target
-from tests.tiny.scripted import Key, Request, Result, drain
+from tests.tiny.scripted import Key, Request, Result, drain, texts_of
 from tests.tiny.test_parity import OFF, Texts, plain, requests_of
 
 SPECIALS = ["<pad>", "<s>", "</s>"]
@@ -126,11 +126,7 @@ def asking(mode: str, k: int, *methods: str, shared: int = 0) -> list[Request]:
 
 def off(requests: Seq[Request]) -> Texts:
     """What is written for these requests without speculation."""
-    return texts(write(engine_of({}), [Request(r.prompt, r.params, OFF, r.id) for r in requests]))
-
-
-def texts(results: dict[Key, Result]) -> Texts:
-    return {key: result.tokens for key, result in results.items()}
+    return texts_of(write(engine_of({}), [Request(r.prompt, r.params, OFF, r.id) for r in requests]))
 
 
 def some(mode: str, results: dict[Key, Result]) -> Texts:

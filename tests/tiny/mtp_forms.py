@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,9 +22,9 @@ from speculon.decoding.sequence import Sequence
 from speculon.drafters.mtp.proposer import NAME, Mtp
 from speculon.loading.load import load_target
 from speculon.speculation.proposers.chain import Piece
-from speculon.speculation.proposers.registry import register
 from speculon.target.target import Target
-from tests.tiny.conftest import MOE, TINY, VOCAB, build
+from tests.tiny.conftest import MOE, TINY, build
+from tests.tiny.heads import register_watched, true_draft
 from tests.tiny.recurrent import DELTA, DELTA_MOE
 from tests.tiny.scripted import Key
 
@@ -302,7 +301,6 @@ class Watched(Mtp):
 
     watch: Watch
     truth: Texts
-    error_rate = 0.3
     reading = False
 
     def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
@@ -314,7 +312,7 @@ class Watched(Mtp):
                 self.watch.rounds.append(Round(key_of(seq), len(seq.tokens), draft.tokens, scores))
         if not self.truth:
             return drafts
-        return [self._true_draft(seq, draft) for seq, draft in zip(seqs, drafts, strict=True)]
+        return [true_draft(NAME, self.truth, seq, draft) for seq, draft in zip(seqs, drafts, strict=True)]
 
     def _read(self, pieces: list[Piece], lease: DraftLease) -> Tensor:
         self.reading = True
@@ -344,15 +342,6 @@ class Watched(Mtp):
             if end >= len(seq.tokens):
                 self.scores[key_of(seq)].append(scores.cpu().clone())
 
-    def _true_draft(self, seq: Sequence, draft: Draft) -> Draft:
-        rest = self.truth[key_of(seq)][seq.num_output :]
-        chance = random.Random(f"{seq.request.id} {len(seq.tokens)}")
-        tokens = [
-            true if chance.random() > self.error_rate else (true + 1) % VOCAB
-            for true in rest[: len(draft.tokens)]
-        ]
-        return Draft(tuple(tokens), (NAME,) * len(tokens))
-
 
 def key_of(seq: Sequence) -> Key:
     return seq.request.id, seq.sample
@@ -362,13 +351,7 @@ def watch_mtp(truth: Texts | None = None) -> Watch:
     """Makes `mtp` the name of modules that are watched, and that say `truth` where there is any."""
     watch = Watch()
 
-    def made(config: Any, target: Any) -> Watched:
-        drafter = Watched.build(config, target)
-        assert isinstance(drafter, Watched)
-        drafter.watch, drafter.truth = watch, truth or {}
-        return drafter
-
-    register(NAME, made)
+    register_watched(NAME, Watched, watch, truth)
     return watch
 
 

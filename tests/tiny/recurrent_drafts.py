@@ -20,7 +20,7 @@ from speculon.speculation.proposers.registry import register
 from speculon.target.target import Target
 from tests.tiny.conftest import tiny_target
 from tests.tiny.recurrent import TIE, recurrent_model, recurrent_target, requests
-from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run
+from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, texts_of
 
 Force = Callable[[Key, int], int | None]  # (text, position in it) -> the token to draft there; None: its own
 Ids = dict[Key, list[int]]  # prompt and output
@@ -165,10 +165,6 @@ def plain(name: str, made: list[Request]) -> dict[Key, Result]:
     return run(target, [replace(request, speculation={"method": "off"}) for request in made])
 
 
-def texts(results: dict[Key, Result]) -> dict[Key, list[int]]:
-    return {key: result.tokens for key, result in results.items()}
-
-
 def rejected(results: dict[Key, Result]) -> int:
     return sum(done.rejected for result in results.values() if (done := result.stats.speculation()))
 
@@ -177,7 +173,7 @@ def check_accepted(name: str) -> None:
     """Drafts of the target itself."""
     use_drafts(name)
     results = serve(recurrent_target(name), drafted_requests())
-    assert texts(results) == texts(truth_of(name)) and rejected(results) == 0
+    assert texts_of(results) == texts_of(truth_of(name)) and rejected(results) == 0
     assert sum(result.stats.preemptions for result in results.values()) > 0
 
 
@@ -187,7 +183,7 @@ def check_states(name: str, kept: bool) -> None:
     truth = truth_of(name)
     drafts = use_drafts(name, wrong_now_and_then(ids_of(made, truth)))
     results = serve(recurrent_target(name), made)
-    assert texts(results) == texts(truth) and rejected(results) > 9
+    assert texts_of(results) == texts_of(truth) and rejected(results) > 9
     assert drafts.wrong(ids_of(made, truth)) == []
     assert bool(drafts.last.needs.spare_states) == kept
 

@@ -129,6 +129,10 @@ class Result:
         self.stats = event.stats or self.stats
 
 
+def texts_of(results: Mapping[Key, Result]) -> dict[Key, list[int]]:
+    return {key: result.tokens for key, result in results.items()}
+
+
 def make_engine(target: Target, **settings: Any) -> Engine:
     """Under policy `fixed` unless `speculation` names another: drafts must not depend on the clock."""
     speculation = {"policy": "fixed", **settings.pop("speculation", {})}

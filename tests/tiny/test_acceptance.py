@@ -18,8 +18,8 @@ from speculon.decoding.sampling import Row
 from speculon.speculation.proposers import chain
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft, use_draft
-from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run
-from tests.tiny.test_parity import OFF, Texts
+from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, texts_of
+from tests.tiny.test_parity import OFF
 
 
 def engine() -> Any:
@@ -31,10 +31,6 @@ def write(requests: list[Request]) -> dict[Key, Result]:
     for request in requests:
         made.add_request(request.prompt, request.params, request.speculation, request.id)
     return drain(made)
-
-
-def texts(results: dict[Key, Result]) -> Texts:
-    return {key: result.tokens for key, result in results.items()}
 
 
 def sampled(acceptance: str, **params: Any) -> list[Request]:
@@ -62,7 +58,7 @@ def test_rules_with_q_accept_everything_where_q_is_p(acceptance: str) -> None:
         done = result.stats.speculation()
         assert done is not None and done.rejected == 0 and done.drafted > 20
     plain = run(tiny_target("llama"), [Request(r.prompt, r.params, OFF, r.id) for r in requests])
-    assert (texts(results) == texts(plain)) == (acceptance == "rejection")
+    assert (texts_of(results) == texts_of(plain)) == (acceptance == "rejection")
 
 
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
@@ -72,7 +68,7 @@ def test_rules_with_q_sample_another_output_but_the_same_one_each_time(acceptanc
     requests = sampled(acceptance, repetition_penalty=1.3, **params)
     results, again = write(requests), write(requests[::-1])
     matched = write(sampled("matching", repetition_penalty=1.3, **params))
-    assert texts(results) == texts(again) != texts(matched)
+    assert texts_of(results) == texts_of(again) != texts_of(matched)
     for result in results.values():
         assert [lp.token for lp in result.logprobs] == result.tokens
         done = result.stats.speculation()

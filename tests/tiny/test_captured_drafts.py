@@ -22,10 +22,10 @@ from tests.tiny.blocks import drafter_of, watch_blocks, wrong_blocks
 from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.dflash_checkpoints import write_dflash
 from tests.tiny.heads import deep_model, deep_target, head_of, watch_heads, wrong_rows
-from tests.tiny.scripted import drain, make_engine
+from tests.tiny.scripted import drain, make_engine, texts_of
 from tests.tiny.test_captured import deaf, failing, replayed
 from tests.tiny.test_dflash import SPARK
-from tests.tiny.test_eagle3 import VARIANTS, ask, plain, requests_of, texts_of, whole
+from tests.tiny.test_eagle3 import VARIANTS, ask, plain, requests_of, whole
 
 HEADS = ("usual", "norm before residual", "newest", "two layers", "another width", "normed heads")
 BLOCKS: dict[str, dict[str, Any]] = {

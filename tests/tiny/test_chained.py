@@ -124,7 +124,10 @@ def check_lengths(mode: str, setting: str, policy: str) -> None:
         assert not runs
 
 
-@pytest.mark.parametrize(("policy", "mode", "setting"), spread(POLICIES, MODES, SETTINGS))
+CHOSEN = spread(POLICIES, MODES, SETTINGS)
+
+
+@pytest.mark.parametrize(("policy", "mode", "setting"), CHOSEN)
 def test_chained_drafts_of_every_accepted_length_give_the_plain_output(
     mode: str, setting: str, policy: str
 ) -> None:

@@ -31,8 +31,8 @@ from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import build, tiny_model, tiny_target
 from tests.tiny.dflash_checkpoints import write_dflash
 from tests.tiny.heads import DEPTH, Texts, deep_model, folder_of, head_of, watch_heads, wrong_rows
-from tests.tiny.scripted import Key, Result, drain, make_engine, proposer_of
-from tests.tiny.test_eagle3 import ask, plain, requests_of, texts_of, whole
+from tests.tiny.scripted import Key, Result, drain, make_engine, proposer_of, texts_of
+from tests.tiny.test_eagle3 import ask, plain, requests_of, whole
 
 LAYOUTS = [Linear, packed]
 

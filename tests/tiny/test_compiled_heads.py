@@ -24,9 +24,9 @@ from tests.tiny.blocks import drafter_of, watch_blocks, wrong_blocks
 from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.dflash_checkpoints import write_dflash
 from tests.tiny.heads import deep_model, deep_target, head_of, watch_heads, wrong_rows
-from tests.tiny.scripted import Result, drain, make_engine
+from tests.tiny.scripted import Result, drain, make_engine, texts_of
 from tests.tiny.test_captured_drafts import BLOCKS, HEADS
-from tests.tiny.test_eagle3 import SETTINGS, VARIANTS, ask, plain, requests_of, texts_of, whole
+from tests.tiny.test_eagle3 import SETTINGS, VARIANTS, ask, plain, requests_of, whole
 
 METHODS = ("eagle3", "dflash")
 WRONG = "not compiled: it computes something else"

@@ -8,6 +8,7 @@ import copy
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ from tests.tiny.forms import engine_of
 from tests.tiny.heads import DEPTH, deep_model, deep_target
 from tests.tiny.recurrent import recurrent_model, recurrent_target
 from tests.tiny.recurrent import requests as recurrent_requests
-from tests.tiny.scripted import Key, Request, Result, drain, make_engine, proposer_of, run
-from tests.tiny.test_eagle3 import SETTINGS, plain, requests_of, shifted, texts_of, whole, write
+from tests.tiny.scripted import Key, Request, Result, drain, make_engine, proposer_of, run, texts_of
+from tests.tiny.test_eagle3 import SETTINGS, plain, requests_of, shifted, whole, write
 from tests.tiny.test_parity import GREEDY, MODES, OFF, accepted_lengths
 
-KS = (1, 3, 7)
+KS, FEW = (1, 3, 7), 4  # of the requests
 MARKOV = (None, "vanilla", "gated", "rnn")
+CHOSEN = spread([False, True], MARKOV, KS)
 SPARK: dict[str, Any] = {"format": "speculators", "from_anchor": True, "windows": (9, None), "markov": "rnn"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "short blocks": {"block_size": 2},
@@ -79,7 +81,7 @@ def check_layout(from_anchor: bool, markov: str | None, k: int, tmp_path: Path) 
     assert not wrong_blocks(watch, drafter_of(**variant), whole("greedy"))
 
 
-@pytest.mark.parametrize(("from_anchor", "markov", "k"), spread([False, True], MARKOV, KS))
+@pytest.mark.parametrize(("from_anchor", "markov", "k"), CHOSEN)
 def test_both_layouts_draft_with_every_head(
     from_anchor: bool, markov: str | None, k: int, tmp_path: Path
 ) -> None:
@@ -88,19 +90,27 @@ def test_both_layouts_draft_with_every_head(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_blocks_are_those_of_the_formula(variant: str, tmp_path: Path) -> None:
-    results, watch = drafted_with(tmp_path, 4, **VARIANTS[variant])
-    assert texts_of(results) == plain("greedy")
+    path = write_dflash(tmp_path, deep_model().config, **VARIANTS[variant])
+    watch = watch_blocks(plain("greedy"))
+    results = write(requests_of("greedy")[:FEW], folder_of(path), ask(4))
+    assert texts_of(results) == {key: plain("greedy")[key] for key in results}
     assert not wrong_blocks(watch, drafter_of(**VARIANTS[variant]), whole("greedy"))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_no_setting_changes_a_token_or_a_block(setting: str, mode: str, tmp_path: Path) -> None:
+def check_setting(setting: str, mode: str, tmp_path: Path) -> None:
     results, watch = drafted_with(tmp_path, 5, mode, 9, SETTINGS[setting], **SPARK)
     assert texts_of(results) == plain(mode, 9)
     if setting == "few pages":
         assert any(result.stats.preemptions for result in results.values())
     assert not wrong_blocks(watch, drafter_of(**SPARK), whole(mode, 9), greedy=mode == "greedy")
+
+
+CHOSEN_SETTINGS = list(zip(SETTINGS, cycle(MODES), strict=False))
+
+
+@pytest.mark.parametrize(("setting", "mode"), CHOSEN_SETTINGS)
+def test_no_setting_changes_a_token_or_a_block(setting: str, mode: str, tmp_path: Path) -> None:
+    check_setting(setting, mode, tmp_path)
 
 
 def test_alone_every_length_is_accepted(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from speculon.drafters.families import read_dflash_config
 from tests.tiny.blocks import ask, drafter_of, folder_of, watch_blocks
 from tests.tiny.dflash_checkpoints import MASK, Drafter, published, write_dflash
 from tests.tiny.heads import deep_model, true_taps
-from tests.tiny.test_eagle3 import plain, requests_of, texts_of, whole, write
+from tests.tiny.scripted import texts_of
+from tests.tiny.test_eagle3 import plain, requests_of, whole, write
 
 
 def stock(drafter: Drafter) -> transformers.PreTrainedModel:

@@ -23,7 +23,7 @@ from tests.builders import spread
 from tests.tiny.conftest import tiny_target
 from tests.tiny.demo_texts import DEMO, MISSING
 from tests.tiny.drafting import DRAFT, NoisyModel, noisy_draft, use_draft
-from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run
+from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, texts_of
 from tests.tiny.test_parity import GREEDY, MODES, OFF, Texts, plain, requests_of
 
 METHODS = ("draft_model", "auto")
@@ -34,6 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "a small pool": {"num_blocks": 40, "max_num_seqs": 8},
     "no prefix cache": {"prefix_cache": False},
 }
+CHOSEN = spread(SETTINGS, METHODS, MODES)
 
 
 def engine(speculation: dict[str, Any] | None = None, **settings: Any) -> Any:
@@ -58,20 +59,16 @@ def drafted_requests(mode: str, method: str, shared: int = 0) -> list[Request]:
     ]
 
 
-def texts(results: dict[Key, Result]) -> Texts:
-    return {key: result.tokens for key, result in results.items()}
-
-
 def check_tokens(setting: str, method: str, mode: str) -> None:
     """Alone is a batch of one: all spans, chunks and preemptions of the batch are there too."""
     noisy_draft()
     results = write(drafted_requests(mode, method), **SETTINGS[setting])
-    assert texts(results) == plain(mode)
+    assert texts_of(results) == plain(mode)
     outcomes = {kind for result in results.values() for kind in result.stats.outcomes}
     assert {SpanOutcome.FULL, SpanOutcome.TAIL, SpanOutcome.EARLY} <= outcomes
 
 
-@pytest.mark.parametrize(("setting", "method", "mode"), spread(SETTINGS, METHODS, MODES))
+@pytest.mark.parametrize(("setting", "method", "mode"), CHOSEN)
 def test_no_token_changes(setting: str, method: str, mode: str) -> None:
     check_tokens(setting, method, mode)
 
@@ -79,7 +76,7 @@ def test_no_token_changes(setting: str, method: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_draft_that_knows_nothing_changes_nothing(mode: str) -> None:
     use_draft(tiny_target("llama", 1))
-    assert texts(write(drafted_requests(mode, "draft_model"))) == plain(mode)
+    assert texts_of(write(drafted_requests(mode, "draft_model"))) == plain(mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -87,7 +84,7 @@ def test_the_target_as_its_own_draft_is_always_right(mode: str) -> None:
     """Keyed noise is shared: where q is p, every sampled draft is the target's own token."""
     use_draft(tiny_target("llama"))
     results = write(drafted_requests(mode, "draft_model"))
-    assert texts(results) == plain(mode)
+    assert texts_of(results) == plain(mode)
     for result in results.values():
         done = result.stats.speculation()
         assert done is None or done.rejected == 0
@@ -102,7 +99,7 @@ def test_a_prefix_hit_in_the_middle_of_writing() -> None:
         made.add_request(request.prompt, request.params, request.speculation, request.id)
         for event in [event for _ in range(3) for event in made.step()]:
             results.setdefault((event.request_id, event.sample), Result()).take(event)
-    assert texts(drain(made, results)) == plain("greedy", 24)
+    assert texts_of(drain(made, results)) == plain("greedy", 24)
 
 
 def test_several_samples_of_one_prompt() -> None:
@@ -110,7 +107,7 @@ def test_several_samples_of_one_prompt() -> None:
     params = SamplingParams(temperature=0.9, seed=3, n=4, max_tokens=24, ignore_eos=True)
     prompt = list(range(3, 30))
     truth = run(tiny_target("llama"), [Request(prompt, params, OFF)])
-    assert texts(write([Request(prompt, params, {"method": "draft_model"})])) == texts(truth)
+    assert texts_of(write([Request(prompt, params, {"method": "draft_model"})])) == texts_of(truth)
 
 
 def test_a_lag_of_five_hundred_tokens_is_caught_up_in_one_call() -> None:
@@ -124,7 +121,7 @@ def test_a_lag_of_five_hundred_tokens_is_caught_up_in_one_call() -> None:
     made = make_engine(big, speculation=DRAFT)
     made.add_request(prompt, params, {"method": "draft_model", "num_speculative_tokens": 4}, "r")
     results = drain(made)
-    assert texts(results) == texts(truth)
+    assert texts_of(results) == texts_of(truth)
     assert model.calls[0] == 501, "the whole lag and the last token in the first call"
     assert max(model.calls[1:]) <= 2, (
         "after a full acceptance the last draft is caught up beside the last token"
@@ -169,7 +166,7 @@ def test_a_batch_catches_up_in_calls_of_the_estimated_size() -> None:
     results = write(
         [Request(p, params, {"method": "draft_model"}, f"q{i}") for i, p in enumerate(prompts)], **settings
     )
-    assert texts(results) == texts(truth)
+    assert texts_of(results) == texts_of(truth)
     assert 40 < max(model.calls) <= 40 + max(8 * 4, MAX_DRAFTS)
 
 
@@ -186,7 +183,7 @@ def test_a_draft_ends_early_where_it_is_unsure() -> None:
     everything = len(model.calls)
     use_draft(model)
     short = write(drafted_requests("greedy", "draft_model"), {"draft_min_confidence": 0.9})
-    assert texts(short) == texts(long) == plain("greedy")
+    assert texts_of(short) == texts_of(long) == plain("greedy")
 
     def drafted(results: dict[Key, Result]) -> int:
         return sum(done.drafted for result in results.values() if (done := result.stats.speculation()))
@@ -202,7 +199,7 @@ def test_cascade_asks_the_model_only_where_the_lookup_has_nothing() -> None:
     results = write(requests, {"method": "auto"})
     sources = [result.stats.speculation() for result in results.values()]
     assert {name for done in sources if done for name in done.by_source} == {"suffix", "draft_model"}
-    assert texts(results) == texts(
+    assert texts_of(results) == texts_of(
         run(tiny_target("llama"), [Request(r.prompt, r.params, OFF, r.id) for r in requests])
     )
 
@@ -230,7 +227,7 @@ def test_a_padded_vocabulary_is_no_difference(acceptance: str, more: int) -> Non
     ]
     results = write(requests)
     assert all(not result.stats.reasons[Reason.ERROR] for result in results.values())
-    assert (texts(results) == plain("sampled")) == (acceptance == "matching")
+    assert (texts_of(results) == plain("sampled")) == (acceptance == "matching")
 
 
 def test_beyond_the_drafts_context_decoding_is_plain() -> None:
@@ -239,7 +236,7 @@ def test_beyond_the_drafts_context_decoding_is_plain() -> None:
     made = use_draft(short)
     requests = drafted_requests("greedy", "draft_model")
     results = write(requests)
-    assert texts(results) == plain("greedy") and made[0].needs.max_context == 40
+    assert texts_of(results) == plain("greedy") and made[0].needs.max_context == 40
     assert any(result.stats.reasons[Reason.CONTEXT_LIMIT] for result in results.values())
 
 
@@ -253,7 +250,7 @@ def test_a_draft_that_fails_costs_the_drafts_and_nothing_else(caplog: pytest.Log
 
     use_draft(Failing(tiny_target("llama")))
     results = write(drafted_requests("greedy", "draft_model"))
-    assert texts(results) == plain("greedy")
+    assert texts_of(results) == plain("greedy")
     assert any(result.stats.reasons[Reason.ERROR] for result in results.values()) and "planted" in caplog.text
 
 
@@ -361,7 +358,7 @@ def test_layers_of_the_target_under_the_draft_are_seen(monkeypatch: pytest.Monke
     use_draft(tiny_target("llama", 1))
     of = DraftLease.__init__
     monkeypatch.setattr(DraftLease, "__init__", lambda self, store, first_layer, states: of(self, store, 0))
-    assert texts(write(drafted_requests("greedy", "draft_model"))) != plain("greedy")
+    assert texts_of(write(drafted_requests("greedy", "draft_model"))) != plain("greedy")
 
 
 @pytest.mark.skipif(MISSING, reason="the demo model is not there")

@@ -33,7 +33,7 @@ from tests.tiny.heads import (
     watch_heads,
     wrong_rows,
 )
-from tests.tiny.scripted import Key, Request, Result, drain, make_engine, proposer_of
+from tests.tiny.scripted import Key, Request, Result, drain, make_engine, proposer_of, texts_of
 from tests.tiny.test_parity import GREEDY, MODES, OFF, accepted_lengths
 
 KS = (1, 3, 7)
@@ -61,6 +61,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "no prefix cache": {"prefix_cache": False, "max_num_seqs": 3},
     "stock layers": {"fuse": False},
 }
+CHOSEN, CHOSEN_FORMATS = spread(SETTINGS, MODES, KS), list(zip(FORMATS, cycle(KS), strict=False))
 
 
 @cache
@@ -99,10 +100,6 @@ def plain(mode: str, shared: int = 0) -> Texts:
     return texts
 
 
-def texts_of(results: dict[Key, Result]) -> Texts:
-    return {key: result.tokens for key, result in results.items()}
-
-
 def whole(mode: str, shared: int = 0) -> Texts:
     """Prompt and text of each."""
     return {(r.id, 0): [*r.prompt, *plain(mode, shared)[r.id, 0]] for r in requests_of(mode, shared)}
@@ -123,7 +120,7 @@ def check_format(format: str, k: int, tmp_path: Path) -> None:
     assert len(watch.rows) > 20
 
 
-@pytest.mark.parametrize(("format", "k"), list(zip(FORMATS, cycle(KS), strict=False)))
+@pytest.mark.parametrize(("format", "k"), CHOSEN_FORMATS)
 def test_every_format_changes_no_token(format: str, k: int, tmp_path: Path) -> None:
     check_format(format, k, tmp_path)
 
@@ -146,8 +143,8 @@ def test_beyond_its_context_rounds_are_plain(tmp_path: Path) -> None:
 def test_rows_are_those_of_the_formula(variant: str, tmp_path: Path) -> None:
     head = write_eagle3(tmp_path, deep_model().config, **VARIANTS[variant])
     watch = watch_heads(plain("greedy"))
-    results = write(requests_of("greedy"), folder_of(head), ask(4))
-    assert texts_of(results) == plain("greedy")
+    results = write(requests_of("greedy")[:4], folder_of(head), ask(4))
+    assert texts_of(results) == {key: plain("greedy")[key] for key in results}
     assert not wrong_rows(watch, head_of(**VARIANTS[variant]), whole("greedy"))
 
 
@@ -162,7 +159,7 @@ def check_setting(setting: str, k: int, mode: str, tmp_path: Path) -> None:
         assert not wrong_rows(watch, head_of(draft_vocab=64), whole(mode, 9))
 
 
-@pytest.mark.parametrize(("setting", "mode", "k"), spread(SETTINGS, MODES, KS))
+@pytest.mark.parametrize(("setting", "mode", "k"), CHOSEN)
 def test_no_setting_changes_a_token_or_a_row(setting: str, k: int, mode: str, tmp_path: Path) -> None:
     check_setting(setting, k, mode, tmp_path)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Container
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -57,11 +59,28 @@ def stock(name: str, dtype: torch.dtype = torch.bfloat16) -> Target:
 
 
 @cache
+def known_keys(layer: Attending, step: int, device: torch.device) -> tuple[int, ...]:
+    return uneven_keys(layer, step, device)
+
+
+@cache
+def known_padding(layer: Attending, max_context: int) -> Padding:
+    """That of layers of one shape, which several models have."""
+    target: Any = SimpleNamespace(max_context=max_context, device=torch.device("cpu"))
+    return cheapest_padding(layer, target, known_keys)
+
+
+def padding_of_shape(layer: Attending, target: Target, _: object) -> Padding:
+    return known_padding(layer, target.max_context)
+
+
+@cache
 def outcome(name: str, dtype: torch.dtype) -> Target | str:
-    """The target, or why it is not invariant on this chip."""
+    """The target, which no test may change for good, or why it is not invariant on this chip."""
     target = stock(name, dtype)
     try:
-        make_invariant(target)
+        with patch.object(invariant, "cheapest_padding", padding_of_shape):
+            make_invariant(target)
     except CannotBeInvariant as reason:
         return str(reason)
     return target
@@ -104,7 +123,9 @@ def test_most_of_them_are_invariant() -> None:
 
 def test_without_it_most_of_them_differ() -> None:
     """On a chip with AMX 11 of 14 do; where attention is in single operations, few do."""
-    assert sum(differing(stock(name)) is not None for name in TINY) >= (5 if AMX else 3)
+    expected = 5 if AMX else 3
+    found = islice((name for name in TINY if differing(stock(name)) is not None), expected)
+    assert len([*found]) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -229,10 +250,9 @@ def test_a_drafter_that_is_the_target_is_always_accepted(tmp_path: Path) -> None
 # planted faults
 
 
-def test_keys_that_are_not_padded_are_seen() -> None:
-    target = stock("llama")
-    make_invariant(target)
-    target.layers = stock("llama").layers
+def test_keys_that_are_not_padded_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = invariant_or_skipped("llama")
+    monkeypatch.setattr(target, "layers", stock("llama").layers)
     assert differing(target) is not None
 
 
@@ -376,8 +396,7 @@ def test_a_product_that_never_agrees_is_refused() -> None:
 def test_a_product_that_is_not_in_pieces_is_seen(
     rows: Container[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = stock("llama")
-    make_invariant(target)
+    target = invariant_or_skipped("llama")
     loop: Any = target.runner.run
     inner = loop.head.product
     monkeypatch.setattr(loop, "head", lambda x: inner(x) * (1 + (len(x) in rows)))
@@ -386,8 +405,7 @@ def test_a_product_that_is_not_in_pieces_is_seen(
 
 def test_the_head_is_compared_apart_for_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured loop scores only the steps without a prompt, where prompts take other products."""
-    target = stock("llama")
-    make_invariant(target)
+    target = invariant_or_skipped("llama")
     run: Any = target.runner.run
 
     def wrong_in_prompts(batch: Any, *others: Any) -> Tensor:

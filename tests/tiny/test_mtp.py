@@ -22,7 +22,7 @@ from speculon.drafters.mtp.network import MtpHead
 from speculon.drafters.mtp.proposer import Mtp
 from tests.builders import spread
 from tests.tiny.mtp_forms import FORMS, Texts, target_of, true_states, watch_mtp, written, wrong_rows
-from tests.tiny.scripted import Key, Request, Result, drain, make_engine
+from tests.tiny.scripted import Key, Request, Result, drain, make_engine, texts_of
 from tests.tiny.test_parity import GREEDY, MODES, OFF, accepted_lengths
 
 KS = (1, 3, 7)
@@ -34,6 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "no prefix cache": {"prefix_cache": False, "max_num_seqs": 3},
     "stock layers": {"fuse": False},
 }
+CHOSEN, CHOSEN_LAYOUTS = spread(SETTINGS, BOTH, MODES), list(zip(FORMS, cycle(KS), strict=False))
 
 
 @pytest.fixture(autouse=True)
@@ -76,10 +77,6 @@ def plain(form: str, mode: str, shared: int = 0) -> Texts:
     return texts
 
 
-def texts_of(results: dict[Key, Result]) -> dict[Key, list[int]]:
-    return {key: result.tokens for key, result in results.items()}
-
-
 def whole(form: str, mode: str, shared: int = 0) -> Texts:
     """Prompt and text of each."""
     texts = plain(form, mode, shared)
@@ -99,7 +96,7 @@ def check_layout(form: str, k: int) -> None:
     assert len(watch.rounds) > 10
 
 
-@pytest.mark.parametrize(("form", "k"), list(zip(FORMS, cycle(KS), strict=False)))
+@pytest.mark.parametrize(("form", "k"), CHOSEN_LAYOUTS)
 def test_every_layout_changes_no_token(form: str, k: int) -> None:
     check_layout(form, k)
 
@@ -114,7 +111,7 @@ def check_setting(setting: str, form: str, mode: str) -> None:
         assert not wrong_rows(watch, written(form), whole(form, mode, 9))
 
 
-@pytest.mark.parametrize(("setting", "form", "mode"), spread(SETTINGS, BOTH, MODES))
+@pytest.mark.parametrize(("setting", "form", "mode"), CHOSEN)
 def test_no_setting_changes_a_token_or_a_row(setting: str, form: str, mode: str) -> None:
     check_setting(setting, form, mode)
 

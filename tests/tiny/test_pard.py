@@ -26,14 +26,13 @@ from tests.tiny.language_drafts import (
     engine_of,
     off,
     some,
-    texts,
     watch_pard,
     write,
     write_draft,
     write_pard,
     wrong_blocks,
 )
-from tests.tiny.scripted import Key, Request, Result, drain, run
+from tests.tiny.scripted import Key, Request, Result, drain, run, texts_of
 from tests.tiny.test_parity import accepted_lengths, plain, requests_of
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -59,7 +58,7 @@ def drafts(folder: Path) -> dict[str, Any]:
 def test_no_token_changes_and_every_row_is_the_formulas(k: int, folder: Path) -> None:
     watch = watch_pard(plain("greedy"))
     results = write(engine_of(drafts(folder)), asking("greedy", k, "pard"))
-    assert texts(results) == plain("greedy")
+    assert texts_of(results) == plain("greedy")
     assert accepted_lengths(results) >= set(range(k + 1))
     assert not wrong_blocks(watch)
     assert len(watch.blocks) > 20 and max(len(rows) for _, rows in watch.blocks) == k
@@ -69,7 +68,7 @@ def test_no_token_changes_and_every_row_is_the_formulas(k: int, folder: Path) ->
 def test_whatever_happens_to_its_pages(setting: str, folder: Path) -> None:
     watch = watch_pard(plain("greedy"))
     results = write(engine_of(drafts(folder), **SETTINGS[setting]), asking("greedy", 5, "pard"))
-    assert texts(results) == plain("greedy") and not wrong_blocks(watch)
+    assert texts_of(results) == plain("greedy") and not wrong_blocks(watch)
 
 
 def test_a_prefix_hit_in_the_middle_of_writing(folder: Path) -> None:
@@ -81,21 +80,21 @@ def test_a_prefix_hit_in_the_middle_of_writing(folder: Path) -> None:
         engine.add_request(request.prompt, request.params, request.speculation, request.id)
         for event in [event for _ in range(3) for event in engine.step()]:
             results.setdefault((event.request_id, event.sample), Result()).take(event)
-    assert texts(drain(engine, results)) == truth
+    assert texts_of(drain(engine, results)) == truth
     assert results["q7", 0].stats.cached_tokens >= 24 and watch.blocks and not wrong_blocks(watch)
 
 
 @pytest.mark.parametrize("k", [1, 3, 7])
 def test_seeded_texts_are_the_plain_ones(k: int, folder: Path) -> None:
     results = write(engine_of(drafts(folder)), asking("sampled", k, "pard")[:5])
-    assert texts(results) == some("sampled", results) and drafted(results)[0] > 50
+    assert texts_of(results) == some("sampled", results) and drafted(results)[0] > 50
 
 
 def test_each_row_has_its_own_q(folder: Path) -> None:
     """Rejection sampling with drafts of one forward: reproducible, and some are accepted."""
     judged = {"method": "pard", "acceptance": "rejection", "num_speculative_tokens": 4}
     requests = [replace(r, speculation=judged) for r in requests_of("sampled")[:3]]
-    first, again = (texts(write(engine_of(drafts(folder)), order)) for order in (requests, requests[::-1]))
+    first, again = (texts_of(write(engine_of(drafts(folder)), order)) for order in (requests, requests[::-1]))
     assert first == again != {key: plain("sampled")[key] for key in first}
 
 
@@ -103,7 +102,7 @@ def test_methods_switch_within_a_batch(folder: Path, tmp_path: Path) -> None:
     other = write_draft(tmp_path, characters().inner, 2)
     engine = engine_of({**drafts(folder), "draft_model": str(other)}, num_blocks=60, max_num_seqs=8)
     results = write(engine, asking("greedy", 3, "pard", "draft_model", "off", "auto", "suffix"))
-    assert texts(results) == plain("greedy")
+    assert texts_of(results) == plain("greedy")
     used = {name for r in results.values() if (done := r.stats.speculation()) for name in done.by_source}
     assert used >= {"pard", "draft_model"}
 
@@ -112,7 +111,7 @@ def test_beyond_its_context_rounds_are_plain(tmp_path: Path) -> None:
     folder = write_pard(tmp_path, max_position_embeddings=40)
     watch = watch_pard(plain("greedy"))
     results = write(engine_of(drafts(folder)), asking("greedy", 7, "pard"))
-    assert texts(results) == plain("greedy")
+    assert texts_of(results) == plain("greedy")
     assert any(result.stats.reasons[Reason.CONTEXT_LIMIT] for result in results.values())
     assert max(len(tokens) + len(rows) for tokens, rows in watch.blocks) == 40
 
@@ -121,7 +120,7 @@ def test_a_model_in_memory() -> None:
     model = build("llama", 1, vocab_size=VOCAB + 1, pard_token=MASK)
     watch = watch_pard()
     results = write(engine_of({"pard": model}), asking("greedy", 3, "pard")[:3])
-    assert texts(results) == some("greedy", results) and watch.blocks and not wrong_blocks(watch)
+    assert texts_of(results) == some("greedy", results) and watch.blocks and not wrong_blocks(watch)
 
 
 # what a folder is
@@ -172,7 +171,7 @@ def test_mask_positions_off_by_one_are_seen(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Pard, "_run", early)
     watch = watch_pard(plain("greedy"))
     results = write(engine_of(drafts(folder)), asking("greedy", 3, "pard"))
-    assert texts(results) == plain("greedy") and wrong_blocks(watch)
+    assert texts_of(results) == plain("greedy") and wrong_blocks(watch)
 
 
 def test_masks_that_are_counted_as_tokens_are_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,4 +181,4 @@ def test_masks_that_are_counted_as_tokens_are_seen(folder: Path, monkeypatch: py
     monkeypatch.setattr(pard, "mark", more)
     watch = watch_pard(plain("greedy"))
     results = write(engine_of(drafts(folder)), asking("greedy", 3, "pard"))
-    assert texts(results) == plain("greedy") and wrong_blocks(watch)
+    assert texts_of(results) == plain("greedy") and wrong_blocks(watch)

@@ -153,6 +153,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "few pages": {"num_blocks": 40},
     "no prefix cache": {"prefix_cache": False, "max_num_seqs": 3},
 }
+CHOSEN = spread(MODES, SETTINGS, DRAFTS)
 
 
 @pytest.mark.parametrize("k", DRAFTS)
@@ -177,7 +178,7 @@ def check_lengths(mode: str, setting: str, k: int) -> None:
     assert (sum(r.stats.preemptions for r in results.values()) > 0) == scarce
 
 
-@pytest.mark.parametrize(("mode", "setting", "k"), spread(MODES, SETTINGS, DRAFTS))
+@pytest.mark.parametrize(("mode", "setting", "k"), CHOSEN)
 def test_in_a_batch_every_accepted_length_gives_the_plain_output(mode: str, setting: str, k: int) -> None:
     check_lengths(mode, setting, k)
 
@@ -190,7 +191,7 @@ def check_methods(mode: str, setting: str, k: int) -> None:
     assert {source for r in results.values() for source in r.stats.drafted_from} >= {"scripted", "ngram"}
 
 
-@pytest.mark.parametrize(("mode", "setting", "k"), spread(MODES, SETTINGS, DRAFTS))
+@pytest.mark.parametrize(("mode", "setting", "k"), CHOSEN)
 def test_a_batch_of_different_methods_and_lengths_gives_the_plain_output(
     mode: str, setting: str, k: int
 ) -> None:

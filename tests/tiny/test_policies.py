@@ -24,8 +24,8 @@ from speculon.speculation.control.policies import POLICIES
 from tests.builders import spread
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft
-from tests.tiny.scripted import Key, Letters, Request, Result, drain, make_engine, run, script
-from tests.tiny.test_parity import MODES, Texts, accepted_lengths, assert_same, plain, requests_of
+from tests.tiny.scripted import Key, Letters, Request, Result, drain, make_engine, run, script, texts_of
+from tests.tiny.test_parity import MODES, accepted_lengths, assert_same, plain, requests_of
 
 LLAMA = "llama"
 # where a model's draft ends before K
@@ -36,6 +36,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chunked": {"max_batch_tokens": 7},
 }
 NAMES = list(POLICIES)
+CHOSEN, CHOSEN_CHAINED = spread(NAMES, MODES, SETTINGS), spread(NAMES, MODES, CHAINED)
+ALONE = list(zip(NAMES, cycle(MODES), strict=False))
 
 
 def under(policy: str | list[str], mode: str, method: str | None = None) -> list[Request]:
@@ -46,10 +48,6 @@ def under(policy: str | list[str], mode: str, method: str | None = None) -> list
         replace(r, speculation={"method": methods[i % len(methods)], "policy": names[i % len(names)]})
         for i, r in enumerate(requests_of(mode))
     ]
-
-
-def texts(results: dict[Key, Result]) -> Texts:
-    return {key: result.tokens for key, result in results.items()}
 
 
 def unknown_to(engine: Engine) -> bool:
@@ -79,7 +77,7 @@ def check_batch(policy: str, mode: str, setting: str) -> None:
     assert unknown_to(engine)
 
 
-@pytest.mark.parametrize(("policy", "mode", "setting"), spread(NAMES, MODES, SETTINGS))
+@pytest.mark.parametrize(("policy", "mode", "setting"), CHOSEN)
 def test_a_batch_writes_the_plain_outputs(policy: str, mode: str, setting: str) -> None:
     check_batch(policy, mode, setting)
 
@@ -92,7 +90,7 @@ def check_alone(policy: str, mode: str) -> None:
     assert_same(requests_of(mode), results, plain(mode))
 
 
-@pytest.mark.parametrize(("policy", "mode"), list(zip(NAMES, cycle(MODES), strict=False)))
+@pytest.mark.parametrize(("policy", "mode"), ALONE)
 def test_sequences_alone_are_the_plain_ones(policy: str, mode: str) -> None:
     check_alone(policy, mode)
 
@@ -110,10 +108,10 @@ def check_draft_model(policy: str, mode: str, chained: str) -> None:
     engine = make_engine(tiny_target(LLAMA), speculation={**DRAFT, "policy": policy, **CHAINED[chained]})
     for request in under(policy, mode, "auto"):
         engine.add_request(request.prompt, request.params, {"method": "auto"}, request.id)
-    assert texts(drain(engine)) == plain(mode)
+    assert texts_of(drain(engine)) == plain(mode)
 
 
-@pytest.mark.parametrize(("policy", "mode", "chained"), spread(NAMES, MODES, CHAINED))
+@pytest.mark.parametrize(("policy", "mode", "chained"), CHOSEN_CHAINED)
 def test_a_draft_model_stays_right_under_every_policy(policy: str, mode: str, chained: str) -> None:
     check_draft_model(policy, mode, chained)
 
@@ -163,11 +161,11 @@ def test_a_trim_that_spoils_a_draft_costs_no_token_and_one_that_spoils_the_outpu
     monkeypatch.setattr(engine.policy, "trim", spoil_draft)
     for request in under("fixed", "greedy", "scripted"):
         engine.add_request(request.prompt, request.params, request.speculation, request.id)
-    assert texts(drain(engine)) == plain("greedy")
+    assert texts_of(drain(engine)) == plain("greedy")
     monkeypatch.setattr(engine.policy, "trim", spoil)
     for request in under("fixed", "greedy", "scripted"):
         engine.add_request(request.prompt, request.params, request.speculation, request.id)
-    assert texts(drain(engine)) != plain("greedy")
+    assert texts_of(drain(engine)) != plain("greedy")
 
 
 # adaptive
@@ -176,13 +174,13 @@ def test_a_trim_that_spoils_a_draft_costs_no_token_and_one_that_spoils_the_outpu
 def test_adaptive_drafts_more_after_acceptance_and_less_after_rejection() -> None:
     long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     prompt = requests_of("greedy")[2].prompt
-    truth = texts(run(tiny_target(LLAMA), [Request(prompt, long, {"method": "off"})]))
+    truth = texts_of(run(tiny_target(LLAMA), [Request(prompt, long, {"method": "off"})]))
     request = Request(prompt, long, {"method": "scripted", "policy": "adaptive"})
     script(truth, lambda position: False)
     good = run(tiny_target(LLAMA), [request])["r", 0]
     script(truth, lambda position: True)
     bad = run(tiny_target(LLAMA), [request])["r", 0]
-    assert texts({("r", 0): good}) == texts({("r", 0): bad}) == truth
+    assert texts_of({("r", 0): good}) == texts_of({("r", 0): bad}) == truth
     assert max(good.stats.drafted_at) + 1 > 6 and good.stats.rounds < 20
     assert max(bad.stats.drafted_at) + 1 == 5, "the first rounds draft `initial`, K or not"
     assert bad.stats.drafted_at[1] == bad.stats.rounds - 1, "never less than `min`, but for the last round"
@@ -296,9 +294,10 @@ def check_cheap(mode: str, setting: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert sum(result.stats.accepted for result in results.values()) > 100 and unknown_to(engine)
 
 
-@pytest.mark.parametrize(
-    ("mode", "setting"), [("greedy", "chunked"), ("sampled", "roomy"), ("sampled", "few pages")]
-)
+CHOSEN_CHEAP = [("greedy", "chunked"), ("sampled", "roomy"), ("sampled", "few pages")]
+
+
+@pytest.mark.parametrize(("mode", "setting"), CHOSEN_CHEAP)
 def test_where_drafts_are_cheap_every_accepted_length_gives_the_plain_output(
     mode: str, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

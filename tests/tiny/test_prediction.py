@@ -97,17 +97,19 @@ def check_alone(mode: str, variant: str) -> None:
 
 
 # every setting in every mode, with every K, chained and not; the soak has the whole product
-SOME = zip(product(SETTINGS, MODES), cycle(product((False, True), KS)), strict=False)
+PLACES = zip(product(SETTINGS, MODES), cycle(product((False, True), KS)), strict=False)
+CHOSEN = [(*place, *way) for place, way in PLACES]
+ALONE = list(zip(WRONG, cycle(MODES), strict=False))
 
 
-@pytest.mark.parametrize(("setting", "mode", "chained", "k"), [(*place, *way) for place, way in SOME])
+@pytest.mark.parametrize(("setting", "mode", "chained", "k"), CHOSEN)
 def test_predictions_of_all_variants_in_a_batch_give_the_plain_output(
     setting: str, mode: str, chained: bool, k: int | None
 ) -> None:
     check_batch(mode, setting, k, chained)
 
 
-@pytest.mark.parametrize(("variant", "mode"), list(zip(WRONG, cycle(MODES), strict=False)))
+@pytest.mark.parametrize(("variant", "mode"), ALONE)
 def test_alone_any_prediction_gives_the_plain_output(variant: str, mode: str) -> None:
     check_alone(mode, variant)
 

@@ -42,12 +42,11 @@ from tests.tiny.recurrent_drafts import (
     rejected,
     right_now_and_then,
     serve,
-    texts,
     truth_of,
     use_drafts,
     wrong_now_and_then,
 )
-from tests.tiny.scripted import Key, Request, Result, make_engine, states_of
+from tests.tiny.scripted import Key, Request, Result, make_engine, states_of, texts_of
 
 OFF = {"method": "off"}
 # without slots for states after each draft: tokens are read again
@@ -76,7 +75,7 @@ def test_seeded_drafts_of_the_target_itself_are_accepted(name: str) -> None:
     made = drafted_requests(temperature=0.9, top_k=40, seed=5, n=2)[:4]
     use_drafts(name)
     results = serve(recurrent_target(name), made)
-    assert texts(results) == texts(plain(name, made)) and rejected(results) == 0
+    assert texts_of(results) == texts_of(plain(name, made)) and rejected(results) == 0
 
 
 @pytest.mark.parametrize("name", ["mamba", "falcon_h1"])
@@ -100,7 +99,7 @@ def test_a_transformer_with_a_recurrent_draft(name: str, kept: bool, monkeypatch
     truth = truth_of("llama")
     drafts = use_drafts(name, right_now_and_then(ids_of(made, truth)))
     results = serve(tiny_target("llama"), made)
-    assert texts(results) == texts(truth) and rejected(results) > 9
+    assert texts_of(results) == texts_of(truth) and rejected(results) > 9
     assert drafts.wrong(ids_of(made, truth)) == []
     assert sum(results[f"again{i}", 0].stats.cached_tokens for i in (1, 3)) > 0
     assert sum(result.stats.preemptions for result in results.values()) > 0
@@ -111,7 +110,7 @@ def test_a_hybrid_with_another_recurrent_draft() -> None:
     truth = truth_of("qwen3_next")
     drafts = use_drafts("mamba2", right_now_and_then(ids_of(made, truth)))
     results = serve(recurrent_target("qwen3_next"), made)
-    assert texts(results) == texts(truth) and rejected(results) > 9
+    assert texts_of(results) == texts_of(truth) and rejected(results) > 9
     assert drafts.wrong(ids_of(made, truth)) == []
 
 
@@ -124,7 +123,7 @@ def test_a_draft_that_lags_behind_reads_what_it_missed(name: str) -> None:
     truth = plain(name, made)
     drafts = use_drafts(name, wrong_now_and_then(ids_of(made, truth), 0.1))
     results = serve(recurrent_target(name), made)
-    assert texts(results) == texts(truth) and drafts.wrong(ids_of(made, truth)) == []
+    assert texts_of(results) == texts_of(truth) and drafts.wrong(ids_of(made, truth)) == []
     sources = {source for result in results.values() for source in result.stats.drafted_from}
     assert NAME in sources and sources & {"suffix", "ngram"}
 
@@ -135,14 +134,14 @@ def test_a_draft_that_is_never_verified_is_one_state_behind() -> None:
     truth = plain("jamba", made)
     drafts = use_drafts("jamba")
     results = serve(recurrent_target("jamba"), made)
-    assert texts(results) == texts(truth) and drafts.wrong(ids_of(made, truth)) == []
+    assert texts_of(results) == texts_of(truth) and drafts.wrong(ids_of(made, truth)) == []
     assert len(drafts.last.noted) > 40
 
 
 @pytest.mark.parametrize("name", TWO)
 def test_rounds_of_a_decoder_are_the_text(name: str) -> None:
     request = requests()[1]
-    truth = texts(plain(name, [request]))["q1", 0]
+    truth = texts_of(plain(name, [request]))["q1", 0]
     settings: dict[str, Any] = {"block_size": 4, "policy": "fixed", "num_speculative_tokens": 4}
     decoder = SpeculativeDecoder(recurrent_model(name), recurrent_model(name), method=NAME, **settings)
     text = list(request.prompt)
@@ -160,7 +159,7 @@ def test_a_decoder_takes_a_recurrent_draft_object_for_a_transformer() -> None:
     request = requests()[1]
     decoder = SpeculativeDecoder(tiny_model("llama"), recurrent_model("mamba"), method=NAME, block_size=4)
     output = decoder.generate(request.prompt, request.params)
-    assert output.token_ids == texts(plain("llama", [request]))["q1", 0] and decoder.stats is not None
+    assert output.token_ids == texts_of(plain("llama", [request]))["q1", 0] and decoder.stats is not None
 
 
 # errors inside a step
@@ -222,7 +221,7 @@ def test_a_step_that_fails_leaves_no_trace_in_the_draft(name: str, monkeypatch: 
                 assert all(torch.equal(a, b) for a, b in zip(before[number][1], states, strict=True))
             failed += bool(after)
         begun.step()
-    assert failed > 5 and texts(begun.results) == texts(begun.truth)
+    assert failed > 5 and texts_of(begun.results) == texts_of(begun.truth)
     assert begun.drafts.wrong(begun.ids) == []
 
 
@@ -253,7 +252,7 @@ def test_an_error_in_the_middle_of_a_draft_costs_drafts_alone(
         with suppress(KeyboardInterrupt):
             begun.step()
         begun.engine.check_integrity()
-    assert raised > 2 and texts(begun.results) == texts(begun.truth)
+    assert raised > 2 and texts_of(begun.results) == texts_of(begun.truth)
     assert begun.drafts.wrong(begun.ids) == []
 
 
@@ -384,6 +383,7 @@ def one_token_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PLANTS = [nothing_restored, states_exchanged, not_from_zero, one_token_left_out]
+CHOSEN, CHOSEN_LOWER = (list(zip(plants, cycle(TWO), strict=False)) for plants in (PLANTS, PLANTS[1:]))
 
 
 def check_planted(name: str, plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,7 +391,7 @@ def check_planted(name: str, plant: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     plant(monkeypatch)
     drafts = use_drafts(name, wrong_now_and_then(ids_of(made, truth)))
     results = serve(recurrent_target(name), made)
-    assert texts(results) == texts(truth) and drafts.wrong(ids_of(made, truth))
+    assert texts_of(results) == texts_of(truth) and drafts.wrong(ids_of(made, truth))
 
 
 def check_lower(name: str, plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,13 +400,13 @@ def check_lower(name: str, plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rejected(serve(recurrent_target(name), drafted_requests())) > 9
 
 
-@pytest.mark.parametrize(("plant", "name"), list(zip(PLANTS, cycle(TWO), strict=False)))
+@pytest.mark.parametrize(("plant", "name"), CHOSEN)
 def test_a_planted_error_changes_drafts_and_no_text(
     plant: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_planted(name, plant, monkeypatch)
 
 
-@pytest.mark.parametrize(("plant", "name"), list(zip(PLANTS[1:], cycle(TWO), strict=False)))
+@pytest.mark.parametrize(("plant", "name"), CHOSEN_LOWER)
 def test_a_planted_error_lowers_acceptance(plant: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_lower(name, plant, monkeypatch)

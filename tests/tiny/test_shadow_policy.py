@@ -11,9 +11,9 @@ from speculon.core.config import SamplingParams
 from speculon.speculation.control import shadow as shadow_module
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft, use_draft
-from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script
+from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script, texts_of
 from tests.tiny.test_parity import MODES, plain
-from tests.tiny.test_policies import LLAMA, texts, under, unknown_to
+from tests.tiny.test_policies import LLAMA, under, unknown_to
 from tests.tiny.test_requests import check_account
 
 
@@ -54,7 +54,7 @@ def test_the_account_in_the_shadow_is_the_one_that_verification_has(method: str,
     use_draft(tiny_target(LLAMA))
     settings = {"speculation": {**DRAFT, "suffix_pools": 0}}
     seen, done = watched(mode, method, **settings), verified(mode, method, **settings)
-    assert texts(seen) == texts(done) == plain(mode)
+    assert texts_of(seen) == texts_of(done) == plain(mode)
     assert difference(seen, done, method) == []
     assert sum(result.stats.rounds for result in done.values()) > 0
     for result in seen.values():

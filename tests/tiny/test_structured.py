@@ -151,10 +151,11 @@ def check_drafts(mode: str, way: str, setting: str) -> None:
 
 
 # every setting in every mode, and every way at least once; the soak has the whole product
-SOME = zip(product(MODES, SETTINGS), cycle(WAYS), strict=False)
+PLACES = zip(product(MODES, SETTINGS), cycle(WAYS), strict=False)
+CHOSEN = [(*place, way) for place, way in PLACES]
 
 
-@pytest.mark.parametrize(("mode", "setting", "way"), [(*place, way) for place, way in SOME])
+@pytest.mark.parametrize(("mode", "setting", "way"), CHOSEN)
 def test_drafts_change_no_token(mode: str, setting: str, way: str) -> None:
     check_drafts(mode, way, setting)
 

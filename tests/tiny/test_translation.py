@@ -31,12 +31,11 @@ from tests.tiny.language_drafts import (
     sentencepiece,
     shuffled,
     some,
-    texts,
     write,
     write_draft,
     write_same,
 )
-from tests.tiny.scripted import Request, proposer_of
+from tests.tiny.scripted import Request, proposer_of, texts_of
 from tests.tiny.test_parity import accepted_lengths, plain, requests_of
 
 LACKING = 8
@@ -76,7 +75,7 @@ def test_the_same_weights_under_other_ids_are_always_right(style: str, mode: str
     """The noise belongs to target ids, so sampled drafts are the target's tokens, too."""
     results = write(engine_of(drafts(home / style)), asking(mode, 5, "draft_model")[:4])
     drafted_tokens, accepted = drafted(results)
-    assert texts(results) == some(mode, results) and drafted_tokens == accepted > 100
+    assert texts_of(results) == some(mode, results) and drafted_tokens == accepted > 100
 
 
 def test_a_map_shifted_by_one_is_seen(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +83,7 @@ def test_a_map_shifted_by_one_is_seen(home: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Translation, "logits", lambda self, logits: real(self, logits.roll(1, -1)))
     results = write(engine_of(drafts(home / "byte-level")), asking("greedy", 5, "draft_model")[:3])
     drafted_tokens, accepted = drafted(results)
-    assert texts(results) == some("greedy", results) and accepted < drafted_tokens / 4
+    assert texts_of(results) == some("greedy", results) and accepted < drafted_tokens / 4
 
 
 def test_tokens_that_are_read_under_their_own_ids_are_seen(
@@ -93,14 +92,14 @@ def test_tokens_that_are_read_under_their_own_ids_are_seen(
     monkeypatch.setattr(Translation, "read", lambda self, tokens: tokens)
     results = write(engine_of(drafts(home / "byte-level")), asking("greedy", 5, "draft_model")[:3])
     drafted_tokens, accepted = drafted(results)
-    assert texts(results) == some("greedy", results) and accepted < drafted_tokens / 4
+    assert texts_of(results) == some("greedy", results) and accepted < drafted_tokens / 4
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
 @pytest.mark.parametrize("k", [1, 3, 7])
 def test_no_token_changes_where_some_are_lacking(k: int, mode: str, home: Path) -> None:
     results = write(engine_of(drafts(home / "lacking")), asking(mode, k, "draft_model"))
-    assert texts(results) == plain(mode)
+    assert texts_of(results) == plain(mode)
     assert accepted_lengths(results) >= {*range(min(k, 4) + 1), k}
     assert all(not result.stats.reasons[Reason.ERROR] for result in results.values())
 
@@ -108,7 +107,7 @@ def test_no_token_changes_where_some_are_lacking(k: int, mode: str, home: Path) 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_whatever_happens_to_its_pages(setting: str, home: Path) -> None:
     engine = engine_of(drafts(home / "lacking"), **SETTINGS[setting])
-    assert texts(write(engine, asking("greedy", 4, "draft_model", "off", "auto"))) == plain("greedy")
+    assert texts_of(write(engine, asking("greedy", 4, "draft_model", "off", "auto"))) == plain("greedy")
 
 
 def test_alone_and_behind_a_found_prefix(home: Path) -> None:
@@ -116,7 +115,7 @@ def test_alone_and_behind_a_found_prefix(home: Path) -> None:
     requests = asking("greedy", 4, "draft_model", shared=24)[5:]
     for request in requests:
         found |= write(engine, [request])
-    assert texts(found) == off(requests)
+    assert texts_of(found) == off(requests)
     assert found["q7", 0].stats.cached_tokens >= 24
 
 
@@ -127,14 +126,16 @@ def test_a_pard_model_may_have_another_tokenizer(tmp_path: Path) -> None:
     results = write(engine_of(drafts(folder, "pard")), asking("greedy", 3, "pard"))
     first = sum(result.stats.accepted_at[0] for result in results.values())
     rounds = sum(result.stats.rounds for result in results.values())
-    assert texts(results) == plain("greedy") and first > rounds * 0.8, "the first draft is the target's own"
+    assert texts_of(results) == plain("greedy") and first > rounds * 0.8, (
+        "the first draft is the target's own"
+    )
 
 
 def test_drafts_under_rejection_are_reproducible(home: Path) -> None:
     by_rejection = {"method": "draft_model", "acceptance": "rejection", "num_speculative_tokens": 3}
     requests = [replace(r, speculation=by_rejection) for r in requests_of("sampled")[:3]]
     first, again = (
-        texts(write(engine_of(drafts(home / "random")), order)) for order in (requests, requests[::-1])
+        texts_of(write(engine_of(drafts(home / "random")), order)) for order in (requests, requests[::-1])
     )
     assert first == again and first != {key: plain("sampled")[key] for key in first}
 
@@ -162,7 +163,7 @@ def test_a_grammar_of_tokens_that_it_does_not_have(tmp_path: Path, monkeypatch: 
     with_q = [draft.probs for draft in made if draft.probs is not None]
     assert with_q and all(q.isfinite().all() for q in with_q)
     assert {draft.stop for draft in made if not draft.tokens} == {Stop.GRAMMAR}
-    assert {key: texts(results)[key] for key in list(results)[:2]} == off(requests[:2])
+    assert {key: texts_of(results)[key] for key in list(results)[:2]} == off(requests[:2])
 
 
 # the map

@@ -26,7 +26,7 @@ from tests.tiny import heads
 from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import CHUNK, MIXED, WINDOW, build
 from tests.tiny.drafting import DRAFT, NoisyModel, use_draft
-from tests.tiny.scripted import Key, Request, Result, drain, make_engine, script, store_of
+from tests.tiny.scripted import Key, Request, Result, drain, make_engine, script, store_of, texts_of
 
 LONG = {"max_position_embeddings": 512}
 MISTRAL = {**LONG, "sliding_window": WINDOW}
@@ -88,16 +88,12 @@ def write(engine: Engine, speculation: dict[str, Any] = OFF, shared: int = 0) ->
     return drain(engine)
 
 
-def texts(results: dict[Key, Result]) -> Texts:
-    return {key: result.tokens for key, result in results.items()}
-
-
 @cache
 def whole(name: str, shared: int = 0) -> Texts:
     """What an engine writes that keeps all pages."""
     engine = make_engine(target(name))
     engine.pool.reach = None
-    return texts(write(engine, shared=shared))
+    return texts_of(write(engine, shared=shared))
 
 
 NAMES = ("windows", "chunks", "sinks")
@@ -108,7 +104,7 @@ SETTINGS = ({}, {"prefix_cache": False}, {"block_size": 1, "num_blocks": 32}, {"
 def test_texts_are_those_of_all_pages(name: str, settings: dict[str, Any], speculation: Any) -> None:
     engine = make_engine(target(name), **SMALL | settings)
     results = write(engine, speculation)
-    assert texts(results) == whole(name)
+    assert texts_of(results) == whole(name)
     if "num_blocks" not in settings and speculation is OFF:
         assert any(result.stats.preemptions for result in results.values())
     if speculation is SUFFIX:
@@ -129,7 +125,7 @@ def test_drafts_of_every_accepted_length() -> None:
     results = write(
         make_engine(target("windows"), **SMALL), {"method": "scripted", "num_speculative_tokens": 6}
     )
-    assert texts(results) == whole("windows")
+    assert texts_of(results) == whole("windows")
     assert sum(result.stats.drafted_at.total() for result in results.values()) > 40
 
 
@@ -139,7 +135,7 @@ def test_pages_released_too_early_are_found(change: int) -> None:
     engine = make_engine(target("windows"), **SMALL)
     engine.pool.reach = WINDOW + change
     if change == -1:
-        assert texts(write(engine)) == whole("windows")
+        assert texts_of(write(engine)) == whole("windows")
         return
     with pytest.raises(AssertionError, match=r"positions of"):
         write(engine)
@@ -148,7 +144,7 @@ def test_pages_released_too_early_are_found(change: int) -> None:
 def test_a_model_with_a_global_layer_keeps_all_pages() -> None:
     engine = make_engine(target("one global layer"), **SMALL | {"num_blocks": 43})
     assert engine.pool.reach is None
-    assert texts(write(engine)) == whole("one global layer")
+    assert texts_of(write(engine)) == whole("one global layer")
     small = make_engine(target("one global layer"), **SMALL)
     with pytest.raises(NeverFits, match="169 tokens need 43 KV pages of 4, the pool owns 8"):
         small.add_request(requests()[1].prompt, requests()[1].params)
@@ -167,9 +163,9 @@ def test_what_can_never_fit_is_refused_with_the_pages_of_the_window() -> None:
 def test_a_prefix_is_found_while_its_pages_are_cached() -> None:
     engine = make_engine(target("windows"), **SMALL | {"num_blocks": 120})
     first = write(engine, shared=40)
-    assert texts(first) == whole("windows", 40)
+    assert texts_of(first) == whole("windows", 40)
     again = write(engine, shared=40)
-    assert texts(again) == whole("windows", 40)
+    assert texts_of(again) == whole("windows", 40)
     assert all(result.stats.cached_tokens >= 40 for result in again.values())
 
 
@@ -179,7 +175,7 @@ def test_samples_share_a_prompt() -> None:
     for settings in ({"num_blocks": 200}, SMALL):
         engine = make_engine(target("windows"), **settings)
         engine.add_request(requests()[1].prompt, params, OFF, "r")
-        found.append(texts(drain(engine)))
+        found.append(texts_of(drain(engine)))
     assert found[0] == found[1]
 
 
@@ -196,7 +192,7 @@ def drafting(draft: Any, **settings: Any) -> tuple[Engine, dict[Key, Result]]:
 @pytest.mark.parametrize("name", ["windows", "chunks"])
 def test_a_draft_model_with_windows(name: str, settings: dict[str, Any]) -> None:
     engine, results = drafting(NoisyModel(target(name)), **settings)
-    assert engine.pool.reach is not None and texts(results) == whole("windows")
+    assert engine.pool.reach is not None and texts_of(results) == whole("windows")
     assert sum(result.stats.drafted_at.total() for result in results.values()) > 40
 
 
@@ -211,7 +207,7 @@ def test_a_draft_that_has_read_all_in_time_is_that_of_all_pages() -> None:
             speculation = {"method": method, "num_speculative_tokens": 3}
             engine.add_request(requests()[i].prompt, params, speculation, f"q{i}")
         results = drain(engine)
-        found.append(texts(results))
+        found.append(texts_of(results))
     assert found[0] == found[1]
     for result in results.values():
         done = result.stats.speculation()
@@ -220,7 +216,7 @@ def test_a_draft_that_has_read_all_in_time_is_that_of_all_pages() -> None:
 
 def test_a_draft_model_without_windows_keeps_all_pages() -> None:
     engine, results = drafting(NoisyModel(wrap_model(build("llama", **LONG))), num_blocks=48)
-    assert engine.pool.reach is None and texts(results) == whole("windows")
+    assert engine.pool.reach is None and texts_of(results) == whole("windows")
 
 
 def test_a_draft_reads_no_row_of_another_text() -> None:
@@ -270,7 +266,7 @@ def test_a_head_with_a_window_reads_its_own_rows(deep: Target, tmp_path: Path, w
         assert engine.pool.reach == (window + MAX_DRAFTS if found else WINDOW)
         for request in short:
             engine.add_request(request.prompt, request.params, speculation, request.id)
-        found.append(texts(drain(engine)))
+        found.append(texts_of(drain(engine)))
     assert found[0] == found[1] and len(watch.rows) > 30
     assert (
         heads.wrong_rows(
@@ -282,11 +278,11 @@ def test_a_head_with_a_window_reads_its_own_rows(deep: Target, tmp_path: Path, w
 
 def test_a_head_that_lags_behind_changes_no_token(deep: Target, tmp_path: Path) -> None:
     write_eagle3(tmp_path, heads.deep_model().config, windows=4)
-    plain = texts(write(make_engine(deep, **SMALL)))
+    plain = texts_of(write(make_engine(deep, **SMALL)))
     heads.watch_heads(plain)
     engine = make_engine(deep, **DRAFTED, speculation=heads.folder_of(tmp_path))
     results = write(engine, {"method": "eagle3", "num_speculative_tokens": 3})
-    assert texts(results) == plain
+    assert texts_of(results) == plain
     assert sum(result.stats.drafted_at.total() for result in results.values()) > 40
 
 
@@ -314,7 +310,7 @@ def test_padded_keys_are_kept() -> None:
         assert engine.pool.reach == WINDOW + 63
         engine.pool.reach = engine.pool.reach if pages == 20 else None
         engine.add_request(requests()[1].prompt[:8], params, OFF, "r")
-        found.append(texts(drain(engine)))
+        found.append(texts_of(drain(engine)))
     assert found[0] == found[1]
     engine = make_engine(made, **SMALL | {"num_blocks": 20})
     engine.pool.reach = WINDOW

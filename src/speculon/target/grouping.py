@@ -107,7 +107,7 @@ def make_plan(view: View, layer: int, group: int, plain: bool, query: Tensor) ->
     calls, placed, at = [], [], 0
     for bucket in buckets(spans, spec.window, spec.bytes_per_token, device, entry, few, spec.padding):
         call = span_call(bucket[0], kernel) if len(bucket) == 1 else spans_call(bucket, kernel)
-        if entry and call.n == 1 and fits_in_cache(bucket, spec.window, entry, device):
+        if entry and call.n == 1 and fits_in_cache(size_of(bucket, spec.window), entry, device):
             hidden = None if call.mask is None else call.mask[:, 0, :1]
             slots = view.store.slots
             call.sparse = sparse_keys(call.where, len(bucket), heads, group, hidden, slots, device)
@@ -133,12 +133,9 @@ def divided(
     one_by_one = entry and repeated_keys(spans, spec.window) * spec.bytes_per_token <= REREAD
     max_rows = 1 if one_by_one else PIECE.get(device.type)
     few = [span for span in spans if span.rows <= FOLD_ROWS]
-    if (
-        max_rows != 1
-        and mostly_drafting(few)
-        and fits_in_cache(few, spec.window, spec.bytes_per_token, device)
-    ):
-        entry = 0
+    if max_rows != 1 and mostly_drafting(few):
+        if fits_in_cache(size_of(few, spec.window), spec.bytes_per_token, device):
+            entry = 0
     return entry, [piece for span in spans for piece in pieces(span, max_rows or span.rows)]
 
 
@@ -184,30 +181,47 @@ def buckets(
         return row_class(span), exact_keys(span.context, window, padding)
 
     joint: list[list[SpanView]] = []
+    size = CallSize(0, 0, 0)  # of the last call
     for span in sorted(spans, key=lambda s: (*call_class(s), visible_keys(s, window))):
+        alone = size_of([span], window)
+        joined = size.with_all_of(alone)
         alike = joint and row_class(span) < 2 and call_class(joint[-1][0]) == call_class(span)
-        joined = [*joint[-1], span] if alike else []
         key_bytes, copy = (token_bytes, COPY) if row_class(span) else (entry, 0.0)
-        price = partial(cost, window=window, token_bytes=token_bytes, device=device, copy=copy)
-        fits = joined and fits_in_cache(joined, window, key_bytes, device)
-        if fits and price(joined) <= price(joint[-1]) + price([span]):
-            joint[-1] = joined
+        price = partial(cost, token_bytes=token_bytes, device=device, copy=copy)
+        fits = alike and fits_in_cache(joined, key_bytes, device)
+        if fits and price(joined) <= price(size) + price(alone):
+            joint[-1].append(span)
+            size = joined
         else:
             joint.append([span])
+            size = alone
     return [sorted(bucket, key=lambda s: s.first) for bucket in joint]
 
 
-def fits_in_cache(spans: list[SpanView], window: int | None, key_bytes: int, device: torch.device) -> bool:
-    """Whether the keys that one call for all of them copies, `key_bytes` each, stay in cache."""
-    return len(spans) * max(visible_keys(s, window) for s in spans) * key_bytes <= gather_bytes(device)
+class CallSize(NamedTuple):
+    """What one call for several spans costs depends on: each is padded to the longest."""
+
+    spans: int
+    rows: int  # of the span with most
+    keys: int  # that any of its rows sees, likewise
+
+    def with_all_of(self, other: CallSize) -> CallSize:
+        return CallSize(self.spans + other.spans, max(self.rows, other.rows), max(self.keys, other.keys))
 
 
-def cost(
-    spans: list[SpanView], window: int | None, token_bytes: int, device: torch.device, copy: float
-) -> float:
-    """Cost of one call for all of them, in bytes read; `copy` per byte where several spans are copied."""
+def size_of(spans: list[SpanView], window: int | None) -> CallSize:
     rows, keys = max(s.rows for s in spans), max(visible_keys(s, window) for s in spans)
-    read = len(spans) * keys * token_bytes * (1 + ROW * (rows - 1) + copy * (len(spans) > 1))
+    return CallSize(len(spans), rows, keys)
+
+
+def fits_in_cache(size: CallSize, key_bytes: int, device: torch.device) -> bool:
+    """Whether the keys that the call copies, `key_bytes` each, stay in cache."""
+    return size.spans * size.keys * key_bytes <= gather_bytes(device)
+
+
+def cost(size: CallSize, token_bytes: int, device: torch.device, copy: float) -> float:
+    """Cost of the call, in bytes read; `copy` per byte where several spans are copied."""
+    read = size.spans * size.keys * token_bytes * (1 + ROW * (size.rows - 1) + copy * (size.spans > 1))
     return CALL.get(device.type, CALL_ELSEWHERE) + read
 
 
