@@ -266,10 +266,11 @@ def test_a_context_beyond_the_model_is_a_config_error(folder: Path) -> None:
         load_target(folder, max_context=CONTEXT + 1)
 
 
-def test_weights_that_are_not_numbers_are_refused(folder: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_are_not_numbers_are_refused(folder: Path, dtype: str) -> None:
     edit_weights(folder, lambda w: w["model.norm.weight"].fill_(float("nan")))
     with pytest.raises(ModelError, match="nan"):
-        load_target(folder)
+        load_target(folder, dtype=dtype)
 
 
 def test_a_missing_tokenizer_is_named(folder: Path) -> None:

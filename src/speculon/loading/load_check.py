@@ -72,7 +72,7 @@ def check_logits(target: Target, stock: Tensor, truth: Tensor | None = None) -> 
 
 def relative(target: Target, ours: Tensor, stock: Tensor, limit: float, what: str) -> float:
     error = difference(ours, stock)
-    if error > limit:
+    if not error <= limit:  # a NaN is refused too
         raise UnsupportedModel(
             f"{target.name} ({type(target.model).__name__}, {target.dtype}): {what} differ from "
             f"the stock model by {error:.2g} of the largest logit, allowed is {limit:.2g}"

@@ -290,7 +290,7 @@ def check_head(head: MtpHead, target: Target, layers: tuple[LayerSpec, ...], fus
     store, limit = PageStore((*target.layers, *layers), 1, n, device), TOLERANCE.get(target.dtype, LOOSE)
     logits, taps = target.tapped(ids, store, (last,))
     states = head.final_norm(taps[last])
-    if (off := difference(target.head(states).float()[:, : target.vocab_size], logits)) > limit:
+    if not (off := difference(target.head(states).float()[:, : target.vocab_size], logits)) <= limit:
         raise UnsupportedModel(
             f"{target.name}: its logits differ from head(norm(states)) by {off:.2g}, so MTP cannot read them"
         )
@@ -304,7 +304,7 @@ def check_head(head: MtpHead, target: Target, layers: tuple[LayerSpec, ...], fus
             eager = eager_run(head, module, ids[1:], states[:-1], positions, layers[1 + number].window)
         except UNKNOWN as error:
             raise UnsupportedModel(f"{where} cannot run: {error}") from error
-        if (off := difference(paged, eager)) > limit:
+        if not (off := difference(paged, eager)) <= limit:
             raise UnsupportedModel(f"{where} over pages differs from its eager attention by {off:.2g}")
         for form in fused_forms(module, number, layers[1 + number]) if fused else ():
             head.modules[number] = form
