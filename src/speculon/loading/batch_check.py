@@ -63,7 +63,7 @@ def uneven_keys(layer: Attending, step: int, device: torch.device) -> tuple[int,
     if step >= KEY_BLOCK:  # then each block is full
         return ()
     # without blocks of keys, a row over one block need not be that over two
-    whole = KEY_BLOCK if layer.plain else 2 * KEY_BLOCK
+    whole = KEY_BLOCK if layer.plain and device.type == "cpu" else 2 * KEY_BLOCK
     generator, (spec, group, plain) = torch.Generator().manual_seed(0), layer
     rows = group * ceil_div(KEY_ROWS, group)
     calls = ceil_div(ALL_KEY_ROWS, rows * spec.heads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator
@@ -27,7 +28,7 @@ log = logging.getLogger("speculon.server")
 
 async def complete(state: AppState, body: dict[str, Any]) -> AsyncGenerator[tuple[Answer, list[Event]]]:
     """The answer, with what the engine adds to it. To close it ends the request. Raises `SpeculonError`."""
-    record = AccessRecord(secrets.token_hex(8), PATH, PATH, status=CLIENT_GONE)
+    record = AccessRecord(secrets.token_hex(8), PATH, PATH, status=0)
     # an administrator needs no API key: the first one is used
     key = state.config.api_key[0].get_secret_value() if state.config.api_key else ""
     events: list[Event] = []
@@ -38,11 +39,14 @@ async def complete(state: AppState, body: dict[str, Any]) -> AsyncGenerator[tupl
 
     try:
         read, answer_id = partial(read_completion, parsed(body)), f"cmpl-{secrets.token_hex(12)}"
-        answer = await state.begin(record, tenant_of(key.encode()), answer_id, body["model"], read)
+        answer = await state.begin(record, tenant_of(key.encode()), answer_id, body.get("model"), read)
+        record.status = 200
         async for _ in answer.deltas(receive):
             yield answer, events.copy()
             events.clear()
-        record.status = 200
+    except (GeneratorExit, asyncio.CancelledError):
+        record.status = CLIENT_GONE
+        raise
     except SpeculonError as error:
         record.status, record.reason = Failure.of(error).status, error.for_log
         raise
@@ -60,4 +64,7 @@ def parsed(body: dict[str, Any]) -> CompletionRequest:
     try:
         return CompletionRequest(**body)
     except ValidationError as error:
-        raise InvalidRequest(misfit(error.errors())[0].message) from None
+        failure, logged = misfit(error.errors())
+        refused = InvalidRequest(failure.message)
+        refused.logged = logged  # without text of the request
+        raise refused from None
