@@ -18,9 +18,7 @@ from speculon.core.config import SpeculationConfig
 from speculon.core.errors import MemoryExceeded, ModelError, SpeculonError, UnsupportedModel
 from speculon.core.types import capabilities_json
 from speculon.decoding.kv.slots import PER_SEQUENCE
-from speculon.drafters.config import AUTHORS
-from speculon.drafters.dflash.config import DFlashConfig
-from speculon.drafters.eagle3.config import Eagle3Config
+from speculon.drafters.config import AUTHORS, DrafterConfig
 from speculon.drafters.families import Family, family_of
 from speculon.drafters.mtp.tensors import MTP, find_mtp
 from speculon.drafters.pairing import check_fit
@@ -330,7 +328,7 @@ def show_drafter(family: Family, target: Checkpoint | None, as_json: bool) -> No
         raise typer.Exit(EXIT_REFUSED)
 
 
-def head_facts(config: Eagle3Config | DFlashConfig) -> Facts:
+def head_facts(config: DrafterConfig) -> Facts:
     windows = sorted({window for window in config.windows if window})
     return {
         "format": config.format,
@@ -339,7 +337,7 @@ def head_facts(config: Eagle3Config | DFlashConfig) -> Facts:
         "rope": ", ".join(f"{name} {value}" for name, value in sorted(config.rope.items())),
         "taps": config.describe_taps(),
         "context": config.max_context,
-        "block": config.describe_block() if isinstance(config, DFlashConfig) else None,
+        "block": config.describe_block(),
         "norms": [
             name
             for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

@@ -16,12 +16,13 @@ from speculon.core.errors import (
     UnsupportedModel,
     WrongPair,
 )
-from speculon.drafters.families import DFLASH, DRAFT_MODEL, EAGLE3, PARD, family_of
+from speculon.drafters.families import DRAFT_MODEL, PARD, family_of
 from speculon.drafters.mtp.tensors import MTP, find_mtp, mtp_of
 from speculon.drafters.pairing import AUTO, around, examine, is_search, search
 from speculon.loading.headers import Checkpoint, read_checkpoint
 from speculon.loading.locate import locate, refuse_missing, usual_drafters
 from speculon.loading.spelling import compare
+from speculon.speculation.proposers.registry import WITH_CHECKPOINT
 
 log = logging.getLogger("speculon")
 
@@ -135,7 +136,7 @@ def check_drafts(config: EngineConfig) -> None:
     For method `mtp`, raises `ModelError` for a target without such layers.
     """
     method, drafts = config.speculation.method, config.speculation.drafts
-    if method in (DRAFT_MODEL, PARD, EAGLE3, DFLASH) and method not in drafts:
+    if method in WITH_CHECKPOINT and method not in drafts:
         raise ConfigError(f"method = {method!r} needs a drafter: set draft (--draft FOLDER)")
     if method == MTP and method not in drafts:
         mtp_of(locate(config.model, trust_remote_code=config.trust_remote_code))

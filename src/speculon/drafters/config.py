@@ -95,6 +95,14 @@ class DrafterConfig:
         """One line for people; `num_layers` is the target's, where it is known."""
         raise NotImplementedError
 
+    def describe_taps(self, num_layers: int | None = None) -> str:
+        """Where it reads the target, for people."""
+        raise NotImplementedError
+
+    def describe_block(self) -> str | None:
+        """How a block is drafted from, for people; None where a forward drafts one token."""
+        return None
+
     @property
     def size(self) -> str:
         """Its dtype and bytes, for people."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from speculon.core.errors import MissingWeights, ModelError, SpeculonError, UnsafeCheckpoint, UnsupportedModel
-from speculon.drafters.config import DTYPE_NAMES
+from speculon.drafters.config import DTYPE_NAMES, DrafterConfig
 from speculon.drafters.dflash.config import CONTEXT_NORM, DFlashConfig, is_dflash, read_dflash
 from speculon.drafters.eagle3.config import Eagle3Config, read_eagle3
 from speculon.drafters.formats import FIRST_Q, Source, open_source
@@ -30,7 +30,7 @@ class Family:
     path: Path
     method: str | None
     summary: str  # one line for people
-    head: Eagle3Config | DFlashConfig | None = None
+    head: DrafterConfig | None = None
     modules: MtpConfig | None = None
     checkpoint: Checkpoint | None = None
     refusal: str | None = None

@@ -159,11 +159,11 @@ class Leases:
         self,
         pool: BlockPool,
         store: PageStore,
-        max_drafts: int,
+        draft_rows: int,
         states: StateStore | None = None,
         draft_states: Mapping[str, StateStore] | None = None,
     ):
-        self.pool, self.store, self._max_drafts, self.states = pool, store, max_drafts, states
+        self.pool, self.store, self._draft_rows, self.states = pool, store, draft_rows, states
         self.draft_states = draft_states or {}
 
     def reserve(self, spans: list[Span]) -> Lease:
@@ -179,7 +179,7 @@ class Leases:
         for span in spans:
             pool.slots.claim(span.seq)
             pool.extend(span.seq, span.start + span.length)
-        share_rows(decoding, self._max_drafts)
+        share_rows(decoding, self._draft_rows)
         for span in decoding:
             spare = (len(span.seq.table) + pool.available) * pool.block_size - span.start - span.length
             if span.reserved > spare:

@@ -116,7 +116,7 @@ class RequestLog:
         raise UnknownRequest(f"request {request_id!r}: neither running nor among the latest")
 
     def view(self, request_id: str) -> RequestView:
-        """With the beginning of the prompt and the answer, where texts are entry. Raises `UnknownRequest`."""
+        """With the beginning of the prompt and the answer, where texts are kept. Raises `UnknownRequest`."""
         entry = self.find(request_id)
         view = self._view(entry)
         if not self.texts:
