@@ -168,8 +168,7 @@ def figures(bench: Row, peers: Row) -> str:
     default = f"""SmolLM2-135M-Instruct in bf16 answers {plan["prompts"]} prompts of each category of
     Spec-Bench, greedily, with up to {plan["max_tokens"]} tokens, on 2 cores of an
     {chip(bench["machine"])} chip ([all figures](docs/benchmarks/{GRID}/bench.md)). The defaults (`auto`,
-    `goodput`, and an EAGLE-3 head older than the one that comes with speculon) are {plain} times as fast
-    as plain decoding.
+    `goodput`, and the EAGLE-3 head that comes with speculon) are {plain} times as fast as plain decoding.
     They are {best} times as fast as the best of {modes} and plain decoding. These are geometric means
     over {len(plan["workloads"])} categories at concurrency {counts}; the lowest against the best is
     {lowest(bench)}. {busiest(bench)} Loops, which favour drafts, end {looping(bench)} of the texts."""
