@@ -24,6 +24,8 @@ from speculon.core.config.serve import ServeConfig
 from speculon.core.config.speculation import SpeculationConfig
 from speculon.core.errors import ConfigError, InvalidParameter
 
+Quantization = Literal["auto", "none", "int8", "int4"]
+
 
 class EngineConfig(BaseSettings):
     """The engine's settings. `EngineConfig(block_size=32)` reads environment and file for the rest."""
@@ -45,6 +47,11 @@ class EngineConfig(BaseSettings):
         "auto", description="of the weights; auto: the checkpoint's, or fp32 where the CPU has no bf16"
     )
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N | mps")
+    quantization: Quantization = Field(
+        "auto",
+        description="int8 | int4: round the weights of linear layers to so many bits (head: 8); auto: as the "
+        "checkpoint has them, and those of a GGUF file stay in 4 or 8 bits; none: numbers of the dtype",
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads of a forward; None: torch's choice")
     fuse: bool = Field(True, description="join layers into fewer, faster operations of equal result")
     compile: bool = Field(
