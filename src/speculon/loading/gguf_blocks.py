@@ -8,7 +8,6 @@ import torch
 import transformers.modeling_gguf_pytorch_utils as reader
 from accelerate import init_empty_weights
 from accelerate.utils import set_module_tensor_to_device
-from gguf import GGMLQuantizationType as Type
 from gguf import ReaderTensor
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -16,11 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from speculon.core.errors import CorruptWeights, MissingWeights
 from speculon.loading.gguf_weights import complete_model
 from speculon.loading.headers import Checkpoint
+from speculon.loading.quantization import FOUR_BITS, NUMBERS
 from speculon.target.linear import plain
 from speculon.target.quantized import GROUP, MIDDLE, QuantizedLinear, fits, from_nibbles, quantize
-
-NUMBERS = (Type.F64, Type.F32, Type.F16, Type.BF16)  # types of tensors without blocks
-FOUR_BITS = {Type.Q4_0: 18, Type.Q4_1: 20, Type.Q4_K: 144}  # bytes of a block, in groups of 32
 
 
 @torch.inference_mode()
@@ -38,19 +35,15 @@ def load_blocks(
     packed: dict[str, QuantizedLinear] = {}
     for tensor in places.tensors:
         name = places.names.get(tensor.name, "")
-        for weight in (name, *tied.get(name, ())):
-            if (
-                weight in linear
-                and places.keeps_blocks(tensor)
-                and fits(*linear[weight].weight.shape, device)
-            ):
-                packed[weight] = places.layer(tensor, dtype)
-        if name and name not in packed:
-            try:
+        try:
+            for weight in (name, *tied.get(name, ())):
+                if weight in linear and places.packs(tensor, linear[weight].weight, device):
+                    packed[weight] = places.layer(tensor, dtype)
+            if name and name not in packed:
                 value = places.numbers(tensor)
                 set_module_tensor_to_device(model, name, "cpu", value=value, dtype=dtype)
-            except ValueError as error:
-                raise CorruptWeights(f"{checkpoint.path}: {tensor.name}: {error}") from error
+        except ValueError as error:
+            raise CorruptWeights(f"{checkpoint.path}: {tensor.name}: {error}") from error
     model.tie_weights()
     for weight, layer in packed.items():
         layer.bias = linear[weight].bias
@@ -74,7 +67,7 @@ class PackedFile:
     """The tensors of a GGUF file, and the names and the order of rows that a model has them in."""
 
     def __init__(self, checkpoint: Checkpoint, config: PreTrainedConfig, model: nn.Module):
-        self.tensors: list[ReaderTensor] = gguf.GGUFReader(checkpoint.path).tensors
+        self.tensors: list[ReaderTensor] = gguf.GGUFReader(str(checkpoint.path)).tensors
         make = reader.TENSOR_PROCESSORS.get(checkpoint.architecture, reader.TensorProcessor)
         self._processor = make(config=config.to_dict())
         self.names: dict[str, str] = reader.get_gguf_hf_weights_map(model, self._processor)
@@ -87,9 +80,17 @@ class PackedFile:
         values = self._process(tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type))
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
 
-    def keeps_blocks(self, tensor: ReaderTensor) -> bool:
-        """Whether the model has the rows of a tensor in blocks, in some order."""
-        return tensor.tensor_type not in NUMBERS and self._order(tensor) is not None
+    def packs(self, tensor: ReaderTensor, weight: torch.Tensor, device: torch.device) -> bool:
+        """Whether a tensor has blocks of rows that a linear layer has, too, in some order.
+
+        Raises `ValueError` for another shape.
+        """
+        if tensor.tensor_type.name in NUMBERS or self._order(tensor) is None:
+            return False
+        shape = tuple(map(int, reversed(tensor.shape)))
+        if shape != weight.shape:
+            raise ValueError(f"its shape is {shape}, the config says {tuple(weight.shape)}")
+        return fits(shape, device)
 
     def _order(self, tensor: ReaderTensor) -> np.ndarray | None:  # [O]
         rows = np.arange(len(tensor.data), dtype=np.float32)[:, None]
@@ -99,29 +100,32 @@ class PackedFile:
 
     def layer(self, tensor: ReaderTensor, dtype: torch.dtype) -> QuantizedLinear:
         """Its rows in 4 bits, where its groups are those of a packed layer; else rounded to 8 bits."""
-        if tensor.tensor_type not in FOUR_BITS:
-            return quantize(self.numbers(tensor), None, 8, dtype)
-        q, scale, low = (
-            torch.from_numpy(part) for part in four_bits(tensor.data[self._order(tensor)], tensor.tensor_type)
-        )
-        return from_nibbles(q, scale.to(dtype), (low + MIDDLE * scale).to(dtype))
+        kind = tensor.tensor_type.name
+        if kind in FOUR_BITS:
+            rows = tensor.data[self._order(tensor)]
+            q, scale, low = (torch.from_numpy(part) for part in four_bits(rows, kind))
+            layer = from_nibbles(q, scale.to(dtype), (low + MIDDLE * scale).to(dtype))
+        else:
+            layer = quantize(self.numbers(tensor), None, 8, dtype)
+        layer.stored = kind
+        return layer
 
 
-def four_bits(data: np.ndarray, kind: Type) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def four_bits(data: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of rows of blocks [O, bytes]: q [O, D], and the scale and the lowest weight of each group.
 
     The formats are those of ggml: w = scale q + low.
     """
     blocks = data.reshape(-1, FOUR_BITS[kind])
-    if kind is Type.Q4_K:  # blocks of 8 groups, whose scales have 6 bits of a common one
+    if kind == "Q4_K":  # blocks of 8 groups, whose scales have 6 bits of a common one
         whole = np.ascontiguousarray(blocks[:, :4]).view(np.float16).astype(np.float32)
         of_scale, of_low = gguf.quants.Q4_K.get_scale_min(blocks[:, 4:16])
         scale, low = whole[:, :1] * of_scale, -whole[:, 1:] * of_low
     else:
         whole = np.ascontiguousarray(blocks[:, :-16]).view(np.float16).astype(np.float32)
         scale = whole[:, :1]
-        low = whole[:, 1:] if kind is Type.Q4_1 else -MIDDLE * scale
-    codes = blocks[:, 16:] if kind is Type.Q4_K else blocks[:, -16:]
+        low = whole[:, 1:] if kind == "Q4_1" else -MIDDLE * scale
+    codes = blocks[:, 16:] if kind == "Q4_K" else blocks[:, -16:]
     width = min(codes.shape[1], GROUP)  # so many bytes have the low halves, then the high ones, in order
     q = codes.reshape(-1, 1, width) >> np.array([[0], [4]], dtype=np.uint8) & np.uint8(15)
     rows = len(data)

@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from speculon.core.config.engine import Quantization
+from speculon.core.config.speculation import Quantization
 from speculon.core.errors import (
     ConfigError,
     CorruptWeights,

@@ -66,7 +66,7 @@ class SideBySide:
         return torch.cat([part(x) for part in self.parts], -1)
 
 
-def plain(module: object) -> bool:
+def plain(module: Any) -> bool:
     """Whether a module is a plain linear layer: not adapted, not hooked, and quantised only by speculon."""
     return type(module) in (nn.Linear, QuantizedLinear) and not hooked(module)
 

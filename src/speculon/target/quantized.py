@@ -53,10 +53,12 @@ class QuantizedLinear(nn.Module):
     q: Tensor  # [O, D * bits / 8] uint8: two values of 4 bits, the first in the low half
     scale: Tensor  # [O, D * bits / 4 / GROUP]
     zero: Tensor
+    bias: Tensor | None
 
     def __init__(self, q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, bits: int):
         super().__init__()
         self.bits, self.out_features, self.in_features = bits, q.shape[0], q.shape[1] * 8 // bits
+        self.stored = "numbers"  # what it was made of, for people
         for name, value in (("q", q), ("scale", scale), ("zero", zero), ("bias", bias)):
             self.register_buffer(name, value)
 
@@ -84,13 +86,24 @@ def layers_of(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedLinear))
 
 
+def describe(layers: Sequence[QuantizedLinear]) -> Iterator[str]:
+    """What became of quantised layers, a line for each kind."""
+    kinds: dict[tuple[str, int], list[QuantizedLinear]] = {}
+    for layer in layers:
+        kinds.setdefault((layer.stored, layer.bits), []).append(layer)
+    for (stored, bits), same in kinds.items():
+        size = sum(layer.num_bytes for layer in same) / 1e6
+        yield f"{len(same)} layer{'s' * (len(same) > 1)} of {stored} in {bits} bits, {size:.0f} MB"
+
+
 def supported(device: torch.device) -> bool:
     """Whether torch multiplies by packed weights there."""
     return device.type == "cuda" or (device.type == "cpu" and "cpu_product" in globals())
 
 
-def fits(outputs: int, width: int, device: torch.device) -> bool:
+def fits(shape: Sequence[int], device: torch.device) -> bool:
     """Whether torch's operator takes a weight of this shape."""
+    outputs, width = shape
     return outputs % 16 == 0 and width % (GROUP if device.type == "cpu" else 16 * TILES) == 0
 
 

@@ -23,7 +23,7 @@ from speculon.decoding.kv.store import PageStore, SpanView, View
 from speculon.target.attention import running
 from speculon.target.footprint import scratch_bytes
 from speculon.target.pieces import with_prompts
-from speculon.target.quantized import layers_of
+from speculon.target.quantized import describe, layers_of
 from speculon.target.recurrent import Mixer, restore
 from speculon.target.taps import Taps
 
@@ -102,7 +102,11 @@ class Target:
         packed = [layer for _, layer in layers_of(self.model)]
         own = [layer for layer in packed if not self.tied_head or layer is not self.head]
         self.num_parameters = sum(p.numel() for p in weights) + sum(x.num_parameters for x in own)
-        self.weight_bytes = sum(p.nbytes for p in weights) + sum(layer.num_bytes for layer in packed)
+        in_numbers = sum(p.nbytes for p in weights)
+        self.weight_bytes = in_numbers + sum(layer.num_bytes for layer in packed)
+        self.packed = (
+            [*describe(packed), f"the rest {self.dtype}, {in_numbers / 1e6:.0f} MB"] if packed else []
+        )
 
     @property
     def num_bytes(self) -> int:

@@ -21,10 +21,8 @@ from pydantic_settings import (
 from speculon.core.checked import FilePath, FolderPath, invalid_parameter, nearest
 from speculon.core.config.file import CACHE, FILE, MODELS, VARIABLE, place, settings_file, syntax_error
 from speculon.core.config.serve import ServeConfig
-from speculon.core.config.speculation import SpeculationConfig
+from speculon.core.config.speculation import Quantization, SpeculationConfig
 from speculon.core.errors import ConfigError, InvalidParameter
-
-Quantization = Literal["auto", "none", "int8", "int4"]
 
 
 class EngineConfig(BaseSettings):
