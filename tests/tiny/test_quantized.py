@@ -66,18 +66,18 @@ def test_rows_do_not_depend_on_each_other(bits: int) -> None:
         assert torch.equal(product(x[64 - count :]), whole[64 - count :])
 
 
-@pytest.mark.parametrize("kind", sorted(FOUR_BITS))
-def test_blocks_are_read_as_the_library_reads_them(kind: str) -> None:
-    size = FOUR_BITS[kind]
-    per_block = 256 if kind == "Q4_K" else 32
+@pytest.mark.parametrize("block_type", sorted(FOUR_BITS))
+def test_blocks_are_read_as_the_library_reads_them(block_type: str) -> None:
+    size = FOUR_BITS[block_type]
+    per_block = 256 if block_type == "Q4_K" else 32
     data = np.random.default_rng(0).integers(0, 256, (8, 512 // per_block * size), dtype=np.uint8)
     blocks = data.reshape(-1, size)
-    for at in range(0, 2 if kind == "Q4_0" else 4, 2):  # halves that are no numbers are in no file
+    for at in range(0, 2 if block_type == "Q4_0" else 4, 2):  # halves that are no numbers are in no file
         halves = np.random.default_rng(1).normal(0, 0.01, (len(blocks), 1)).astype(np.float16)
         blocks[:, at : at + 2] = halves.view(np.uint8)
-    q, scale, low = four_bits(data, kind)
+    q, scale, low = four_bits(data, block_type)
     ours = q.reshape(8, -1, GROUP) * scale[..., None] + low[..., None]
-    theirs = gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
+    theirs = gguf.dequantize(data, gguf.GGMLQuantizationType[block_type])
     np.testing.assert_allclose(ours.reshape(8, -1), theirs, rtol=1e-6, atol=1e-7)
 
 
@@ -86,9 +86,9 @@ def model() -> LlamaForCausalLM:
     return tiny_llama()
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-def test_a_gguf_file_stays_packed(kind: str, model: LlamaForCausalLM, tmp_path: Path) -> None:
-    path = write_gguf(model, tmp_path / "q.gguf", quantise=kind)
+@pytest.mark.parametrize("block_type", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_a_gguf_file_stays_packed(block_type: str, model: LlamaForCausalLM, tmp_path: Path) -> None:
+    path = write_gguf(model, tmp_path / "q.gguf", quantise=block_type)
     packed = load_target(path, dtype="float32")
     numbers = load_target(path, dtype="float32", quantization="none")
     assert packed.packed and not numbers.packed
@@ -96,7 +96,7 @@ def test_a_gguf_file_stays_packed(kind: str, model: LlamaForCausalLM, tmp_path: 
     ids = torch.arange(40) % packed.vocab_size
     ours, theirs = (logits_of(target, ids) for target in (packed, numbers))
     # a random model exaggerates a rounding in a few rows
-    assert (ours - theirs).abs().median() / theirs.abs().max() < (1e-5 if kind in FOUR_BITS else 0.01)
+    assert (ours - theirs).abs().median() / theirs.abs().max() < (1e-5 if block_type in FOUR_BITS else 0.01)
 
 
 def logits_of(target: Target, ids: torch.Tensor) -> torch.Tensor:

@@ -100,32 +100,32 @@ class PackedFile:
 
     def layer(self, tensor: ReaderTensor, dtype: torch.dtype) -> QuantizedLinear:
         """Its rows in 4 bits, where its groups are those of a packed layer; else rounded to 8 bits."""
-        kind = tensor.tensor_type.name
-        if kind in FOUR_BITS:
+        block_type = tensor.tensor_type.name
+        if block_type in FOUR_BITS:
             rows = tensor.data[self._order(tensor)]
-            q, scale, low = (torch.from_numpy(part) for part in four_bits(rows, kind))
+            q, scale, low = (torch.from_numpy(part) for part in four_bits(rows, block_type))
             layer = from_nibbles(q, scale.to(dtype), (low + MIDDLE * scale).to(dtype))
         else:
             layer = quantize(self.numbers(tensor), None, 8, dtype)
-        layer.stored = kind
+        layer.stored = block_type
         return layer
 
 
-def four_bits(data: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def four_bits(data: np.ndarray, block_type: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of rows of blocks [O, bytes]: q [O, D], and the scale and the lowest weight of each group.
 
     The formats are those of ggml: w = scale q + low.
     """
-    blocks = data.reshape(-1, FOUR_BITS[kind])
-    if kind == "Q4_K":  # blocks of 8 groups, whose scales have 6 bits of a common one
+    blocks = data.reshape(-1, FOUR_BITS[block_type])
+    if block_type == "Q4_K":  # blocks of 8 groups, whose scales have 6 bits of a common one
         whole = np.ascontiguousarray(blocks[:, :4]).view(np.float16).astype(np.float32)
         of_scale, of_low = gguf.quants.Q4_K.get_scale_min(blocks[:, 4:16])
         scale, low = whole[:, :1] * of_scale, -whole[:, 1:] * of_low
     else:
         whole = np.ascontiguousarray(blocks[:, :-16]).view(np.float16).astype(np.float32)
         scale = whole[:, :1]
-        low = whole[:, 1:] if kind == "Q4_1" else -MIDDLE * scale
-    codes = blocks[:, 16:] if kind == "Q4_K" else blocks[:, -16:]
+        low = whole[:, 1:] if block_type == "Q4_1" else -MIDDLE * scale
+    codes = blocks[:, 16:] if block_type == "Q4_K" else blocks[:, -16:]
     width = min(codes.shape[1], GROUP)  # so many bytes have the low halves, then the high ones, in order
     q = codes.reshape(-1, 1, width) >> np.array([[0], [4]], dtype=np.uint8) & np.uint8(15)
     rows = len(data)

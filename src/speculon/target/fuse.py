@@ -88,6 +88,8 @@ def choose_loop(target: Target, trial: Trial, *, compile: bool) -> None:
     runner.form = "loop"
     if not compile:
         return
+    if target.packed and target.device.type == "cpu":
+        raise CannotReplace("not compiled: quantised layers")
     if len({*loop.kinds}) > 1:
         raise CannotReplace("not compiled: several rotary tables")
     dtype, device = target.dtype, target.device

@@ -87,11 +87,11 @@ def layers_of(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
 
 
 def describe(layers: Sequence[QuantizedLinear]) -> Iterator[str]:
-    """What became of quantised layers, a line for each kind."""
-    kinds: dict[tuple[str, int], list[QuantizedLinear]] = {}
+    """What became of quantised layers, a line for each type and number of bits."""
+    groups: dict[tuple[str, int], list[QuantizedLinear]] = {}
     for layer in layers:
-        kinds.setdefault((layer.stored, layer.bits), []).append(layer)
-    for (stored, bits), same in kinds.items():
+        groups.setdefault((layer.stored, layer.bits), []).append(layer)
+    for (stored, bits), same in groups.items():
         size = sum(layer.num_bytes for layer in same) / 1e6
         yield f"{len(same)} layer{'s' * (len(same) > 1)} of {stored} in {bits} bits, {size:.0f} MB"
 
