@@ -66,10 +66,28 @@ def test_a_gguf_file_gives_the_text_of_its_folder(
 ) -> None:
     if dtype != DTYPES[0]:
         pytest.skip("tiny/test_gguf reads files in fp32")
-    file = LLM("smollm2" if name == "smollm2" else str(files[name]), dtype=dtype, warmup=False)
+    file = LLM(
+        "smollm2" if name == "smollm2" else str(files[name]), dtype=dtype, quantization="none", warmup=False
+    )
     assert ("eagle3" in file.config.speculation.drafts) == (name == "smollm2")  # the default of that name
     of_file, of_folder = (one.generate(prompts[:2], PARAMS["greedy"]) for one in (file, llm))
     assert [out.text for out in of_file] == [out.text for out in of_folder]
+
+
+def test_a_gguf_file_stays_packed_and_drafts_leave_its_texts(
+    name: str, dtype: str, files: dict[str, Path], drafter: dict[str, str], prompts: list[str]
+) -> None:
+    if dtype != DTYPES[0]:
+        pytest.skip("tiny/test_quantized has fp32")
+    llm = LLM(str(files[name]), dtype=dtype, speculation={"draft": drafter})
+    target = llm.engine.target
+    assert target.packed and target.runner.one_loop
+    assert target.batch_invariant or dtype == "float32"
+    for params in PARAMS.values():
+        plain = llm.generate(prompts, params, speculation={"method": "off"})
+        drafted = llm.generate(prompts, params, speculation={"method": [*drafter][0], "policy": "fixed"})
+        assert sum(out.speculation.drafted for out in drafted if out.speculation) > 0
+        assert [out.token_ids for out in drafted] == [out.token_ids for out in plain]
 
 
 def test_a_chat_ends_at_its_end_token_and_streams_its_text(name: str, llm: LLM) -> None:

@@ -43,7 +43,7 @@ LAYER = ("heads", "k_dim", "v_dim", "window", "dtype", "chunk")  # what is told 
 
 ROWS = (
     "path architecture model_type num_layers hidden_size vocab_size max_context dtype num_parameters "
-    "num_bytes quantization tensor_types mtp kv_bytes_per_token layers states tokenizer fused "
+    "num_bytes quantization tensor_types packed mtp kv_bytes_per_token layers states tokenizer fused "
     "batch_invariant notes supported engine draft_fits memory"
 ).split()
 DRAFTER_ROWS = (
@@ -174,6 +174,7 @@ def target_facts(target: Target) -> Facts:
             if layer.heads
         ],
         "states": states if target.recurrent else None,
+        "packed": target.packed,
         "fused": str(target.runner),
         "batch_invariant": target.invariance,
         "notes": list(target.notes),

@@ -23,7 +23,8 @@ def drafter_needs(config: EngineConfig, step: Step) -> list[Needs]:
 def needs_of(method: str, path: object, config: EngineConfig, step: Step) -> Needs:
     assert isinstance(path, str), "a server has no model objects"
     if method in LANGUAGE_MODELS:
-        return model_needs(path, *step, config.fuse, config.compile)
+        bits = config.speculation.draft_quantization
+        return model_needs(path, *step, config.fuse, config.compile, bits)
     if method == MTP:
         return Needs(bytes_fixed=mtp_of(locate(path)).num_parameters * step.dtype.itemsize)
     weights = weight_bytes(read_checkpoint(locate(path)), step.dtype)

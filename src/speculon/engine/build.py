@@ -43,6 +43,7 @@ def build_engine(
             fused=config.fuse,
             compile=config.compile,
             batch_invariant=config.batch_invariant,
+            quantization=config.quantization,
             progress=progress,
         )
         tokenizer = None

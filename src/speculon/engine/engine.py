@@ -84,6 +84,7 @@ class Engine:
             fuse=config.fuse,
             compile=config.compile,
             batch_invariant=target.batch_invariant,
+            quantization=config.quantization,
             model=target,
         )
         budget = Budget(

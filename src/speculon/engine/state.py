@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 FORMAT = "speculon state 2"
 # facts of the target that costs depend on
-MACHINE = ("device", "dtype", "fuse", "compile", "batch_invariant")
+MACHINE = ("device", "dtype", "fuse", "compile", "batch_invariant", "quantization")
 EVERY = 300.0  # seconds between two writings, while sequences are generated
 LOCK_SECONDS = 5.0  # guess: given to an engine that is about to end, and still writes
 

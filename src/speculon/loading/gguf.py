@@ -103,6 +103,11 @@ class GgufHeader:
         return "float16" if types <= {"F32", "F16"} else "bfloat16"
 
     @property
+    def has_blocks(self) -> bool:
+        """Whether any tensor is quantised."""
+        return not set(self.types) <= {"F64", "F32", "F16", "BF16"}
+
+    @property
     def end_ids(self) -> tuple[int, ...]:
         """Ids that end a sequence or a turn, as the metadata names them."""
         keys = ("eos_token_id", "eot_token_id", "eom_token_id")

@@ -51,6 +51,7 @@ class Checkpoint:
     pickled: bool
     remote_code: bool  # the config names Python code that comes with the checkpoint
     quantization: str | None
+    blocks: bool = False  # it is a GGUF file with quantised tensors
     tensor_types: str | None = None  # of a GGUF file: each type, and the number of its tensors
 
 
@@ -127,6 +128,7 @@ def gguf_checkpoint(file: Path) -> Checkpoint:
         pickled=False,
         remote_code=False,
         quantization=None,
+        blocks=header.has_blocks,
         tensor_types=", ".join(f"{count} {name}" for name, count in header.types.most_common()),
     )
 

@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from speculon.core.config.speculation import Quantization
 from speculon.core.errors import (
     ConfigError,
     CorruptWeights,
@@ -32,6 +33,7 @@ from speculon.loading.invariant import decide
 from speculon.loading.load_check import check_logits, logits_in_fp32, stock_logits
 from speculon.loading.locate import first_line, locate
 from speculon.loading.probe import discover, use_attention
+from speculon.loading.quantization import round_weights, stays_in_blocks
 from speculon.loading.reading import from_file, quiet
 from speculon.target import attention
 from speculon.target.fuse import fuse, fuse_norms
@@ -60,6 +62,7 @@ def load_target(
     fused: bool = True,
     compile: bool = False,
     batch_invariant: bool | None = False,
+    quantization: Quantization = "auto",
     progress: Progress | None = None,
 ) -> Target:
     """A checked Target from a folder, a GGUF file, a hub id or a name.
@@ -76,8 +79,14 @@ def load_target(
         place = pick_device(device)
         precision = pick_dtype(dtype, checkpoint.dtype, place)
         report("loading the weights")
-        model = load_model(checkpoint, config, precision, place, trust_remote_code)
-        settings = precision, place, max_context, fused, compile, batch_invariant
+        if stays_in_blocks(quantization, checkpoint, config, place):
+            from speculon.loading.gguf_blocks import load_blocks  # imports transformers' GGUF reader
+
+            model = load_blocks(checkpoint, config, precision, place)
+        else:
+            model = load_model(checkpoint, config, precision, place, trust_remote_code)
+            round_weights(model, quantization, checkpoint)
+        settings = precision, place, max_context, fused, compile, batch_invariant, quantization
         with remembering([*checkpoint.files, *configs(folder)], *settings):
             report("checking the model against its stock forward")
             target = make_target(model, str(path), max_context, fused=fused, compile=compile)

@@ -235,6 +235,13 @@ class Fused(nn.Module):
         return self.inner(x)
 
 
+class FusedRows(Fused):
+    """The same for a product that takes two dimensions alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+
+
 def rotate(heads: Tensor, tables: Tables) -> Tensor:
     """Rotary positions (Su 2021) in half-split form: x cos + swapped halves of x (-sin, sin). [T, H, Dh]."""
     cos, sin = tables

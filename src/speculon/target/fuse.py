@@ -19,6 +19,7 @@ from speculon.target.block import (
     CannotReplace,
     Fused,
     FusedLayer,
+    FusedRows,
     Loop,
     Norm,
     fused_block,
@@ -29,6 +30,7 @@ from speculon.target.compare import close, nearly
 from speculon.target.compiled import compiled_loop
 from speculon.target.footprint import CaptureSizes, program_bytes, program_row_bytes
 from speculon.target.linear import head_is_packed, hooked, joined, plain
+from speculon.target.quantized import layers_of
 from speculon.target.remembered import passed, passes
 from speculon.target.target import Runner, Target, stock_forward
 from speculon.target.trial import Trial
@@ -51,6 +53,7 @@ def fuse(target: Target, *, share: bool, compile: bool = False) -> None:
         replace_norms(target)
         if not share:
             pack_head(target, trial)
+            pack_rest(target.model)
         if not share and runner.fused == runner.layers:
             unmap_file(target.model)  # before compiling, which keeps references to the tensors
         try:
@@ -85,6 +88,8 @@ def choose_loop(target: Target, trial: Trial, *, compile: bool) -> None:
     runner.form = "loop"
     if not compile:
         return
+    if target.packed and target.device.type == "cpu":
+        raise CannotReplace("not compiled: quantised layers")
     if len({*loop.kinds}) > 1:
         raise CannotReplace("not compiled: several rotary tables")
     dtype, device = target.dtype, target.device
@@ -199,7 +204,7 @@ def replace_norms(target: Target) -> list[tuple[Place, nn.Module]]:
 def pack_head(target: Target, trial: Trial) -> None:
     """Copies a plain output head into the packed layout, where that is faster and the model only calls it."""
     head: Any = target.model.get_output_embeddings()
-    if not plain(head) or not head_is_packed(target.dtype, target.device):
+    if type(head) is not nn.Linear or hooked(head) or not head_is_packed(target.dtype, target.device):
         return
     try:
         target.model.set_output_embeddings(Fused(joined([head], share=False)))
@@ -208,6 +213,13 @@ def pack_head(target: Target, trial: Trial) -> None:
         return target.model.set_output_embeddings(head)
     if head.weight is target.model.get_input_embeddings().weight:
         target.runner.num_bytes += head.weight.nbytes
+
+
+def pack_rest(model: nn.Module) -> None:
+    """Quantised layers that are in no fused block, the head among them, multiply by packed weights, too."""
+    for name, layer in list(layers_of(model)):
+        if not hooked(layer):
+            model.set_submodule(name, FusedRows(joined([layer], share=False)))
 
 
 def unmap_file(model: nn.Module) -> None:

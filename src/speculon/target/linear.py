@@ -6,14 +6,17 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import groupby
 from math import prod
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from speculon.target.quantized import QuantizedLinear, packed_layers
 from speculon.target.remembered import once
 
 SAMPLE = (16, 512, 256)  # weights [O, D]: more than the caches of two cores hold
@@ -63,9 +66,9 @@ class SideBySide:
         return torch.cat([part(x) for part in self.parts], -1)
 
 
-def plain(module: object) -> bool:
-    """Whether a module is a plain linear layer: not quantised, not adapted, not hooked."""
-    return type(module) is nn.Linear and not hooked(module)
+def plain(module: Any) -> bool:
+    """Whether a module is a plain linear layer: not adapted, not hooked, and quantised only by speculon."""
+    return type(module) in (nn.Linear, QuantizedLinear) and not hooked(module)
 
 
 def hooked(module: nn.Module) -> bool:
@@ -74,8 +77,20 @@ def hooked(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def joined(stock: Sequence[nn.Linear], share: bool) -> Product:
+def joined(stock: Sequence[nn.Linear | QuantizedLinear], share: bool) -> Product:
     """One product for linear layers of the same input. With `share` their weights are not copied."""
+    parts = [join(list(run), share) for _, run in groupby(stock, key=bits)]
+    return parts[0] if len(parts) == 1 else SideBySide(parts)
+
+
+def bits(layer: nn.Linear | QuantizedLinear) -> int | None:
+    return layer.bits if isinstance(layer, QuantizedLinear) else None
+
+
+def join(stock: Sequence[Any], share: bool) -> Product:
+    """The same for layers of as many bits."""
+    if isinstance(stock[0], QuantizedLinear):
+        return packed_layers(stock)
     parts = [
         Linear(layer.weight.detach(), None if layer.bias is None else layer.bias.detach()) for layer in stock
     ]

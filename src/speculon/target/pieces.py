@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from speculon.core.types import ceil_div
 from speculon.decoding.batch import Runs
 from speculon.target.linear import Linear, Packed, Product, SideBySide, packed
+from speculon.target.quantized import Packed4
 from speculon.target.remembered import once
 
 MOST = (64, 32, 16, 8)  # rows of a small piece
@@ -153,8 +154,8 @@ class Pieces:
             case nn.Linear():
                 return self.of(Linear(product.weight, product.bias), outputs, width, dtype)
             case SideBySide():
-                linear = [part for part in product.parts if isinstance(part, Linear)]
-                return SideBySide([self.of(part, len(part.weight), width, dtype) for part in linear])
+                outputs_of = partial(num_outputs, width=width, dtype=dtype)
+                return SideBySide([self.of(part, outputs_of(part), width, dtype) for part in product.parts])
         return InPieces(product, self.once("rows", (product, outputs, width, dtype), measured, rows_from))
 
     def prompt_sizes(self, product: Product, outputs: int, width: int, dtype: torch.dtype) -> tuple[int, ...]:
@@ -184,6 +185,8 @@ def kernel_key(product: Product) -> tuple[Any, ...]:
             return Linear, weight.device, weight.is_contiguous(), bias is not None
         case Packed(_, bias):
             return Packed, bias is not None
+        case Packed4(weight, _, bias):
+            return type(product), weight.device, bias is not None
     return (product,)
 
 
@@ -229,7 +232,17 @@ def sample(product: Product, outputs: int, width: int, dtype: torch.dtype) -> tu
         case Linear(own) if not large:
             weight = weight if own.is_contiguous() else weight.t().contiguous().t()
             product = Linear(weight.to(own.device), None if product.bias is None else bias.to(own.device))
-    return product, x.to(product.weight.device) if isinstance(product, Linear) else x
+    return product, x.to(device_of(product))
+
+
+def num_outputs(product: Product, width: int, dtype: torch.dtype) -> int:
+    return product(torch.zeros(1, width, dtype=dtype, device=device_of(product))).shape[1]
+
+
+def device_of(product: Any) -> torch.device:
+    """That of its weights; products without any are on a CPU."""
+    weight = getattr(product, "weight", None)
+    return weight.device if isinstance(weight, Tensor) else torch.device("cpu")
 
 
 def cancelling(outputs: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

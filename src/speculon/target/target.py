@@ -23,6 +23,7 @@ from speculon.decoding.kv.store import PageStore, SpanView, View
 from speculon.target.attention import running
 from speculon.target.footprint import scratch_bytes
 from speculon.target.pieces import with_prompts
+from speculon.target.quantized import describe, layers_of
 from speculon.target.recurrent import Mixer, restore
 from speculon.target.taps import Taps
 
@@ -98,8 +99,14 @@ class Target:
     def count(self) -> None:
         """Counts the weights; tied ones count once."""
         weights = {p.data_ptr(): p for p in self.model.parameters()}.values()
-        self.num_parameters = sum(p.numel() for p in weights)
-        self.weight_bytes = sum(p.nbytes for p in weights)
+        packed = [layer for _, layer in layers_of(self.model)]
+        own = [layer for layer in packed if not self.tied_head or layer is not self.head]
+        self.num_parameters = sum(p.numel() for p in weights) + sum(x.num_parameters for x in own)
+        in_numbers = sum(p.nbytes for p in weights)
+        self.weight_bytes = in_numbers + sum(layer.num_bytes for layer in packed)
+        self.packed = (
+            [*describe(packed), f"the rest {self.dtype}, {in_numbers / 1e6:.0f} MB"] if packed else []
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -136,6 +143,11 @@ class Target:
         if not self.mixers:
             return None
         return StateStore(self.state_specs, slots, self.device, partial(restore, self.mixers))
+
+    @property
+    def tied_head(self) -> bool:
+        """Whether the head is the embedding, so that its parameters count once."""
+        return bool(self.model.config.get_text_config().tie_word_embeddings)
 
     @property
     def hidden_size(self) -> int:

@@ -21,7 +21,7 @@ from pydantic_settings import (
 from speculon.core.checked import FilePath, FolderPath, invalid_parameter, nearest
 from speculon.core.config.file import CACHE, FILE, MODELS, VARIABLE, place, settings_file, syntax_error
 from speculon.core.config.serve import ServeConfig
-from speculon.core.config.speculation import SpeculationConfig
+from speculon.core.config.speculation import Quantization, SpeculationConfig
 from speculon.core.errors import ConfigError, InvalidParameter
 
 
@@ -45,6 +45,11 @@ class EngineConfig(BaseSettings):
         "auto", description="of the weights; auto: the checkpoint's, or fp32 where the CPU has no bf16"
     )
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N | mps")
+    quantization: Quantization = Field(
+        "auto",
+        description="int8 | int4: round the weights of linear layers to so many bits (head: 8); auto: as the "
+        "checkpoint has them, and those of a GGUF file stay in 4 or 8 bits; none: numbers of the dtype",
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads of a forward; None: torch's choice")
     fuse: bool = Field(True, description="join layers into fewer, faster operations of equal result")
     compile: bool = Field(

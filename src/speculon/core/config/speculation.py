@@ -37,6 +37,7 @@ def known_policy(name: str) -> str:
 PolicyName = Annotated[str, AfterValidator(known_policy)]
 MemoryPolicy = Literal["allow", "fallback", "fail"]
 Acceptance = Literal["auto", "matching", "rejection", "block"]
+Quantization = Literal["auto", "none", "int8", "int4"]
 
 
 class AdaptiveConfig(Checked):
@@ -94,6 +95,9 @@ class SpeculationConfig(Checked):
         None,
         description="drafter: a checkpoint, a table {method: path}, or auto[:FOLDER] to search for one; "
         "in Python also a model object",
+    )
+    draft_quantization: Quantization = Field(
+        "auto", description="of a draft model's weights: auto | none | int8 | int4, as `quantization`"
     )
     num_speculative_tokens: int | None = Field(
         None,

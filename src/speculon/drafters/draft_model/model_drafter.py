@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from speculon.core.config import ModelObject, SpeculationConfig
+from speculon.core.config.speculation import Quantization
 from speculon.core.errors import ConfigError, ModelError
 from speculon.core.types import Needs
 from speculon.decoding.batch import Batch, Runs, joined
@@ -73,10 +74,10 @@ class ModelDrafter(Proposer):
             raise ConfigError(f"{cls.method} needs draft = a checkpoint")
         if isinstance(source, str):
             dtype, device = getattr(torch, target.dtype), torch.device(target.device)
-            needs = model_needs(
-                source, dtype, device, target.rows, target.scored, target.fuse, target.compile
-            )
-            load, overlap = partial(load_draft, source, target), partial(find_overlap, source, target)
+            step = dtype, device, target.rows, target.scored
+            needs = model_needs(source, *step, target.fuse, target.compile, config.draft_quantization)
+            load = partial(load_draft, source, target, config.draft_quantization)
+            overlap = partial(find_overlap, source, target)
             return cls(load, needs, target, config.draft_min_confidence, config.most(), overlap)
         model = wrap_draft(source, target)
         # in memory already: nothing to load or to estimate
@@ -156,7 +157,7 @@ def prompt_rows(pieces: list[Piece]) -> Runs:
     return joined(runs)
 
 
-def load_draft(path: str, target: TargetFacts) -> Target:
+def load_draft(path: str, target: TargetFacts, quantization: Quantization) -> Target:
     """The checkpoint as a checked Target on the target's device, in its dtype."""
     draft = load_target(
         path,
@@ -165,6 +166,7 @@ def load_draft(path: str, target: TargetFacts) -> Target:
         fused=target.fuse,
         compile=target.compile,
         batch_invariant=None if target.batch_invariant else False,
+        quantization=quantization,
     )
     return draft if target.tokenizer is not None else check_size(draft, target)
 

@@ -8,11 +8,13 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
+from speculon.core.config.speculation import Quantization
 from speculon.core.types import LayerSpec, Needs, StateSpec
 from speculon.loading.headers import Checkpoint, read_checkpoint, refuse_unsafe
 from speculon.loading.load import load_config
 from speculon.loading.locate import locate
 from speculon.loading.probe import RECURRENT_LAYERS, expected_states
+from speculon.loading.quantization import packed_bytes
 from speculon.loading.reading import quiet
 from speculon.target.captured import RECORDERS
 from speculon.target.footprint import CaptureSizes, program_bytes, program_row_bytes, scratch_bytes
@@ -31,6 +33,7 @@ def model_needs(
     scored: int,
     fused: bool = True,
     compile: bool = False,
+    quantization: Quantization = "auto",
     *,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
@@ -44,9 +47,9 @@ def model_needs(
     refuse_unsafe(checkpoint, allow_pickle=allow_pickle)
     with quiet():
         config = load_config(checkpoint, trust_remote_code).get_text_config()
-    weights = weight_bytes(checkpoint, dtype)
-    if fused:
-        weights += fused_bytes(config, dtype, device)
+    weights = packed_bytes(quantization, checkpoint, config, dtype, device)
+    if weights is None:
+        weights = weight_bytes(checkpoint, dtype) + (fused_bytes(config, dtype, device) if fused else 0)
     scratch = scratch_bytes(config, dtype, device, rows, scored)
     if fused and compile:
         more, of_row = compiled_bytes(config, weights, dtype, device)

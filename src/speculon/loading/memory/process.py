@@ -59,6 +59,7 @@ def process_memory(config: EngineConfig, step: Step, drafters: Sequence[Needs], 
         *step,
         config.fuse,
         config.compile,
+        config.quantization,
         allow_pickle=config.allow_pickle,
         trust_remote_code=config.trust_remote_code,
     )

@@ -112,6 +112,7 @@ class TargetFacts:
     fuse: bool = True  # whether models are fused, and compiled then
     compile: bool = False
     batch_invariant: bool = False
+    quantization: str = "auto"
     model: Target | None = None  # for drafters that share its weights or are tried on it
 
 

@@ -1,0 +1,132 @@
+"""A GGUF file as a model whose linear layers stay in 4 or 8 bits, read tensor by tensor."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import torch
+import transformers.modeling_gguf_pytorch_utils as reader
+from accelerate import init_empty_weights
+from accelerate.utils import set_module_tensor_to_device
+from gguf import ReaderTensor
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from speculon.core.errors import CorruptWeights, MissingWeights
+from speculon.loading.gguf_weights import complete_model
+from speculon.loading.headers import Checkpoint
+from speculon.loading.quantization import FOUR_BITS, NUMBERS
+from speculon.target.linear import plain
+from speculon.target.quantized import GROUP, MIDDLE, QuantizedLinear, fits, from_nibbles, quantize
+
+
+@torch.inference_mode()
+def load_blocks(
+    checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """The model of a GGUF file, read tensor by tensor; the linear layers are in 4 or 8 bits.
+
+    Raises `MissingWeights` or `CorruptWeights`.
+    """
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    linear = {f"{name}.weight": module for name, module in model.named_modules() if plain(module)}
+    places, tied = PackedFile(checkpoint, config, model), tied_heads(model)
+    packed: dict[str, QuantizedLinear] = {}
+    for tensor in places.tensors:
+        name = places.names.get(tensor.name, "")
+        try:
+            for weight in (name, *tied.get(name, ())):
+                if weight in linear and places.packs(tensor, linear[weight].weight, device):
+                    packed[weight] = places.layer(tensor, dtype)
+            if name and name not in packed:
+                value = places.numbers(tensor)
+                set_module_tensor_to_device(model, name, "cpu", value=value, dtype=dtype)
+        except ValueError as error:
+            raise CorruptWeights(f"{checkpoint.path}: {tensor.name}: {error}") from error
+    model.tie_weights()
+    for weight, layer in packed.items():
+        layer.bias = linear[weight].bias
+        model.set_submodule(weight.removesuffix(".weight"), layer)
+    if missing := [name for name, weight in model.named_parameters() if weight.is_meta]:
+        raise MissingWeights(f"{checkpoint.path}: {len(missing)} tensors are missing, first {missing[0]}")
+    complete_model(checkpoint, model)
+    return model.to(device)
+
+
+def tied_heads(model: PreTrainedModel) -> dict[str, list[str]]:
+    """Names of weights that are another one, by the name of that."""
+    tied: dict[str, list[str]] = {}
+    if model.config.tie_word_embeddings:
+        for name, source in (model._tied_weights_keys or {}).items():
+            tied.setdefault(source, []).append(name)
+    return tied
+
+
+class PackedFile:
+    """The tensors of a GGUF file, and the names and the order of rows that a model has them in."""
+
+    def __init__(self, checkpoint: Checkpoint, config: PreTrainedConfig, model: nn.Module):
+        self.tensors: list[ReaderTensor] = gguf.GGUFReader(str(checkpoint.path)).tensors
+        make = reader.TENSOR_PROCESSORS.get(checkpoint.architecture, reader.TensorProcessor)
+        self._processor = make(config=config.to_dict())
+        self.names: dict[str, str] = reader.get_gguf_hf_weights_map(model, self._processor)
+
+    def _process(self, name: str, weights: np.ndarray) -> np.ndarray:
+        return self._processor.process(weights=weights, name=name, tensor_key_mapping=self.names).weights
+
+    def numbers(self, tensor: ReaderTensor) -> torch.Tensor:
+        """The weights as numbers, as the model has them."""
+        values = self._process(tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type))
+        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+
+    def packs(self, tensor: ReaderTensor, weight: torch.Tensor, device: torch.device) -> bool:
+        """Whether a tensor has blocks of rows that a linear layer has, too, in some order.
+
+        Raises `ValueError` for another shape.
+        """
+        if tensor.tensor_type.name in NUMBERS or self._order(tensor) is None:
+            return False
+        shape = tuple(map(int, reversed(tensor.shape)))
+        if shape != weight.shape:
+            raise ValueError(f"its shape is {shape}, the config says {tuple(weight.shape)}")
+        return fits(shape, device)
+
+    def _order(self, tensor: ReaderTensor) -> np.ndarray | None:  # [O]
+        rows = np.arange(len(tensor.data), dtype=np.float32)[:, None]
+        order = self._process(tensor.name, rows)
+        moved = order.shape == rows.shape and np.array_equal(np.sort(order, 0), rows)
+        return order[:, 0].astype(int) if moved else None
+
+    def layer(self, tensor: ReaderTensor, dtype: torch.dtype) -> QuantizedLinear:
+        """Its rows in 4 bits, where its groups are those of a packed layer; else rounded to 8 bits."""
+        block_type = tensor.tensor_type.name
+        if block_type in FOUR_BITS:
+            rows = tensor.data[self._order(tensor)]
+            q, scale, low = (torch.from_numpy(part) for part in four_bits(rows, block_type))
+            layer = from_nibbles(q, scale.to(dtype), (low + MIDDLE * scale).to(dtype))
+        else:
+            layer = quantize(self.numbers(tensor), None, 8, dtype)
+        layer.stored = block_type
+        return layer
+
+
+def four_bits(data: np.ndarray, block_type: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of rows of blocks [O, bytes]: q [O, D], and the scale and the lowest weight of each group.
+
+    The formats are those of ggml: w = scale q + low.
+    """
+    blocks = data.reshape(-1, FOUR_BITS[block_type])
+    if block_type == "Q4_K":  # blocks of 8 groups, whose scales have 6 bits of a common one
+        whole = np.ascontiguousarray(blocks[:, :4]).view(np.float16).astype(np.float32)
+        of_scale, of_low = gguf.quants.Q4_K.get_scale_min(blocks[:, 4:16])
+        scale, low = whole[:, :1] * of_scale, -whole[:, 1:] * of_low
+    else:
+        whole = np.ascontiguousarray(blocks[:, :-16]).view(np.float16).astype(np.float32)
+        scale = whole[:, :1]
+        low = whole[:, 1:] if block_type == "Q4_1" else -MIDDLE * scale
+    codes = blocks[:, 16:] if block_type == "Q4_K" else blocks[:, -16:]
+    width = min(codes.shape[1], GROUP)  # so many bytes have the low halves, then the high ones, in order
+    q = codes.reshape(-1, 1, width) >> np.array([[0], [4]], dtype=np.uint8) & np.uint8(15)
+    rows = len(data)
+    return q.reshape(rows, -1), scale.reshape(rows, -1), low.reshape(rows, -1)

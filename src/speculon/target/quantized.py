@@ -1,0 +1,167 @@
+"""Linear layers with weights in 4 or 8 bits, and their products by torch's packed operators.
+
+Of each row of a weight, a group of 32 columns has a scale and a zero: w = (q - 8) * scale + zero, q in 0..15.
+A weight in 8 bits is the sum of two such, 16 high + low, so its product is that of the inputs twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+GROUP = 32
+MIDDLE = 8  # the q whose weight is the group's zero
+ROWS_AT_ONCE = 4096  # of a weight, unpacked to int32 for torch's packing
+TILES = 2  # torch's inner tiles; on CUDA a row has a multiple of 16 * TILES columns
+BITS = (4, 8)
+
+if hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
+    cpu_product = torch.ops.aten._weight_int4pack_mm_for_cpu.default  # looked up once
+cuda_product = torch.ops.aten._weight_int4pack_mm.default
+
+
+@dataclass(slots=True)
+class Packed4:
+    """x W^T + b with W in 4 bits, in the order of torch's operator. `scales` has each scale and zero."""
+
+    weight: Tensor  # opaque
+    scales: Tensor  # [D / GROUP, O, 2], of the dtype of x
+    bias: Tensor | None
+    multiply: Callable[[Tensor, Tensor, int, Tensor], Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        result = self.multiply(x, self.weight, GROUP, self.scales)
+        return result if self.bias is None else result + self.bias
+
+
+class Packed8(Packed4):
+    """The same with W in 8 bits: [high, low] in 4 bits each, so D is twice the width of x."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(torch.cat([x, x], -1))
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer with its weight [O, D] in 4 or 8 bits. Its forward multiplies by it as numbers."""
+
+    q: Tensor  # [O, D * bits / 8] uint8: two values of 4 bits, the first in the low half
+    scale: Tensor  # [O, D * bits / 4 / GROUP]
+    zero: Tensor
+    bias: Tensor | None
+
+    def __init__(self, q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, bits: int):
+        super().__init__()
+        self.bits, self.out_features, self.in_features = bits, q.shape[0], q.shape[1] * 8 // bits
+        self.stored = "numbers"  # what it was made of, for people
+        for name, value in (("q", q), ("scale", scale), ("zero", zero), ("bias", bias)):
+            self.register_buffer(name, value)
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:  # [O, D]
+        """The weight, computed in at least fp32."""
+        wide = torch.promote_types(self.scale.dtype, torch.float32)
+        columns = unpacked(self.q).to(wide).sub_(MIDDLE).view(*self.scale.shape, GROUP)
+        columns = columns.mul_(self.scale[..., None].to(wide)).add_(self.zero[..., None].to(wide))
+        return columns.view(self.out_features, -1, self.in_features).sum(1).to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.numbers(x.dtype), self.bias)
+
+    @property
+    def num_parameters(self) -> int:
+        return self.out_features * self.in_features
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in self.buffers())
+
+
+def layers_of(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
+    """The quantised layers of a model by name."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedLinear))
+
+
+def describe(layers: Sequence[QuantizedLinear]) -> Iterator[str]:
+    """What became of quantised layers, a line for each type and number of bits."""
+    groups: dict[tuple[str, int], list[QuantizedLinear]] = {}
+    for layer in layers:
+        groups.setdefault((layer.stored, layer.bits), []).append(layer)
+    for (stored, bits), same in groups.items():
+        size = sum(layer.num_bytes for layer in same) / 1e6
+        yield f"{len(same)} layer{'s' * (len(same) > 1)} of {stored} in {bits} bits, {size:.0f} MB"
+
+
+def supported(device: torch.device) -> bool:
+    """Whether torch multiplies by packed weights there."""
+    return device.type == "cuda" or (device.type == "cpu" and "cpu_product" in globals())
+
+
+def fits(shape: Sequence[int], device: torch.device) -> bool:
+    """Whether torch's operator takes a weight of this shape."""
+    outputs, width = shape
+    return outputs % 16 == 0 and width % (GROUP if device.type == "cpu" else 16 * TILES) == 0
+
+
+def quantize(weight: Tensor, bias: Tensor | None, bits: int, dtype: torch.dtype) -> QuantizedLinear:
+    """A layer [O, D] rounded to the nearest of `bits` bits, between the extremes of each group."""
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    if bits == 8:
+        scale = usable(groups.abs().amax(-1) / 127, dtype)
+        return from_bytes((groups / scale[..., None].float()).round_() + 128, scale, bias)
+    low, high = groups.aminmax(dim=-1)
+    scale = usable((high - low) / 15, dtype)
+    zero = (low + MIDDLE * scale.float()).to(dtype)
+    q = ((groups - zero[..., None].float()) / scale[..., None].float()).round_() + MIDDLE
+    return from_nibbles(q.clamp_(0, 15).to(torch.uint8).flatten(1), scale, zero, bias)
+
+
+def usable(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """In `dtype`, and never 0: a group may be constant."""
+    return scale.to(dtype).clamp(min=torch.finfo(dtype).tiny)
+
+
+def from_nibbles(q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None) -> QuantizedLinear:
+    """A layer of q [O, D] in 0..15."""
+    return QuantizedLinear(q[:, ::2] | q[:, 1::2] << 4, scale, zero, bias, 4)
+
+
+def from_bytes(q: Tensor, scale: Tensor, bias: Tensor | None = None) -> QuantizedLinear:
+    """A layer of weights (q - 128) * scale, with q [O, D / GROUP, GROUP] in 0..255."""
+    q = q.clamp_(0, 255).to(torch.uint8).flatten(1)
+    halves = torch.cat([q >> 4, q & 15], 1)
+    scales = torch.cat([16 * scale, scale], 1)
+    zeros = torch.cat([torch.zeros_like(scale), MIDDLE * scale], 1)
+    return QuantizedLinear(halves[:, ::2] | halves[:, 1::2] << 4, scales, zeros, bias, 8)
+
+
+def unpacked(q: Tensor) -> Tensor:  # [O, D / 2] -> [O, D]
+    return torch.stack([q & 15, q >> 4], -1).flatten(1)
+
+
+@torch.no_grad()
+def packed_layers(layers: Sequence[QuantizedLinear]) -> Packed4:
+    """One product for layers of one input and as many bits."""
+    q, scale, zero = (torch.cat([getattr(x, name) for x in layers]) for name in ("q", "scale", "zero"))
+    bias = None
+    if any(layer.bias is not None for layer in layers):
+        bias = torch.cat(
+            [scale.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
+        )
+    scales = torch.stack([scale, zero], -1).transpose(0, 1).contiguous()
+    made = {4: Packed4, 8: Packed8}[layers[0].bits]
+    pack, multiply = pack_on(q.device)
+    return made(torch.cat([pack(rows) for rows in q.split(ROWS_AT_ONCE)]), scales, bias, multiply)
+
+
+def pack_on(device: torch.device) -> tuple[Callable[[Tensor], Tensor], Any]:
+    """How torch packs rows of q on a device, and multiplies by them."""
+    if device.type == "cuda":
+        pack = partial(torch.ops.aten._convert_weight_to_int4pack, innerKTiles=TILES)
+        return lambda q: pack(q >> 4 | q << 4), cuda_product
+    pack = partial(torch.ops.aten._convert_weight_to_int4pack_for_cpu, innerKTiles=TILES)
+    return lambda q: pack(unpacked(q).int()), cpu_product

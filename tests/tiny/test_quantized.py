@@ -1,0 +1,187 @@
+"""Layers in 4 and 8 bits: their products, what a GGUF file becomes, memory, and texts with drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from speculon import LLM, SamplingParams
+from speculon.core.errors import CorruptWeights, MissingWeights, UnsupportedModel
+from speculon.decoding.kv.store import PageStore
+from speculon.loading.gguf_blocks import four_bits
+from speculon.loading.load import load_target
+from speculon.loading.memory.needs import model_needs
+from speculon.loading.quantization import FOUR_BITS
+from speculon.target import quantized
+from speculon.target.quantized import GROUP, QuantizedLinear, packed_layers, quantize
+from speculon.target.target import Target
+from tests.tiny.gguf_files import tiny_llama, write_gguf
+
+COARSE, FINE = torch.bfloat16, torch.float32
+CPU = torch.device("cpu")
+
+
+def layer(bits: int, dtype: torch.dtype, outputs: int = 96, width: int = 128) -> QuantizedLinear:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(outputs, width, generator=generator)
+    return quantize(weight, torch.randn(outputs, generator=generator).to(dtype), bits, dtype)
+
+
+def rows(count: int, dtype: torch.dtype, width: int = 128) -> torch.Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [COARSE, FINE])
+def test_a_product_is_that_of_the_numbers(bits: int, dtype: torch.dtype) -> None:
+    stock, x = layer(bits, dtype), rows(7, dtype)
+    assert stock.bias is not None
+    truth = F.linear(x.double(), stock.numbers(torch.float64), stock.bias.double())
+    error = (packed_layers([stock])(x).double() - truth).abs().max() / truth.abs().max()
+    assert error < (1e-6 if dtype is FINE else 2**-7)  # the sum and the bias are rounded
+    joined = packed_layers([stock, stock])(x)
+    assert torch.equal(joined[:, :96], joined[:, 96:])
+
+
+@pytest.mark.parametrize(("bits", "most"), [(4, 1 / 30), (8, 1 / 250)])
+def test_rounding_is_to_the_nearest(bits: int, most: float) -> None:
+    weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(0))
+    groups = weight.view(96, -1, GROUP)
+    spans = groups.amax(-1) - groups.amin(-1) if bits == 4 else 2 * groups.abs().amax(-1)
+    errors = (layer(bits, FINE).numbers(FINE) - weight).view(96, -1, GROUP).abs().amax(-1)
+    assert bool((errors <= spans * most * 1.01).all())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_do_not_depend_on_each_other(bits: int) -> None:
+    product, x = packed_layers([layer(bits, COARSE)]), rows(64, COARSE)
+    whole = product(x)
+    for count in range(1, 64):
+        assert torch.equal(product(x[64 - count :]), whole[64 - count :])
+
+
+@pytest.mark.parametrize("block_type", sorted(FOUR_BITS))
+def test_blocks_are_read_as_the_library_reads_them(block_type: str) -> None:
+    size = FOUR_BITS[block_type]
+    per_block = 256 if block_type == "Q4_K" else 32
+    data = np.random.default_rng(0).integers(0, 256, (8, 512 // per_block * size), dtype=np.uint8)
+    blocks = data.reshape(-1, size)
+    for at in range(0, 2 if block_type == "Q4_0" else 4, 2):  # halves that are no numbers are in no file
+        halves = np.random.default_rng(1).normal(0, 0.01, (len(blocks), 1)).astype(np.float16)
+        blocks[:, at : at + 2] = halves.view(np.uint8)
+    q, scale, low = four_bits(data, block_type)
+    ours = q.reshape(8, -1, GROUP) * scale[..., None] + low[..., None]
+    theirs = gguf.dequantize(data, gguf.GGMLQuantizationType[block_type])
+    np.testing.assert_allclose(ours.reshape(8, -1), theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return tiny_llama()
+
+
+@pytest.mark.parametrize("block_type", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_a_gguf_file_stays_packed(block_type: str, model: LlamaForCausalLM, tmp_path: Path) -> None:
+    path = write_gguf(model, tmp_path / "q.gguf", quantise=block_type)
+    packed = load_target(path, dtype="float32")
+    numbers = load_target(path, dtype="float32", quantization="none")
+    assert packed.packed and not numbers.packed
+    assert packed.num_parameters == numbers.num_parameters
+    ids = torch.arange(40) % packed.vocab_size
+    ours, theirs = (logits_of(target, ids) for target in (packed, numbers))
+    # a random model exaggerates a rounding in a few rows
+    assert (ours - theirs).abs().median() / theirs.abs().max() < (1e-5 if block_type in FOUR_BITS else 0.01)
+
+
+def logits_of(target: Target, ids: torch.Tensor) -> torch.Tensor:
+    return target.tapped(ids, PageStore(target.layers, 4, 16, target.device), (0,))[0]
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+def test_drafts_leave_the_text_of_a_rounded_model(
+    quantization: str, model: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    model.save_pretrained(tmp_path)
+    prompts = [[(7 * i + j) % 90 for j in range(20)] for i in range(6)]
+    texts = []
+    for method in ("off", "ngram"):
+        with LLM(
+            str(tmp_path),
+            dtype="bfloat16",
+            quantization=quantization,
+            tokenizer=None,
+            speculation={"method": method, "policy": "fixed"},
+        ) as llm:
+            assert llm.engine.target.batch_invariant and llm.engine.target.packed
+            results = llm.generate(prompts, SamplingParams(max_tokens=24, temperature=0))
+            texts.append([result.outputs[0].token_ids for result in results])
+            alone = llm.generate(prompts[:1], SamplingParams(max_tokens=24, temperature=0))
+            assert alone[0].outputs[0].token_ids == texts[-1][0]
+    assert texts[0] == texts[1]
+
+
+def test_a_product_that_depends_on_its_rows_is_seen(
+    model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted error of batch invariance."""
+    model.save_pretrained(tmp_path)
+    monkeypatch.setenv("SPECULON_CACHE", "")
+    right = quantized.cpu_product
+
+    def wrong(x: torch.Tensor, *others: object) -> torch.Tensor:
+        return right(x, *others) * (1 + (x[-1, 0] > 0) * 2**-8)  # as its last row says
+
+    monkeypatch.setattr(quantized, "cpu_product", wrong)
+    target = load_target(tmp_path, dtype="bfloat16", quantization="int4", batch_invariant=None)
+    assert not target.batch_invariant and "differs by its number of rows" in target.invariance
+
+
+@pytest.mark.parametrize("quantization", ["auto", "int4", "int8"])
+def test_memory_is_estimated(quantization: str, model: LlamaForCausalLM, tmp_path: Path) -> None:
+    path = tmp_path / "q.gguf" if quantization == "auto" else tmp_path
+    if quantization == "auto":
+        write_gguf(model, path, quantise="Q4_1")
+    else:
+        model.save_pretrained(tmp_path)
+    held = load_target(path, dtype="bfloat16", quantization=quantization).num_bytes
+    expected = model_needs(path, COARSE, CPU, 1, 1, quantization=quantization).bytes_fixed
+    assert held == pytest.approx(expected, rel=0.1)
+
+
+def test_a_shape_that_the_config_does_not_have_is_refused(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    other = {"blk.0.ffn_up.weight": torch.zeros(32, 32)}
+    path = write_gguf(
+        model, tmp_path / "q.gguf", quantise="Q4_1", leave_out="layers.0.mlp.up_proj", tensors=other
+    )
+    with pytest.raises(CorruptWeights, match=r"blk.0.ffn_up.weight"):
+        load_target(path, dtype="float32")
+
+
+def test_a_missing_tensor_is_named(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    path = write_gguf(model, tmp_path / "q.gguf", quantise="Q4_1", leave_out="layers.1.mlp.down_proj")
+    with pytest.raises(MissingWeights, match=r"first model.layers.1.mlp.down_proj.weight"):
+        load_target(path, dtype="float32")
+
+
+def test_what_cannot_be_packed_is_refused_by_name(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"quantization = 'int4': experts are no linear layers"):
+        load_target(tmp_path, quantization="int4")
