@@ -36,7 +36,7 @@ from speculon.loading.probe import discover, use_attention
 from speculon.loading.quantization import round_weights, stays_in_blocks
 from speculon.loading.reading import from_file, quiet
 from speculon.target import attention
-from speculon.target.fuse import fuse, fuse_norms
+from speculon.target.fuse import fuse, fuse_norms, pack_rest
 from speculon.target.recurrent import decide as decide_continuation
 from speculon.target.remembered import passed, passes, remembering
 from speculon.target.target import Target
@@ -167,6 +167,8 @@ def make_target(
         fuse_norms(target)
     elif fused:
         fuse(target, share=share, compile=compile)
+    else:
+        pack_rest(model)
     if expected is not None:
         check_logits(target, expected, truth)
         passes("logits")

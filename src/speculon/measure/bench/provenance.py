@@ -25,6 +25,7 @@ def model_facts(llm: LLM) -> dict[str, Any]:
         "layers": len(target.layers),
         "vocab_size": target.vocab_size,
         "dtype": str(target.dtype).removeprefix("torch."),
+        "quantization": config.quantization,
         "device": str(target.device),
         "threads": torch.get_num_threads(),
         "drafts": {

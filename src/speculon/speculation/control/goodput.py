@@ -310,35 +310,45 @@ class Goodput(Policy):
                 span.k = min(span.k, ks.get(span, 0))
 
     def trim(self, method: str, span: Span) -> int:
-        """The part of a draft that gains most; none where the model gains more, or if it is only watched."""
+        """The part of a draft that is verified; what is left out wholly is watched."""
         now, seq, draft, stats = self._now, span.seq, span.draft, self._running[span.seq.id]
         chances = (
             chance
             for name, _, count in parts(seq, draft, method)
             for chance in stats.cls.of(name).chances(count, stats.own[name].shift)
         )
-        curve, lookup = list(accumulate(chances, mul)), method in now.lookups
-        best, best_gain, net = 0, 0.0, -now.first
-        model = next((ask.method for ask in span.decision.asks if ask.method in now.models), None)
-        if lookup and model is not None:  # what it would gain if nobody else asked it
-            best_gain = self._weigh(now, model, [stats])[1]
+        curve = list(accumulate(chances, mul))
         prices = [now.rate * ms for ms in self.costs.rows(now.batch, now.rows, 1, len(curve))]
-        for k, (survival, price) in enumerate(zip(curve, prices, strict=True), 1):
-            net += survival - price
-            if net > best_gain:
-                best, best_gain = k, net
-        if now.probe is span:
-            best = len(curve)
-        if method in seq.request.from_request and method not in stats.rejected:
-            best = max(best, draft.unchained(seq.methods))
-        if cold := lookup and stats.missing > 0 and method not in seq.request.from_request:
-            best = 0
-        if not best:
+        from_request = method in seq.request.from_request
+        # a lookup that gains nothing yet in this sequence
+        cold = method in now.lookups and stats.missing > 0 and not from_request
+        verified = 0 if cold else self._verified(now, stats, method, curve, prices)
+        if from_request and method not in stats.rejected:
+            verified = max(verified, draft.unchained(seq.methods))
+        if not verified:
             watched = COLD if cold else draft.unchained(seq.methods)
             self._shadow.watch(seq, bucket(method, draft), draft.tokens[:watched])
-        now.rows += best
-        span.estimate = Estimate(sum(curve[:best]), now.first + sum(prices[:best])) if best else None
-        return best
+        now.rows += verified
+        span.estimate = (
+            Estimate(sum(curve[:verified]), now.first + sum(prices[:verified])) if verified else None
+        )
+        return verified
+
+    def _verified(
+        self, now: RoundPrices, stats: Running, method: str, curve: list[float], prices: list[float]
+    ) -> int:
+        """The part of a draft that gains most; all of a probe's, and none where the model gains more."""
+        span, least = stats.span, 0.0
+        if now.probe is span:
+            return len(curve)
+        model = next((ask.method for ask in span.decision.asks if ask.method in now.models), None)
+        if method in now.lookups and model is not None:  # what it would gain if nobody else asked it
+            least = self._weigh(now, model, [stats])[1]
+        nets = accumulate(
+            (chance - price for chance, price in zip(curve, prices, strict=True)), initial=-now.first
+        )
+        gain, length = max(((net, -k) for k, net in enumerate(nets) if k), default=(0.0, 0))
+        return -length if gain > least else 0
 
     # afterwards
 
