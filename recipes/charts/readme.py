@@ -165,8 +165,8 @@ def figures(bench: Row, peers: Row) -> str:
     counts = ", ".join(map(str, sorted({row["concurrency"] for row in cells(bench)})))
     fastest, plan = lead(engines(peers), "speculon"), bench["plan"]
     modes = ", ".join(f"`{mode}`" for mode in plan["modes"] if mode != "auto")
-    default = f"""SmolLM2 in bf16 (`quantization = "none"`) answers {plan["prompts"]} prompts of each category of
-    Spec-Bench, greedily, with up to {plan["max_tokens"]} tokens, on 2 cores of an
+    default = f"""SmolLM2 in bf16 (`quantization = "none"`) answers {plan["prompts"]} prompts of each category
+    of Spec-Bench, greedily, with up to {plan["max_tokens"]} tokens, on 2 cores of an
     {chip(bench["machine"])} chip ([all figures](docs/benchmarks/{GRID}/bench.md)). The defaults (`auto`,
     `goodput`, and the EAGLE-3 head that comes with speculon) are {plain} times as fast as plain decoding.
     They are {best} times as fast as the best of {modes} and plain decoding. These are geometric means
