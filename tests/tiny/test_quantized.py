@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from speculon import LLM, SamplingParams
-from speculon.core.errors import CorruptWeights, MissingWeights, UnsupportedModel
+from speculon import LLM, SamplingParams, SpeculativeDecoder
+from speculon.core.errors import ConfigError, CorruptWeights, MissingWeights, UnsupportedModel
 from speculon.decoding.kv.store import PageStore
 from speculon.loading.gguf_blocks import four_bits
 from speculon.loading.load import load_target
@@ -167,6 +167,21 @@ def test_a_missing_tensor_is_named(model: LlamaForCausalLM, tmp_path: Path) -> N
     path = write_gguf(model, tmp_path / "q.gguf", quantise="Q4_1", leave_out="layers.1.mlp.down_proj")
     with pytest.raises(MissingWeights, match=r"first model.layers.1.mlp.down_proj.weight"):
         load_target(path, dtype="float32")
+
+
+def test_a_model_without_linear_layers_is_refused_or_stays_numbers(tmp_path: Path) -> None:
+    """GPT-2's layers are transposed ones of its own."""
+    config = GPT2Config(vocab_size=96, n_embd=32, n_layer=1, n_head=2, n_positions=64)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"quantization = 'int8': 0 of [\d,]+ weights are in linear"):
+        load_target(tmp_path, quantization="int8")
+    numbers = model_needs(tmp_path, FINE, CPU, 1, 1, quantization="none").bytes_fixed
+    assert model_needs(tmp_path, FINE, CPU, 1, 1, quantization="int8").bytes_fixed == numbers
+
+
+def test_a_model_object_is_not_rounded(model: LlamaForCausalLM) -> None:
+    with pytest.raises(ConfigError, match="quantization"):
+        SpeculativeDecoder(model, quantization="int4")
 
 
 def test_what_cannot_be_packed_is_refused_by_name(tmp_path: Path) -> None:

@@ -32,7 +32,15 @@ from speculon.speculation.control.fixed import Fixed
 from speculon.speculation.drafting import Drafting
 from speculon.speculation.proposers.registry import OFF, WITH_CHECKPOINT
 
-OF_CHECKPOINTS = ("model", "dtype", "device", "allow_pickle", "trust_remote_code", "generation_config")
+OF_CHECKPOINTS = (
+    "model",
+    "dtype",
+    "device",
+    "allow_pickle",
+    "trust_remote_code",
+    "generation_config",
+    "quantization",
+)
 PLAIN_CALLS = 8  # guess: plain calls whose median is the plain cost
 GIVEN = "given"  # source of drafts that came from the caller
 ROUND = "round"  # id of the requests that are made for one round

@@ -84,6 +84,7 @@ class State:
         machine = {name: getattr(facts, name) for name in MACHINE}
         draft = speculation_settings(config)["draft"]
         machine |= {"threads": threads, "draft": draft, "versions": versions()}
+        machine["draft_quantization"] = config.speculation.draft_quantization
         parts = [Part("pools", proposers, model), Part("policies", policies, {**model, **machine})]
         return cls(config.state, parts, lock=lock)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import gguf
 import numpy as np
 import torch
@@ -12,7 +14,7 @@ from gguf import ReaderTensor
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from speculon.core.errors import CorruptWeights, MissingWeights
+from speculon.core.errors import CorruptWeights, MissingWeights, UnsupportedModel
 from speculon.loading.gguf_weights import complete_model
 from speculon.loading.headers import Checkpoint
 from speculon.loading.quantization import FOUR_BITS, NUMBERS
@@ -37,13 +39,15 @@ def load_blocks(
         name = places.names.get(tensor.name, "")
         try:
             for weight in (name, *tied.get(name, ())):
-                if weight in linear and places.packs(tensor, linear[weight].weight, device):
+                if weight in linear and places.packs(tensor, linear[weight].weight):
                     packed[weight] = places.layer(tensor, dtype)
             if name and name not in packed:
                 value = places.numbers(tensor)
                 set_module_tensor_to_device(model, name, "cpu", value=value, dtype=dtype)
         except ValueError as error:
             raise CorruptWeights(f"{checkpoint.path}: {tensor.name}: {error}") from error
+        except NotImplementedError as error:
+            raise UnsupportedModel(f"{checkpoint.path}: {tensor.name}: {error}") from error
     model.tie_weights()
     for weight, layer in packed.items():
         layer.bias = linear[weight].bias
@@ -73,14 +77,18 @@ class PackedFile:
         self.names: dict[str, str] = reader.get_gguf_hf_weights_map(model, self._processor)
 
     def _process(self, name: str, weights: np.ndarray) -> np.ndarray:
-        return self._processor.process(weights=weights, name=name, tensor_key_mapping=self.names).weights
+        beside: dict[str, Any] = {"tensors": {}}  # what a processor puts under another name
+        made = self._processor.process(
+            weights=weights, name=name, tensor_key_mapping=self.names, parsed_parameters=beside
+        )
+        return next((value.numpy() for value in beside["tensors"].values()), made.weights)
 
     def numbers(self, tensor: ReaderTensor) -> torch.Tensor:
         """The weights as numbers, as the model has them."""
         values = self._process(tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type))
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
 
-    def packs(self, tensor: ReaderTensor, weight: torch.Tensor, device: torch.device) -> bool:
+    def packs(self, tensor: ReaderTensor, weight: torch.Tensor) -> bool:
         """Whether a tensor has blocks of rows that a linear layer has, too, in some order.
 
         Raises `ValueError` for another shape.
@@ -90,7 +98,7 @@ class PackedFile:
         shape = tuple(map(int, reversed(tensor.shape)))
         if shape != weight.shape:
             raise ValueError(f"its shape is {shape}, the config says {tuple(weight.shape)}")
-        return fits(shape, device)
+        return fits(shape)
 
     def _order(self, tensor: ReaderTensor) -> np.ndarray | None:  # [O]
         rows = np.arange(len(tensor.data), dtype=np.float32)[:, None]

@@ -107,7 +107,7 @@ def config_dtype(config: dict[str, Any]) -> str | None:
 
 
 def gguf_checkpoint(file: Path) -> Checkpoint:
-    """The same of a GGUF file. Its weights are dequantised, so it counts as not quantised.
+    """The same of a GGUF file. Its blocks are read by speculon, so it counts as not quantised.
 
     Raises `ModelError` for one that is damaged, or a part of several.
     """

@@ -79,13 +79,14 @@ def load_target(
         place = pick_device(device)
         precision = pick_dtype(dtype, checkpoint.dtype, place)
         report("loading the weights")
-        if stays_in_blocks(quantization, checkpoint, config, place):
+        if stays_in_blocks(quantization, checkpoint, config, precision, place):
             from speculon.loading.gguf_blocks import load_blocks  # imports transformers' GGUF reader
 
             model = load_blocks(checkpoint, config, precision, place)
         else:
-            model = load_model(checkpoint, config, precision, place, trust_remote_code)
-            round_weights(model, quantization, checkpoint)
+            model = load_model(checkpoint, config, precision, torch.device("cpu"), trust_remote_code)
+            round_weights(model, quantization, checkpoint, place)
+            model = model.to(place)
         settings = precision, place, max_context, fused, compile, batch_invariant, quantization
         with remembering([*checkpoint.files, *configs(folder)], *settings):
             report("checking the model against its stock forward")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from speculon.core.config.speculation import Quantization
 from speculon.core.errors import UnsupportedModel
 from speculon.loading.gguf import read_gguf
-from speculon.loading.headers import Checkpoint, read_header
+from speculon.loading.headers import Checkpoint
 from speculon.loading.probe import RECURRENT_LAYERS
 from speculon.target.linear import plain
 from speculon.target.quantized import GROUP, fits, quantize, supported
@@ -20,53 +22,86 @@ BITS: dict[Quantization, int] = {"int4": 4, "int8": 8}
 NUMBERS = ("F64", "F32", "F16", "BF16")  # types of tensors in a GGUF file that have no blocks
 FOUR_BITS = {"Q4_0": 18, "Q4_1": 20, "Q4_K": 144}  # bytes of a block of the types in groups of 32
 HEAD_BITS = 8  # each rounding of the head moves a logit
-RECURRENT = "recurrent mixers read their weights as numbers"
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # their number, in configs
+LEAST = 0.5  # of the weights outside of embeddings: with fewer packed, a setting would do next to nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The weights of a model that is not loaded, in elements."""
+
+    layers: dict[str, int]  # the linear layers that can be packed, by name
+    head: int  # of the head, where it can be packed
+    tied: bool  # whether the head is the embedding
+    total: int
+    obstacle: str | None
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Layout:
+        """Of the model that transformers makes of a config; `obstacle` says why it is not packed."""
+        text = config.get_text_config()
+        recurrent = RECURRENT_LAYERS & {*(getattr(text, "layer_types", None) or ())}
+        reason = "recurrent mixers read their weights as numbers" if recurrent else None
+        if not supported(dtype, device):
+            reason = f"torch has no products of packed weights in {dtype} on this {device.type}"
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config)
+        except Exception as error:  # of any model code; the loader says what is wrong
+            return cls({}, 0, False, 0, f"its layers are unknown ({type(error).__name__})")
+        return cls.of_model(model, reason)
+
+    @classmethod
+    def of_model(cls, model: PreTrainedModel, reason: str | None) -> Layout:
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
+        linear = {name: x for name, x in model.named_modules() if plain(x) and fits(x.weight.shape)}
+        layers = {name: x.weight.numel() for name, x in linear.items() if x is not head}
+        tied = head is not None and head.weight is embedding
+        total = sum({id(p): p.numel() for p in model.parameters()}.values())
+        rest = total - embedding.numel() - (0 if head is None or tied else head.weight.numel())
+        if reason is None and any(p.dim() > 2 for p in model.parameters()):
+            reason = "experts are no linear layers"
+        if reason is None and sum(layers.values()) < LEAST * rest:
+            share = f"{sum(layers.values()):,} of {rest:,} weights"
+            reason = f"{share} are in linear layers [O, D] with O a multiple of 16 and D of {GROUP}"
+        in_head = head.weight.numel() if any(x is head for x in linear.values()) else 0
+        return cls(layers, in_head, tied, total, reason)
 
 
 def stays_in_blocks(
-    setting: Quantization, checkpoint: Checkpoint, config: PreTrainedConfig, device: torch.device
+    setting: Quantization,
+    checkpoint: Checkpoint,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> bool:
     """Whether the quantised tensors of a GGUF file stay so."""
-    return setting == "auto" and checkpoint.blocks and obstacle(config, device) is None
+    return setting == "auto" and checkpoint.blocks and Layout.of(config, dtype, device).obstacle is None
 
 
-def round_weights(model: PreTrainedModel, setting: Quantization, checkpoint: Checkpoint) -> None:
-    """Rounds each plain linear layer to the bits that the setting names, and the head to 8.
+@torch.inference_mode()
+def round_weights(
+    model: PreTrainedModel, setting: Quantization, checkpoint: Checkpoint, device: torch.device
+) -> None:
+    """Rounds each linear layer to the bits that the setting names, and the head to 8.
 
     Raises `UnsupportedModel` where that cannot be.
     """
     if setting not in BITS:
         return
-    reason = obstacle(model.config, model.device)
+    reason = Layout.of(model.config, model.dtype, device).obstacle
     if checkpoint.quantization is not None:
         reason = f"its weights are quantised already ({checkpoint.quantization})"
     if reason:
         raise UnsupportedModel(f"{checkpoint.path}: quantization = {setting!r}: {reason}")
-    quantize_model(model, BITS[setting])
-
-
-def obstacle(config: PreTrainedConfig, device: torch.device) -> str | None:
-    """Why the linear layers of such a model are not packed there; None where they can be."""
-    text = config.get_text_config()
-    if not supported(device):
-        return f"torch has no products of packed weights on {device.type}"
-    if not getattr(text, "num_attention_heads", None):
-        return RECURRENT
-    if RECURRENT_LAYERS & {*(getattr(text, "layer_types", None) or ())}:
-        return RECURRENT
-    if any(getattr(text, name, None) for name in EXPERTS):
-        return "experts are no linear layers"
-    return None
-
-
-@torch.inference_mode()
-def quantize_model(model: PreTrainedModel, bits: int) -> None:
     head = model.get_output_embeddings()
-    for name, layer in [(name, module) for name, module in model.named_modules() if plain(module)]:
-        if fits(layer.weight.shape, layer.weight.device):
-            own = HEAD_BITS if layer is head else bits
-            model.set_submodule(name, quantize(layer.weight, layer.bias, own, model.dtype))
+    for name, layer in linear_layers(model):
+        if fits(layer.weight.shape):
+            bits = HEAD_BITS if layer is head else BITS[setting]
+            model.set_submodule(name, quantize(layer.weight, layer.bias, bits, model.dtype))
+
+
+def linear_layers(model: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
+    return [(name, module) for name, module in model.named_modules() if plain(module)]
 
 
 def packed_bytes(
@@ -76,36 +111,29 @@ def packed_bytes(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int | None:
-    """Of the weights of a model whose linear layers will be packed, by its headers; None for others."""
-    if not stays_in_blocks(setting, checkpoint, config, device):
-        if setting not in BITS or checkpoint.pickled or obstacle(config, device):
-            return None
-    total = 0
-    for name, shape, bits in bits_by_tensor(setting, checkpoint):
-        packs = bool(bits) and len(shape) == 2 and fits(shape, device)
-        embedding = "embed" in name or "embd" in name  # stays numbers; a head that is tied to it is packed
-        if packs and (not embedding or config.tie_word_embeddings):
-            total += layer_bytes(prod(shape), bits, dtype)
-        if embedding or not packs:
-            total += prod(shape) * dtype.itemsize
-    return total
-
-
-def bits_by_tensor(
-    setting: Quantization, checkpoint: Checkpoint
-) -> Iterator[tuple[str, tuple[int, ...], int]]:
-    """Names and shapes of the stored tensors, and the bits that each has as a linear layer; 0: numbers."""
-    if checkpoint.tensor_types is not None:
-        shapes = [(tensor.name, tensor.shape, tensor.type) for tensor in read_gguf(checkpoint.path).tensors]
+    """Of the weights of a model whose linear layers will be packed, before it is loaded; None for others."""
+    in_blocks = setting == "auto" and checkpoint.blocks
+    if not in_blocks and setting not in BITS:
+        return None
+    layout = Layout.of(config, dtype, device)
+    if layout.obstacle is not None:
+        return None
+    if in_blocks:
+        packed = list(sizes_in_blocks(checkpoint, layout))
     else:
-        headers = [read_header(file)[0] for file in checkpoint.files]
-        shapes = [(name, tuple(x["shape"]), "") for header in headers for name, x in header.items()]
-    for name, shape, kind in shapes:
-        if setting in BITS:
-            is_head = any(part in name for part in ("lm_head", "embed", "embd", "output.weight"))
-            yield name, shape, HEAD_BITS if is_head and "attn" not in name else BITS[setting]
-        else:
-            yield name, shape, 0 if kind in NUMBERS else 4 if kind in FOUR_BITS else 8
+        packed = [(size, BITS[setting]) for size in layout.layers.values()] + [(layout.head, HEAD_BITS)]
+    numbers = layout.total - sum(size for size, _ in packed) + (layout.head if layout.tied else 0)
+    return numbers * dtype.itemsize + sum(layer_bytes(size, bits, dtype) for size, bits in packed)
+
+
+def sizes_in_blocks(checkpoint: Checkpoint, layout: Layout) -> Iterator[tuple[int, int]]:
+    """Elements and bits of the layers that stay in blocks."""
+    for tensor in read_gguf(checkpoint.path).tensors:
+        embedding = tensor.name.startswith("token_embd")
+        if tensor.type in NUMBERS or len(tensor.shape) != 2 or not fits(tensor.shape):
+            continue
+        if not embedding or (layout.tied and layout.head):
+            yield prod(tensor.shape), 4 if tensor.type in FOUR_BITS else 8
 
 
 def layer_bytes(size: int, bits: int, dtype: torch.dtype) -> int:

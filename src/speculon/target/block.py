@@ -239,7 +239,7 @@ class FusedRows(Fused):
     """The same for a product that takes two dimensions alone."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        return self.inner(x.flatten(0, -2).contiguous()).unflatten(0, x.shape[:-1])
 
 
 def rotate(heads: Tensor, tables: Tables) -> Tensor:

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 GROUP = 32
 MIDDLE = 8  # the q whose weight is the group's zero
 ROWS_AT_ONCE = 4096  # of a weight, unpacked to int32 for torch's packing
-TILES = 2  # torch's inner tiles; on CUDA a row has a multiple of 16 * TILES columns
+TILES = 2  # torch's inner tiles; on CUDA a row has a multiple of 16 * TILES columns, which is GROUP
 BITS = (4, 8)
 
-if hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
-    cpu_product = torch.ops.aten._weight_int4pack_mm_for_cpu.default  # looked up once
+# looked up once
+cpu_product = getattr(getattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu", None), "default", None)
 cuda_product = torch.ops.aten._weight_int4pack_mm.default
 
 
@@ -58,7 +58,7 @@ class QuantizedLinear(nn.Module):
     def __init__(self, q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, bits: int):
         super().__init__()
         self.bits, self.out_features, self.in_features = bits, q.shape[0], q.shape[1] * 8 // bits
-        self.stored = "numbers"  # what it was made of, for people
+        self.stored = ""  # the type of a GGUF file that it was made of, for people
         for name, value in (("q", q), ("scale", scale), ("zero", zero), ("bias", bias)):
             self.register_buffer(name, value)
 
@@ -74,7 +74,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def num_parameters(self) -> int:
-        return self.out_features * self.in_features
+        return self.out_features * self.in_features + (0 if self.bias is None else self.bias.numel())
 
     @property
     def num_bytes(self) -> int:
@@ -93,18 +93,20 @@ def describe(layers: Sequence[QuantizedLinear]) -> Iterator[str]:
         groups.setdefault((layer.stored, layer.bits), []).append(layer)
     for (stored, bits), same in groups.items():
         size = sum(layer.num_bytes for layer in same) / 1e6
-        yield f"{len(same)} layer{'s' * (len(same) > 1)} of {stored} in {bits} bits, {size:.0f} MB"
+        source = f" of {stored}" if stored else ""
+        yield f"{len(same)} layer{'s' * (len(same) > 1)}{source} in {bits} bits, {size:.0f} MB"
 
 
-def supported(device: torch.device) -> bool:
-    """Whether torch multiplies by packed weights there."""
-    return device.type == "cuda" or (device.type == "cpu" and "cpu_product" in globals())
+def supported(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch multiplies by packed weights there: on CUDA in bf16, from compute capability 8.0 on."""
+    if device.type == "cuda":
+        return dtype is torch.bfloat16 and torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu" and cpu_product is not None
 
 
-def fits(shape: Sequence[int], device: torch.device) -> bool:
-    """Whether torch's operator takes a weight of this shape."""
-    outputs, width = shape
-    return outputs % 16 == 0 and width % (GROUP if device.type == "cpu" else 16 * TILES) == 0
+def fits(shape: Sequence[int]) -> bool:
+    """Whether torch's operators take a weight [O, D] of this shape."""
+    return shape[0] % 16 == 0 and shape[1] % GROUP == 0
 
 
 def quantize(weight: Tensor, bias: Tensor | None, bits: int, dtype: torch.dtype) -> QuantizedLinear:
@@ -122,7 +124,8 @@ def quantize(weight: Tensor, bias: Tensor | None, bits: int, dtype: torch.dtype)
 
 def usable(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """In `dtype`, and never 0: a group may be constant."""
-    return scale.to(dtype).clamp(min=torch.finfo(dtype).tiny)
+    info = torch.finfo(dtype)
+    return scale.to(dtype).clamp(min=info.tiny * info.eps)
 
 
 def from_nibbles(q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None) -> QuantizedLinear:
