@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import gguf
@@ -19,7 +20,7 @@ from speculon.loading.gguf_weights import complete_model
 from speculon.loading.headers import Checkpoint
 from speculon.loading.quantization import FOUR_BITS, NUMBERS
 from speculon.target.linear import plain
-from speculon.target.quantized import GROUP, MIDDLE, QuantizedLinear, fits, from_nibbles, quantize
+from speculon.target.quantized import GROUP, MIDDLE, QuantizedLinear, fits, packed, quantize_rows, slices
 
 
 @torch.inference_mode()
@@ -34,22 +35,22 @@ def load_blocks(
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     linear = {f"{name}.weight": module for name, module in model.named_modules() if plain(module)}
     places, tied = PackedFile(checkpoint, config, model), tied_heads(model)
-    packed: dict[str, QuantizedLinear] = {}
+    layers: dict[str, QuantizedLinear] = {}
     for tensor in places.tensors:
         name = places.names.get(tensor.name, "")
         try:
             for weight in (name, *tied.get(name, ())):
                 if weight in linear and places.packs(tensor, linear[weight].weight):
-                    packed[weight] = places.layer(tensor, dtype)
-            if name and name not in packed:
-                value = places.numbers(tensor)
+                    layers[weight] = places.layer(tensor, dtype)
+            if name and name not in layers:
+                value = places.numbers(tensor, dtype)
                 set_module_tensor_to_device(model, name, "cpu", value=value, dtype=dtype)
         except ValueError as error:
             raise CorruptWeights(f"{checkpoint.path}: {tensor.name}: {error}") from error
         except NotImplementedError as error:
             raise UnsupportedModel(f"{checkpoint.path}: {tensor.name}: {error}") from error
     model.tie_weights()
-    for weight, layer in packed.items():
+    for weight, layer in layers.items():
         layer.bias = linear[weight].bias
         model.set_submodule(weight.removesuffix(".weight"), layer)
     if missing := [name for name, weight in model.named_parameters() if weight.is_meta]:
@@ -83,10 +84,19 @@ class PackedFile:
         )
         return next((value.numpy() for value in beside["tensors"].values()), made.weights)
 
-    def numbers(self, tensor: ReaderTensor) -> torch.Tensor:
+    def numbers(self, tensor: ReaderTensor, dtype: torch.dtype) -> torch.Tensor:
         """The weights as numbers, as the model has them."""
-        values = self._process(tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type))
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+        in_blocks = tensor.tensor_type.name not in NUMBERS and tensor.data.ndim == 2
+        order = self._order(tensor) if in_blocks else None
+        if order is None:
+            values = self._process(tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type))
+            return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).to(dtype)
+        return torch.cat([rows.to(dtype) for rows in self._rows(tensor, order)])
+
+    def _rows(self, tensor: ReaderTensor, order: np.ndarray) -> Iterator[torch.Tensor]:
+        """Its rows in fp32 and in this order, in parts."""
+        for part in slices(len(order)):
+            yield torch.from_numpy(gguf.dequantize(tensor.data[order[part]], tensor.tensor_type))
 
     def packs(self, tensor: ReaderTensor, weight: torch.Tensor) -> bool:
         """Whether a tensor has blocks of rows that a linear layer has, too, in some order.
@@ -108,13 +118,14 @@ class PackedFile:
 
     def layer(self, tensor: ReaderTensor, dtype: torch.dtype) -> QuantizedLinear:
         """Its rows in 4 bits, where its groups are those of a packed layer; else rounded to 8 bits."""
-        block_type = tensor.tensor_type.name
+        block_type, order = tensor.tensor_type.name, self._order(tensor)
+        assert order is not None
         if block_type in FOUR_BITS:
-            rows = tensor.data[self._order(tensor)]
-            q, scale, low = (torch.from_numpy(part) for part in four_bits(rows, block_type))
-            layer = from_nibbles(q, scale.to(dtype), (low + MIDDLE * scale).to(dtype))
+            q, scale, low = map(torch.from_numpy, four_bits(tensor.data[order], block_type))
+            zero = (low + MIDDLE * scale).to(dtype)
+            layer = QuantizedLinear(packed(q), scale.to(dtype), zero, None, 4)
         else:
-            layer = quantize(self.numbers(tensor), None, 8, dtype)
+            layer = quantize_rows(self._rows(tensor, order), None, 8, dtype)
         layer.stored = block_type
         return layer
 

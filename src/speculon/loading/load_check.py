@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
@@ -42,6 +43,8 @@ class InFp32(TorchFunctionMode):
         if func.__name__ == "__get__":  # shape, dtype: nothing is computed
             value = func(*args)
             return torch.float32 if value in COARSE else value
+        if func is F.embedding:  # a few rows of a large weight
+            return in_fp32(func(*args, **(kwargs or {})))
         return func(*tree_map(in_fp32, args), **tree_map(in_fp32, kwargs or {}))
 
 

@@ -6,7 +6,7 @@ A weight in 8 bits is the sum of two such, 16 high + low, so its product is that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 GROUP = 32
 MIDDLE = 8  # the q whose weight is the group's zero
-ROWS_AT_ONCE = 4096  # of a weight, unpacked to int32 for torch's packing
+ROWS_AT_ONCE = 4096  # of a weight as numbers, or as the int32 that torch packs
 TILES = 2  # torch's inner tiles; on CUDA a row has a multiple of 16 * TILES columns, which is GROUP
 BITS = (4, 8)
 
@@ -62,15 +62,20 @@ class QuantizedLinear(nn.Module):
         for name, value in (("q", q), ("scale", scale), ("zero", zero), ("bias", bias)):
             self.register_buffer(name, value)
 
-    def numbers(self, dtype: torch.dtype) -> Tensor:  # [O, D]
-        """The weight, computed in at least fp32."""
-        wide = torch.promote_types(self.scale.dtype, torch.float32)
-        columns = unpacked(self.q).to(wide).sub_(MIDDLE).view(*self.scale.shape, GROUP)
-        columns = columns.mul_(self.scale[..., None].to(wide)).add_(self.zero[..., None].to(wide))
-        return columns.view(self.out_features, -1, self.in_features).sum(1).to(dtype)
+    def numbers(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:  # [O, D]
+        """Rows of the weight, computed in at least fp32."""
+        scale, zero = self.scale[rows], self.zero[rows]
+        wide = torch.promote_types(scale.dtype, torch.float32)
+        columns = unpacked(self.q[rows]).to(wide).sub_(MIDDLE).view(*scale.shape, GROUP)
+        columns = columns.mul_(scale[..., None].to(wide)).add_(zero[..., None].to(wide))
+        return columns.view(len(scale), -1, self.in_features).sum(1).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.numbers(x.dtype), self.bias)
+        parts = (
+            F.linear(x, self.numbers(x.dtype, rows), None if self.bias is None else self.bias[rows])
+            for rows in slices(self.out_features)
+        )
+        return torch.cat(list(parts), -1)
 
     @property
     def num_parameters(self) -> int:
@@ -79,6 +84,11 @@ class QuantizedLinear(nn.Module):
     @property
     def num_bytes(self) -> int:
         return sum(part.nbytes for part in self.buffers())
+
+
+def slices(rows: int) -> list[slice]:
+    """So many rows in parts, since a head as numbers takes more memory than all packed layers."""
+    return [slice(first, min(rows, first + ROWS_AT_ONCE)) for first in range(0, rows, ROWS_AT_ONCE)]
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
@@ -111,15 +121,36 @@ def fits(shape: Sequence[int]) -> bool:
 
 def quantize(weight: Tensor, bias: Tensor | None, bits: int, dtype: torch.dtype) -> QuantizedLinear:
     """A layer [O, D] rounded to the nearest of `bits` bits, between the extremes of each group."""
-    groups = weight.float().unflatten(1, (-1, GROUP))
-    if bits == 8:
-        scale = usable(groups.abs().amax(-1) / 127, dtype)
-        return from_bytes((groups / scale[..., None].float()).round_() + 128, scale, bias)
+    parts = (weight[rows].to(torch.float32, copy=True) for rows in slices(len(weight)))
+    return quantize_rows(parts, bias, bits, dtype)
+
+
+def quantize_rows(
+    parts: Iterable[Tensor], bias: Tensor | None, bits: int, dtype: torch.dtype
+) -> QuantizedLinear:
+    """The same of parts of the rows in fp32, which are overwritten."""
+    rounded = {4: to_nibbles, 8: to_bytes}[bits]
+    made = [rounded(rows.unflatten(1, (-1, GROUP)), dtype) for rows in parts]
+    q, scale, zero = (torch.cat(columns) for columns in zip(*made, strict=True))
+    return QuantizedLinear(q, scale, zero, bias, bits)
+
+
+def to_nibbles(groups: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """q, scale and zero of weights [O, D / GROUP, GROUP]."""
     low, high = groups.aminmax(dim=-1)
     scale = usable((high - low) / 15, dtype)
     zero = (low + MIDDLE * scale.float()).to(dtype)
-    q = ((groups - zero[..., None].float()) / scale[..., None].float()).round_() + MIDDLE
-    return from_nibbles(q.clamp_(0, 15).to(torch.uint8).flatten(1), scale, zero, bias)
+    q = (groups.sub_(zero[..., None]).div_(scale[..., None])).round_().add_(MIDDLE)
+    return packed(q.clamp_(0, 15).to(torch.uint8).flatten(1)), scale, zero
+
+
+def to_bytes(groups: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in 8 bits: w = (q - 128) * scale with q in 0..255, as [high, low]."""
+    scale = usable(groups.abs().amax(-1) / 127, dtype)
+    q = groups.div_(scale[..., None]).round_().add_(128).clamp_(0, 255).to(torch.uint8).flatten(1)
+    scales = torch.cat([16 * scale, scale], 1)
+    zeros = torch.cat([torch.zeros_like(scale), MIDDLE * scale], 1)
+    return packed(torch.cat([q >> 4, q & 15], 1)), scales, zeros
 
 
 def usable(scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -128,18 +159,8 @@ def usable(scale: Tensor, dtype: torch.dtype) -> Tensor:
     return scale.to(dtype).clamp(min=info.tiny * info.eps)
 
 
-def from_nibbles(q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None) -> QuantizedLinear:
-    """A layer of q [O, D] in 0..15."""
-    return QuantizedLinear(q[:, ::2] | q[:, 1::2] << 4, scale, zero, bias, 4)
-
-
-def from_bytes(q: Tensor, scale: Tensor, bias: Tensor | None = None) -> QuantizedLinear:
-    """A layer of weights (q - 128) * scale, with q [O, D / GROUP, GROUP] in 0..255."""
-    q = q.clamp_(0, 255).to(torch.uint8).flatten(1)
-    halves = torch.cat([q >> 4, q & 15], 1)
-    scales = torch.cat([16 * scale, scale], 1)
-    zeros = torch.cat([torch.zeros_like(scale), MIDDLE * scale], 1)
-    return QuantizedLinear(halves[:, ::2] | halves[:, 1::2] << 4, scales, zeros, bias, 8)
+def packed(q: Tensor) -> Tensor:  # [O, D] -> [O, D / 2]
+    return q[:, ::2] | q[:, 1::2] << 4
 
 
 def unpacked(q: Tensor) -> Tensor:  # [O, D / 2] -> [O, D]
