@@ -11,7 +11,7 @@ import openai
 import pytest
 
 MODEL = "smollm2"
-CAPITAL: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+CAPITAL: list[Any] = [{"role": "user", "content": "Complete: The capital of France is"}]  # no near-tie
 GREEDY: dict[str, Any] = {"messages": CAPITAL, "temperature": 0, "max_tokens": 12}
 ADD = {
     "type": "object",
