@@ -1,6 +1,6 @@
 """What quantisation does to a model: perplexity, and the distance of log-probabilities to fp32.
 
-    python -m recipes.quantized.quality --model smollm2 --data spec_bench.jsonl --out docs/benchmarks/quantized
+    python -m recipes.quantized.quality --model smollm2 --data FILE.jsonl --out docs/benchmarks/quantized
 
 The texts are the longest questions of Spec-Bench, up to 450 tokens each. The first row is the reference.
 """
