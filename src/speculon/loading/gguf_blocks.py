@@ -20,7 +20,7 @@ from speculon.loading.gguf_weights import complete_model
 from speculon.loading.headers import Checkpoint
 from speculon.loading.quantization import FOUR_BITS, NUMBERS
 from speculon.target.linear import plain
-from speculon.target.quantized import GROUP, MIDDLE, QuantizedLinear, fits, packed, quantize_rows, slices
+from speculon.target.quantized import GROUP, MIDDLE, QuantizedLinear, fits, pack_pairs, quantize_rows, slices
 
 
 @torch.inference_mode()
@@ -123,7 +123,7 @@ class PackedFile:
         if block_type in FOUR_BITS:
             q, scale, low = map(torch.from_numpy, four_bits(tensor.data[order], block_type))
             zero = (low + MIDDLE * scale).to(dtype)
-            layer = QuantizedLinear(packed(q), scale.to(dtype), zero, None, 4)
+            layer = QuantizedLinear(pack_pairs(q), scale.to(dtype), zero, None, 4)
         else:
             layer = quantize_rows(self._rows(tensor, order), None, 8, dtype)
         layer.stored = block_type

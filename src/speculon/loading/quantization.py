@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from speculon.core.config.speculation import Quantization
@@ -26,17 +25,17 @@ LEAST = 0.5  # of the weights outside of embeddings: with fewer packed, a settin
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class WeightSizes:
     """The weights of a model that is not loaded, in elements."""
 
-    layers: dict[str, int]  # the linear layers that can be packed, by name
+    layers: tuple[int, ...]  # of each linear layer that can be packed
     head: int  # of the head, where it can be packed
     tied: bool  # whether the head is the embedding
     total: int
     obstacle: str | None
 
     @classmethod
-    def of(cls, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Layout:
+    def of(cls, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> WeightSizes:
         """Of the model that transformers makes of a config; `obstacle` says why it is not packed."""
         text = config.get_text_config()
         recurrent = RECURRENT_LAYERS & {*(getattr(text, "layer_types", None) or ())}
@@ -47,23 +46,23 @@ class Layout:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config)
         except Exception as error:  # of any model code; the loader says what is wrong
-            return cls({}, 0, False, 0, f"its layers are unknown ({type(error).__name__})")
+            return cls((), 0, False, 0, f"its layers are unknown ({type(error).__name__})")
         return cls.of_model(model, reason)
 
     @classmethod
-    def of_model(cls, model: PreTrainedModel, reason: str | None) -> Layout:
+    def of_model(cls, model: PreTrainedModel, reason: str | None) -> WeightSizes:
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
-        linear = {name: x for name, x in model.named_modules() if plain(x) and fits(x.weight.shape)}
-        layers = {name: x.weight.numel() for name, x in linear.items() if x is not head}
+        linear = [x for x in model.modules() if plain(x) and fits(x.weight.shape)]
+        layers = tuple(x.weight.numel() for x in linear if x is not head)
         tied = head is not None and head.weight is embedding
         total = sum({id(p): p.numel() for p in model.parameters()}.values())
         rest = total - embedding.numel() - (0 if head is None or tied else head.weight.numel())
         if reason is None and any(p.dim() > 2 for p in model.parameters()):
             reason = "experts are no linear layers"
-        if reason is None and sum(layers.values()) < LEAST * rest:
-            share = f"{sum(layers.values()):,} of {rest:,} weights"
+        if reason is None and sum(layers) < LEAST * rest:
+            share = f"{sum(layers):,} of {rest:,} weights"
             reason = f"{share} are in linear layers [O, D] with O a multiple of 16 and D of {GROUP}"
-        in_head = head.weight.numel() if any(x is head for x in linear.values()) else 0
+        in_head = head.weight.numel() if any(x is head for x in linear) else 0
         return cls(layers, in_head, tied, total, reason)
 
 
@@ -75,7 +74,7 @@ def stays_in_blocks(
     device: torch.device,
 ) -> bool:
     """Whether the quantised tensors of a GGUF file stay so."""
-    return setting == "auto" and checkpoint.blocks and Layout.of(config, dtype, device).obstacle is None
+    return setting == "auto" and checkpoint.blocks and WeightSizes.of(config, dtype, device).obstacle is None
 
 
 @torch.inference_mode()
@@ -88,20 +87,16 @@ def round_weights(
     """
     if setting not in BITS:
         return
-    reason = Layout.of(model.config, model.dtype, device).obstacle
+    reason = WeightSizes.of(model.config, model.dtype, device).obstacle
     if checkpoint.quantization is not None:
         reason = f"its weights are quantised already ({checkpoint.quantization})"
     if reason:
         raise UnsupportedModel(f"{checkpoint.path}: quantization = {setting!r}: {reason}")
     head = model.get_output_embeddings()
-    for name, layer in linear_layers(model):
-        if fits(layer.weight.shape):
+    for name, layer in list(model.named_modules()):
+        if plain(layer) and fits(layer.weight.shape):
             bits = HEAD_BITS if layer is head else BITS[setting]
             model.set_submodule(name, quantize(layer.weight, layer.bias, bits, model.dtype))
-
-
-def linear_layers(model: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
-    return [(name, module) for name, module in model.named_modules() if plain(module)]
 
 
 def packed_bytes(
@@ -115,24 +110,24 @@ def packed_bytes(
     in_blocks = setting == "auto" and checkpoint.blocks
     if not in_blocks and setting not in BITS:
         return None
-    layout = Layout.of(config, dtype, device)
-    if layout.obstacle is not None:
+    sizes = WeightSizes.of(config, dtype, device)
+    if sizes.obstacle is not None:
         return None
     if in_blocks:
-        packed = list(sizes_in_blocks(checkpoint, layout))
+        packed = list(sizes_in_blocks(checkpoint, sizes))
     else:
-        packed = [(size, BITS[setting]) for size in layout.layers.values()] + [(layout.head, HEAD_BITS)]
-    numbers = layout.total - sum(size for size, _ in packed) + (layout.head if layout.tied else 0)
+        packed = [(size, BITS[setting]) for size in sizes.layers] + [(sizes.head, HEAD_BITS)]
+    numbers = sizes.total - sum(size for size, _ in packed) + (sizes.head if sizes.tied else 0)
     return numbers * dtype.itemsize + sum(layer_bytes(size, bits, dtype) for size, bits in packed)
 
 
-def sizes_in_blocks(checkpoint: Checkpoint, layout: Layout) -> Iterator[tuple[int, int]]:
+def sizes_in_blocks(checkpoint: Checkpoint, sizes: WeightSizes) -> Iterator[tuple[int, int]]:
     """Elements and bits of the layers that stay in blocks."""
     for tensor in read_gguf(checkpoint.path).tensors:
         embedding = tensor.name.startswith("token_embd")
         if tensor.type in NUMBERS or len(tensor.shape) != 2 or not fits(tensor.shape):
             continue
-        if not embedding or (layout.tied and layout.head):
+        if not embedding or (sizes.tied and sizes.head):
             yield prod(tensor.shape), 4 if tensor.type in FOUR_BITS else 8
 
 

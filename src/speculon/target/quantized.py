@@ -19,7 +19,6 @@ GROUP = 32
 MIDDLE = 8  # the q whose weight is the group's zero
 ROWS_AT_ONCE = 4096  # of a weight as numbers, or as the int32 that torch packs
 TILES = 2  # torch's inner tiles; on CUDA a row has a multiple of 16 * TILES columns, which is GROUP
-BITS = (4, 8)
 
 # looked up once
 cpu_product = getattr(getattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu", None), "default", None)
@@ -66,7 +65,7 @@ class QuantizedLinear(nn.Module):
         """Rows of the weight, computed in at least fp32."""
         scale, zero = self.scale[rows], self.zero[rows]
         wide = torch.promote_types(scale.dtype, torch.float32)
-        columns = unpacked(self.q[rows]).to(wide).sub_(MIDDLE).view(*scale.shape, GROUP)
+        columns = unpack_pairs(self.q[rows]).to(wide).sub_(MIDDLE).view(*scale.shape, GROUP)
         columns = columns.mul_(scale[..., None].to(wide)).add_(zero[..., None].to(wide))
         return columns.view(len(scale), -1, self.in_features).sum(1).to(dtype)
 
@@ -141,7 +140,7 @@ def to_nibbles(groups: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
     scale = usable((high - low) / 15, dtype)
     zero = (low + MIDDLE * scale.float()).to(dtype)
     q = (groups.sub_(zero[..., None]).div_(scale[..., None])).round_().add_(MIDDLE)
-    return packed(q.clamp_(0, 15).to(torch.uint8).flatten(1)), scale, zero
+    return pack_pairs(q.clamp_(0, 15).to(torch.uint8).flatten(1)), scale, zero
 
 
 def to_bytes(groups: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,7 +149,7 @@ def to_bytes(groups: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
     q = groups.div_(scale[..., None]).round_().add_(128).clamp_(0, 255).to(torch.uint8).flatten(1)
     scales = torch.cat([16 * scale, scale], 1)
     zeros = torch.cat([torch.zeros_like(scale), MIDDLE * scale], 1)
-    return packed(torch.cat([q >> 4, q & 15], 1)), scales, zeros
+    return pack_pairs(torch.cat([q >> 4, q & 15], 1)), scales, zeros
 
 
 def usable(scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -159,11 +158,11 @@ def usable(scale: Tensor, dtype: torch.dtype) -> Tensor:
     return scale.to(dtype).clamp(min=info.tiny * info.eps)
 
 
-def packed(q: Tensor) -> Tensor:  # [O, D] -> [O, D / 2]
+def pack_pairs(q: Tensor) -> Tensor:  # [O, D] -> [O, D / 2]
     return q[:, ::2] | q[:, 1::2] << 4
 
 
-def unpacked(q: Tensor) -> Tensor:  # [O, D / 2] -> [O, D]
+def unpack_pairs(q: Tensor) -> Tensor:  # [O, D / 2] -> [O, D]
     return torch.stack([q & 15, q >> 4], -1).flatten(1)
 
 
@@ -188,4 +187,4 @@ def pack_on(device: torch.device) -> tuple[Callable[[Tensor], Tensor], Any]:
         pack = partial(torch.ops.aten._convert_weight_to_int4pack, innerKTiles=TILES)
         return lambda q: pack(q >> 4 | q << 4), cuda_product
     pack = partial(torch.ops.aten._convert_weight_to_int4pack_for_cpu, innerKTiles=TILES)
-    return lambda q: pack(unpacked(q).int()), cpu_product
+    return lambda q: pack(unpack_pairs(q).int()), cpu_product
