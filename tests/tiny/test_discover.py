@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from speculon.cli.discover import find_models
 from speculon.core.config import EngineConfig
@@ -17,7 +15,6 @@ from speculon.loading.locate import locate
 from speculon.loading.memory import process
 from speculon.loading.memory.process import LIBRARIES, ProcessMemory, largest_step
 from speculon.server.pool.loader import GB, Loader
-from speculon.target.footprint import program_bytes
 
 
 def process_memory(config: EngineConfig, total: int) -> ProcessMemory:
@@ -75,19 +72,6 @@ def test_the_memory_of_a_process_is_known_before_it_starts() -> None:
     assert small.total <= 2 * GB and small.pages <= large.pages
     tight = process_memory(config, small.held + small.scratch).estimate
     assert tight.pages < large.pages, "pages depend on the memory of all models, not on what is free"
-
-
-def test_programs_of_a_head_are_part_of_the_memory_of_a_process() -> None:
-    drafts: Any = {"draft": {"eagle3": "demo-eagle3"}}
-    plain, compiled = (
-        EngineConfig(model="demo", dtype="float32", compile=compile, speculation=drafts)
-        for compile in (False, True)
-    )
-    weights = process_memory(plain, 20 * GB).estimate.drafters
-    found = process_memory(compiled, 20 * GB).estimate.drafters
-    assert (
-        found == weights + program_bytes(weights, torch.float32, torch.device("cpu"), drafter=True) > weights
-    )
 
 
 def test_a_share_is_held_by_settings() -> None:

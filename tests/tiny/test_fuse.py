@@ -171,7 +171,8 @@ def without_bias(attention: Attention) -> Attention:
 
 
 def interleaved(attention: Attention) -> Attention:
-    attention.rotates = False
+    assert isinstance(attention.rotary, blocks.Rotary)
+    attention.rotary.rotates = False
     return attention
 
 

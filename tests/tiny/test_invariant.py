@@ -188,13 +188,6 @@ def test_a_model_object_is_invariant_where_it_is_set() -> None:
     assert not SpeculativeDecoder(model, batch_invariant=False).engine.target.batch_invariant
 
 
-def test_what_cannot_be_invariant_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = stock("llama")
-    monkeypatch.setattr(target.runner, "form", "compiled")
-    with pytest.raises(UnsupportedModel, match="batch_invariant: llama: compiled"):
-        decide(target, True)
-
-
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     folder = write_checkpoint(tmp_path_factory.mktemp("invariant") / "model")

@@ -14,7 +14,7 @@ from typer import Argument, Option
 from speculon.cli.app import Json, command
 from speculon.cli.options import Flags, pick, settings_from
 from speculon.cli.screen import EXIT_REFUSED, as_json_error, loading, output, print_json
-from speculon.core.config import SpeculationConfig
+from speculon.core.config import EngineConfig, SpeculationConfig
 from speculon.core.errors import MemoryExceeded, ModelError, SpeculonError, UnsupportedModel
 from speculon.core.types import capabilities_json
 from speculon.decoding.kv.slots import PER_SEQUENCE
@@ -35,6 +35,8 @@ STYLES = {"on": "green", "changed": "yellow", "off": "yellow", "refused": "red"}
 
 # what decides whether a drafter fits, and what it takes of memory
 FIT = ("draft", "method", "memory_policy", "memory_limit_gb", "additional_memory_gb", "suffix_pools")
+# how a model is loaded
+FORM = ("dtype", "device", "quantization", "fuse", "compile")
 
 # the parts of a memory estimate, whose module needs torch
 MEMORY = ("held", "drafters", "scratch", "remembered", "pages", "states", "snapshots", "additional")
@@ -73,14 +75,13 @@ LABELS = {  # where they are not the names
 
 
 @command("inspect")
-@settings_from(SpeculationConfig, only=FIT)
+@settings_from(SpeculationConfig, EngineConfig, only=(*FIT, *FORM))
 def inspect(
     *,
     path: Annotated[
         str, Argument(metavar="[MODEL]", help="a folder, a GGUF file, a hub id, or a name")
     ] = "smollm2",
     model: Annotated[str | None, Option(help="the same, as the other commands spell it")] = None,
-    fuse: Annotated[bool, Option(help="join layers into fewer, faster operations, and list them")] = True,
     load: Annotated[
         bool, Option(help="load it and compare it with its stock forward; without: headers only")
     ] = True,
@@ -99,7 +100,8 @@ def inspect(
     if load:
         with loading(as_json) as stage:
             stage("importing torch")
-            loaded, refusal = examine(model, pick(SpeculationConfig, flags), fuse, stage)
+            form = {name: value for name, value in pick(EngineConfig, flags).items() if name in FORM}
+            loaded, refusal = examine(model, pick(SpeculationConfig, flags), form, stage)
         facts |= loaded
     if as_json:
         print_json(facts)
@@ -112,20 +114,21 @@ def inspect(
 
 
 def examine(
-    model: str, speculation: Facts, fuse: bool, tell: Callable[[str], None]
+    model: str, speculation: Facts, form: Facts, tell: Callable[[str], None]
 ) -> tuple[Facts, SpeculonError | None]:
     """What loading shows, and the error where something is refused: the target, or its engine alone."""
     from speculon.loading.load import load_target
 
     text = tokenizer_of(model)
     try:
-        return {**text, **with_engine(model, speculation, fuse, tell, text["tokenizer"] != NO_TEXT)}, None
+        return {**text, **with_engine(model, speculation, form, tell, text["tokenizer"] != NO_TEXT)}, None
     except MemoryExceeded as error:
         return {"memory": error.memory.to_dict(), **as_json_error(error)}, error
     except SpeculonError as error:
         refusal = error
     try:
-        target = load_target(model, fused=fuse, batch_invariant=None, progress=tell)
+        fused = form.pop("fuse", True)
+        target = load_target(model, fused=fused, batch_invariant=None, progress=tell, **form)
     except SpeculonError as error:
         return {"supported": False, **as_json_error(error)}, error
     missing = "draft_fits" if speculation else "engine"
@@ -183,7 +186,7 @@ def target_facts(target: Target) -> Facts:
 
 
 def with_engine(
-    model: str, speculation: Facts, fuse: bool, tell: Callable[[str], None], texts: bool
+    model: str, speculation: Facts, form: Facts, tell: Callable[[str], None], texts: bool
 ) -> Facts:
     """The model as an engine holds it, with what it can do; with a drafter, also the memory estimate."""
     from speculon.engine.llm import LLM
@@ -191,7 +194,7 @@ def with_engine(
     chosen: Facts = {"speculation": speculation} if speculation else {}
     tokenizer: Literal["auto"] | None = "auto" if texts else None
     nothing_kept: Facts = {"warmup": False, "events": None, "state": None}
-    engine = LLM(model, fuse=fuse, progress=tell, tokenizer=tokenizer, **nothing_kept, **chosen).engine
+    engine = LLM(model, progress=tell, tokenizer=tokenizer, **form, **nothing_kept, **chosen).engine
     facts = target_facts(engine.target) | {"capabilities": capabilities_json(engine.capabilities())}
     if speculation:
         facts |= {"draft_fits": True, "memory": engine.memory.to_dict()}

@@ -10,7 +10,6 @@ from speculon.loading.headers import read_checkpoint
 from speculon.loading.locate import locate
 from speculon.loading.memory.needs import model_needs, weight_bytes
 from speculon.loading.memory.process import Step
-from speculon.target.footprint import program_bytes
 
 LANGUAGE_MODELS = (DRAFT_MODEL, PARD)
 
@@ -27,6 +26,4 @@ def needs_of(method: str, path: object, config: EngineConfig, step: Step) -> Nee
         return model_needs(path, *step, config.fuse, config.compile, bits)
     if method == MTP:
         return Needs(bytes_fixed=mtp_of(locate(path)).num_parameters * step.dtype.itemsize)
-    weights = weight_bytes(read_checkpoint(locate(path)), step.dtype)
-    programs = program_bytes(weights, step.dtype, step.device, drafter=True) if config.compile else 0
-    return Needs(bytes_fixed=weights + programs)
+    return Needs(bytes_fixed=weight_bytes(read_checkpoint(locate(path)), step.dtype))

@@ -110,8 +110,6 @@ def put(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
 
 def obstacle(target: Target) -> str | None:
     """Why the logits of this target cannot be made invariant; None where it is tried."""
-    if target.runner.form == "compiled":
-        return "compiled steps add in another order than others"
     if target.recurrent:
         return "recurrent mixers add in an order that depends on the rows of a span"
     return None
@@ -148,7 +146,7 @@ def put_products_in_pieces(target: Target, undo: ExitStack) -> None:
 
 def put_mlp_in_pieces(block: Block, mlp: Gated, pieces: Pieces, target: Target, undo: ExitStack) -> bool:
     """Whether prompts take other products: then they run through all of it, since its inner rows are wide."""
-    width, dtype, whole = target.hidden_size, target.dtype, Gated(mlp.gate_up, mlp.down, mlp.act)
+    width, dtype, whole = target.hidden_size, target.dtype, Gated(mlp.gate_up, mlp.down, mlp.gating)
     both = num_outputs(mlp.gate_up, width, target)
     gate_up = pieces.of(mlp.gate_up, both, width, dtype)
     down_shape = num_outputs(mlp.down, both // 2, target), both // 2

@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from speculon.core.config.speculation import Quantization
 from speculon.core.errors import (
@@ -92,10 +93,20 @@ def load_target(
             report("checking the model against its stock forward")
             target = make_target(model, str(path), max_context, fused=fused, compile=compile)
             target.source = str(folder)
+            if checkpoint.quantization is not None:
+                target.notes += (quantized_elsewhere(checkpoint.quantization, target),)
             if batch_invariant is not False:
                 report("checking that logits do not depend on the batch")
                 decide(target, batch_invariant)
         return target
+
+
+def quantized_elsewhere(method: str, target: Target) -> str:
+    """What became of weights that another library quantised."""
+    runner = target.runner
+    if runner.fused == runner.layers:
+        return f"quantised by {method}, whose library made numbers of it"
+    return f"quantised by {method}: {runner.layers - runner.fused} layers run as its library has them"
 
 
 def configs(folder: Path) -> list[Path]:
@@ -215,6 +226,7 @@ def load_model(
 ) -> PreTrainedModel:
     place, options = from_file(checkpoint.path)
     more: dict[str, Any] = {**options, "quantization_config": GgufConfig(dequantize=True)} if options else {}
+    refuse_unknown_method(checkpoint)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             place,
@@ -234,11 +246,23 @@ def load_model(
     if wrong := sorted(info["mismatched_keys"]):
         count = f"{len(wrong)} tensors have another shape than the config says"
         raise CorruptWeights(f"{checkpoint.path}: {count}, first {wrong[0][0]}")
+    if scales := sorted(name for name in info["unexpected_keys"] if "scale" in name):
+        reason = f"transformers ignores {len(scales)} scales of its weights, first {scales[0]}"
+        raise UnsupportedModel(f"{checkpoint.path}: {reason}")
     if options:
         from speculon.loading.gguf_weights import complete_model
 
         complete_model(checkpoint, model)
     return model.to(device)
+
+
+def refuse_unknown_method(checkpoint: Checkpoint) -> None:
+    """Raises `UnsupportedModel` for a quantisation whose scales transformers would ignore in silence."""
+    method = checkpoint.quantization
+    known = AUTO_QUANTIZER_MAPPING.keys() | {"bitsandbytes"}  # there with its bits
+    if method is not None and method not in known:
+        lacks = f"transformers does not know the quantisation {method!r}"
+        raise UnsupportedModel(f"{checkpoint.path}: {lacks}; take the checkpoint that is not quantised")
 
 
 def loading_error(checkpoint: Checkpoint, error: Exception) -> ModelError:

@@ -49,28 +49,38 @@ class Norm:
     """
 
     def __init__(self, weight: Tensor, eps: float):
-        self.weight, self.eps = weight, eps
-        self.on_cpu, width = weight.device.type == "cpu", weight.shape[-1]
+        self.weight, self.eps, width = weight, eps, weight.shape[-1]
         self.scaled = weight.float() * width**0.5
         self.floor = torch.tensor(width * eps, device=weight.device)
+        # or a program (`target/compiled.py`)
+        self.compute = self.few_operations if weight.device.type == "cpu" else self.native
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.on_cpu:
-            return self.few_operations(x)
-        if x.dtype is not self.weight.dtype:
-            return self.normed(x.to(self.weight.dtype)).to(x.dtype)
-        return self.normed(x)
+        return self.compute(x)
 
-    def normed(self, x: Tensor) -> Tensor:
+    def native(self, x: Tensor) -> Tensor:
         weight = self.weight if self.weight.dim() == 1 else None
-        normed = F.rms_norm(x, x.shape[-1:], weight, self.eps)
-        return normed if weight is not None else normed * self.weight
+        normed = F.rms_norm(x.to(self.weight.dtype), x.shape[-1:], weight, self.eps)
+        return (normed if weight is not None else normed * self.weight).to(x.dtype)
 
     def few_operations(self, x: Tensor) -> Tensor:
         """With vector_norm for the squares: 0.7 times what torch's norm takes, for one row of 576."""
         wide = x.float()
         size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         return (wide * torch.addcmul(self.floor, size, size).rsqrt_()).mul_(self.scaled).to(x.dtype)
+
+
+@dataclass(slots=True)
+class Rotary:
+    """Query and key heads [T, H + Hkv, Dh], normed where there is a norm, then rotated."""
+
+    norm: Norm | None
+    rotates: bool
+
+    def __call__(self, heads: Tensor, tables: Tables | None) -> Tensor:
+        if self.norm is not None:
+            heads = self.norm(heads)
+        return rotate(heads, tables) if self.rotates and tables is not None else heads
 
 
 @dataclass(slots=True)
@@ -84,8 +94,7 @@ class Attention:
     kv_heads: int
     head_dim: int
     scaling: float
-    norm: Norm | None  # of query and key heads
-    rotates: bool
+    rotary: Callable[[Tensor, Tables | None], Tensor]  # `Rotary`, or a program
     softcap: float | None
     sinks: Tensor | None  # [H]
 
@@ -94,14 +103,11 @@ class Attention:
 
     def begin(self, x: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor]:
         """Query and key heads side by side, rotated [T, H + Hkv, Dh], and the values [T, Hkv, Dh]."""
-        both = self.heads + self.kv_heads
-        states = self.qkv(x).view(len(x), -1, self.head_dim)
-        rotated, value = states[:, :both], states[:, both:]
-        if self.norm is not None:
-            rotated = self.norm(rotated)
-        if self.rotates and tables is not None:
-            rotated = rotate(rotated, tables)
-        return rotated, value
+        both, states = self.heads + self.kv_heads, self.states(x)
+        return self.rotary(states[:, :both], tables), states[:, both:]
+
+    def states(self, x: Tensor) -> Tensor:  # [T, H + 2 Hkv, Dh]
+        return self.qkv(x).view(len(x), -1, self.head_dim)
 
     def attend(self, rotated: Tensor, value: Tensor, view: View) -> Tensor:  # [T, H, Dh]
         """The attention output of each row; the only part that reads spans and pages."""
@@ -110,16 +116,26 @@ class Attention:
 
 
 @dataclass(slots=True)
+class Gating:
+    """act(gate) * up, of both side by side [T, 2 I]."""
+
+    act: Callable[[Tensor], Tensor]
+
+    def __call__(self, both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, -1)
+        return self.act(gate).mul_(up)
+
+
+@dataclass(slots=True)
 class Gated:
     """down(act(gate(x)) * up(x)), gate and up in one product."""
 
     gate_up: Product
     down: Product
-    act: Callable[[Tensor], Tensor]
+    gating: Product  # `Gating`, or a program
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(self.act(gate).mul_(up))
+        return self.down(self.gating(self.gate_up(x)))
 
 
 @dataclass(slots=True)
@@ -291,8 +307,7 @@ def fused_attention(stock: Any, layer: int, kv_heads: int, head_dim: int, share:
         kv_heads=kv_heads,
         head_dim=head_dim,
         scaling=float(stock.scaling),
-        norm=head_norm(stock, heads, kv_heads, head_dim),
-        rotates=bool(getattr(stock, "use_rope", True)),
+        rotary=Rotary(head_norm(stock, heads, kv_heads, head_dim), bool(getattr(stock, "use_rope", True))),
         softcap=getattr(stock, "attn_logit_softcapping", None),
         sinks=getattr(stock, "sinks", None),
     )
@@ -315,7 +330,7 @@ def fused_mlp(stock: Any, share: bool) -> Gated | Stock:
     except CannotReplace:
         return Stock(stock)
     act = getattr(stock, "act_fn", None) or stock.activation_fn
-    return Gated(joined(gate_up, share), joined(down, share), act)
+    return Gated(joined(gate_up, share), joined(down, share), Gating(act))
 
 
 def linears(module: Any, *choices: tuple[str, ...]) -> list[nn.Linear]:

@@ -1,222 +1,203 @@
-"""The loop as compiled programs, for steps of few rows, where calls of operations cost as much as their work.
+"""The small operations between products as programs of torch's ahead-of-time compiler, on CPU.
 
-One row, and few rows, of a sequence in consecutive slots have programs that call torch's attention kernel.
-The others write the pages, too, and call back for attention; few rows of several sequences may share a call.
+A norm, the rotation of heads and a gated activation are one pass over their rows each. Weights are inputs, so
+all layers of one shape share a program. Programs are kept in the compiler's cache folder.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import tempfile
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from inspect import getsource
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+import transformers
+from torch import Tensor, nn
 
-from speculon.core.types import LayerSpec
-from speculon.decoding.batch import Batch, as_tensor
-from speculon.decoding.kv.store import SpanView, View, as_index
-from speculon.target.attention import running
-from speculon.target.block import CannotReplace, Loop
-from speculon.target.compiled_layers import Arguments, Exported, Layers, Program, Settings
-from speculon.target.footprint import JOINT_BYTES, compiling_is_faster
-from speculon.target.grouping import FOLD_ROWS, MASKS, Kernel, joint_call, visible_keys
-from speculon.target.linear import Linear, fastest_layout
-from speculon.target.taps import EMBEDDINGS, Taps
-from speculon.target.trial import Trial, compare_steps, layer_states, refused
+from speculon.target.block import ROUNDING, Gated, Gating, Loop, Norm, Rotary, Tables, rotate
+from speculon.target.remembered import machine
+from speculon.target.trial import refused
 
-if TYPE_CHECKING:
-    from speculon.target.target import Target
+Settings = dict[str, Any]  # of the compiler
+Run = Callable[[list[Tensor]], list[Tensor]]
 
-# of a joint call: how many times the rows and keys of its sequences it may pad to
-WASTED_ROWS, WASTED_KEYS = 4, 2  # guess
+ROWS = 64  # of the example that is compiled, so that threads share the rows, and never a sum
+MOST_ROWS = 1 << 40  # no limit
+FEW = 16  # up to so many rows waking threads takes longer than they save: about equal for 8 of 2 x 1536
+ONE_THREAD: Settings = {"cpp.threads": 1}
+THREADS: Settings = {"cpp.dynamic_threads": True}  # as many as there are when it runs
 
-# the weights of the loop are shared
-SHARED: Settings = {"cpp.weight_prepack": False, "aot_inductor.package_constants_in_so": False}
-FOLDED: Settings = {"freezing": True}  # weights are packed: each program holds a copy
-# products are kernels of the compiler, chosen by time
-TUNED = FOLDED | {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}
+Replacement = tuple[Any, str, Callable[..., Tensor]]  # an object, the name of its operation, and the program
 
 
-@dataclass(frozen=True, slots=True)
-class CompilePlan:
-    """The programs to compile, with the settings of each."""
+@dataclass(slots=True)
+class Program:
+    """One operation compiled twice, with bitwise equal results for a row."""
 
-    settings: dict[str, Settings]
-    few: int  # rows
+    few: Run
+    many: Run
 
-
-IN_ROWS = CompilePlan({"one": SHARED, "few": SHARED, "joint": SHARED, "many": SHARED}, few=FOLD_ROWS)
-# beyond 12 rows torch's products are as fast as the compiler's
-IN_BLOCKS = CompilePlan({"one": TUNED, "few": TUNED, "scattered": TUNED, "many": FOLDED}, few=12)
-
-
-class Programs:
-    """The programs of a network, for one number of threads."""
-
-    def __init__(self, plan: CompilePlan):
-        self.plan, self.threads = plan, torch.get_num_threads()
-        self.programs: dict[str, Program] = {}
-
-    def compile(self, layers: Exported, steps: Iterable[tuple[str, Arguments]]) -> None:
-        """Compiles each program of the plan for the first step that takes it."""
-        from speculon.target.programs import program, program_key  # imports the compiler
-
-        settings = self.plan.settings
-        with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
-            warnings.simplefilter("ignore")
-            key = program_key(layers)  # first: compiling changes attributes
-            for variant, arguments in steps:
-                if variant in settings.keys() - self.programs.keys():
-                    self.programs[variant] = program(layers, variant, settings[variant], arguments, key)
-        if missing := settings.keys() - self.programs.keys():
-            raise CannotReplace(f"not compiled: no step was tried for {sorted(missing)}")
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        run = self.few if inputs[0].size(0) <= FEW else self.many
+        return run([*inputs])[0]
 
 
-class PagedPrograms(Programs):
-    """Programs that write and read pages, and what each takes for a step."""
+class NormRows(nn.Module):
+    """`Norm` of rows [T, D] or of heads [T, H, D], given its `scaled` weight and `floor`."""
 
-    def __init__(self, plan: CompilePlan, layer_kinds: list[int], group: int):
-        super().__init__(plan)
-        self.layer_kinds, self.group = layer_kinds, group
-        self.firsts = [layer_kinds.index(kind) for kind in sorted(set(layer_kinds))]  # a layer of each kind
-
-    def for_step(self, first: list[Tensor], view: View) -> tuple[str, Arguments]:
-        """The program for a step, and its arguments, which begin with those of each row."""
-        rows, span = len(first[0]), view.spans[0]
-        if rows > self.plan.few or len(view.spans) > 1 or not isinstance(span.where, slice):
-            return self.called_back(rows, first, view)
-        return self.alone(rows, first, view)
-
-    def called_back(self, rows: int, first: list[Tensor], view: View) -> tuple[str, Arguments]:
-        """For any sequences: slots to write and whole pools, and a joint call where one is worth it."""
-        slots = as_index(view.slots, view.store.device)
-        arguments: Arguments = [*first, slots, *view.pools(len(self.layer_kinds))]
-        settings = self.plan.settings
-        if "joint" in settings and (joint := self.joint(view)):
-            return "joint", [*arguments, *joint]
-        few = rows <= self.plan.few and "scattered" in settings
-        return "scattered" if few else "many", arguments
-
-    def alone(self, rows: int, first: list[Tensor], view: View) -> tuple[str, Arguments]:
-        """For one sequence in consecutive slots: views of its keys and values, and masks for several rows."""
-        keys, values, masks, span = [], [], {}, view.spans[0]
-        for layer, kind in enumerate(self.layer_kinds):
-            window = view.spec(layer).window
-            length = visible_keys(span, window)
-            key, value = view.slots_of(layer, span.tail(length))
-            keys.append(key)
-            values.append(value)
-            if rows > 1 and kind not in masks:
-                masks[kind] = MASKS.slice(rows, length, window, 1, key.dtype, key.device).contiguous()
-        by_kind = [masks[kind] for kind in sorted(masks)]
-        return "few" if masks else "one", [*first, None, *keys, *values, *by_kind]
-
-    def joint(self, view: View) -> Arguments:
-        """The rows [B, n] of a call for all sequences, and the place of each row in its result [T].
-
-        Then, for each kind of layer, slots [B, S] and masks [B, 1, n, S]. Empty where one call is slower.
-        """
-        spans, device, specs = view.spans, view.store.device, [view.spec(layer) for layer in self.firsts]
-        if len(spans) == 1 or not all(is_joint(spans, spec, self.group) for spec in specs):
-            return []
-        n, sequences = max(span.rows for span in spans), len(spans)
-        calls = [joint_call(spans, n, Kernel(spec, 1, True, spec.dtype, device)) for spec in specs]
-        order = [i * n + row for i, span in enumerate(spans) for row in range(span.rows)]
-        wheres = [as_index(call.where, device).view(sequences, -1) for call in calls]
-        masks = [
-            torch.zeros(sequences, 1, n, where.shape[1], dtype=spec.dtype) if call.mask is None else call.mask
-            for spec, call, where in zip(specs, calls, wheres, strict=True)
-        ]
-        rows = as_index(calls[0].rows, device).view(sequences, n)
-        return [rows, as_tensor(order, device), *wheres, *masks]
+    def forward(self, x: Tensor, scaled: Tensor, floor: Tensor) -> Tensor:
+        wide = x.float()
+        size = wide.square().sum(-1, keepdim=True)
+        return (wide * torch.rsqrt(size + floor) * scaled).to(x.dtype)
 
 
-class Compiled(PagedPrograms):
-    """A loop and its programs. Steps without scored rows take the loop."""
+class RotaryRows(nn.Module):
+    """`Rotary` of heads [T, H, Dh], where heads have a norm with its `scaled` weight and `floor`."""
 
-    def __init__(self, loop: Loop, plan: CompilePlan, layer_kinds: list[int]):
-        of = loop.blocks[0].attention
-        super().__init__(plan, layer_kinds, of.heads // of.kv_heads)
-        self.loop = loop
-
-    def __call__(self, batch: Batch, view: View, taps: Taps | None = None) -> Tensor | None:  # [R, V]
-        if not batch.score_rows.numel() or torch.get_num_threads() != self.threads:
-            return self.loop(batch, view, taps)
-        variant, arguments = self.arguments(batch, view)
-        with running(view):
-            logits, *states = self.programs[variant](*arguments)
-        if taps is not None:
-            for layer, after in enumerate(states, EMBEDDINGS):
-                taps.keep(layer, after)
-        return logits
-
-    def arguments(self, batch: Batch, view: View) -> tuple[str, Arguments]:
-        """The program for a step, and its arguments."""
-        return self.for_step([batch.input_ids[0], batch.position_ids[0], batch.score_rows], view)
+    def forward(
+        self, heads: Tensor, cos: Tensor, sin: Tensor, scaled: Tensor | None = None, floor: Any = None
+    ) -> Tensor:
+        if scaled is not None:
+            heads = NormRows()(heads, scaled, floor)
+        return rotate(heads, (cos, sin))
 
 
-def is_joint(spans: list[SpanView], spec: LayerSpec, group: int) -> bool:
-    """Whether one padded call for all sequences is faster than calling back.
+class GatingRows(nn.Module):
+    """`Gating` of rows [T, 2 I]."""
 
-    Within a program it took 0.64 to 1.01 of that time (2 to 8 sequences, contexts of 300 to 1300).
+    def __init__(self, act: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.act = act
+
+    def forward(self, both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, -1)
+        return self.act(gate) * up
+
+
+@torch.inference_mode()
+def compile_operations(loop: Loop) -> None:
+    """Replaces the operations of a loop by programs: half a minute at the first load of a shape.
+
+    Raises `CannotReplace`, with nothing replaced, without a compiler or where a program differs.
     """
-    rows, keys = [span.rows for span in spans], [visible_keys(span, spec.window) for span in spans]
-    padded, n = len(spans) * max(keys), max(rows)
-    if n > FOLD_ROWS or len(spans) * n > WASTED_ROWS * sum(rows) or padded > WASTED_KEYS * sum(keys):
-        return False
-    masks = n * (1 + group) * spec.dtype.itemsize  # per key: as passed in, and once per query head
-    return padded * (spec.bytes_per_token + masks) <= JOINT_BYTES
-
-
-def plan_for(dtype: torch.dtype, device: torch.device) -> CompilePlan:
-    """The plan for such weights: those in rows are shared by all programs."""
-    return IN_ROWS if fastest_layout(dtype, device) is Linear else IN_BLOCKS
-
-
-def compiled_loop(loop: Loop, target: Target) -> Compiled:
-    """The loop compiled, half a minute for each program, and compared on all trial steps, pages included.
-
-    Raises `CannotReplace` where it cannot be compiled, or differs.
-    """
-    if any(spec.chunk for spec in target.layers):
-        raise CannotReplace("not compiled: attention in chunks")
-    refuse_unmeasured(target)
     with refused("compiled"):  # no C++ compiler, a read-only folder, or any error of the compiler's own
-        tried, layers = trial_steps(loop, target), len(loop.blocks)
-        layer_kinds = number_kinds(tried[0][1], layers)
-        made = Compiled(loop, plan_for(target.dtype, target.device), layer_kinds)
-        made.compile(Layers(loop, layer_kinds), [made.arguments(*step) for step in tried])
-        run, expected = (partial(layer_states, form, layers) for form in (made, loop))
-        steps = [((batch,), view) for batch, view in tried]
-        compare_steps(run, expected, steps, "compiled", written_layers=layers)
-    return made
+        replacements = list(programs(loop))
+    for owner, name, run in replacements:
+        setattr(owner, name, run)
 
 
-def refuse_unmeasured(target: Target) -> None:
-    """Raises `CannotReplace` where compiling was never measured."""
-    if not compiling_is_faster(target.dtype, target.device):
-        raise CannotReplace(f"not compiled: {target.dtype} on {target.device.type} was never measured")
+def programs(loop: Loop) -> Iterator[Replacement]:
+    """The program of each operation of a loop."""
+    made: dict[str, Program] = {}
+    x = random_rows(loop.norm.weight.shape[-1], loop.embed)
+    for block, kind in zip(loop.blocks, loop.kinds, strict=True):
+        attention, mlp = block.attention, block.mlp
+        for norm in filter(None, block.norms):
+            yield norm, "compute", norm_program(norm, x, made)
+        if isinstance(rotary := attention.rotary, Rotary) and rotary.rotates:
+            tables = loop.tables(x[None], torch.arange(ROWS)[None], kind)
+            heads = attention.states(x)[:, : attention.heads + attention.kv_heads]
+            yield attention, "rotary", rotary_program(rotary, heads, tables, made)
+        if isinstance(mlp, Gated) and isinstance(mlp.gating, Gating):
+            yield mlp, "gating", gating_program(mlp.gating, mlp.gate_up(x), made)
+    yield loop.norm, "compute", norm_program(loop.norm, x, made)
 
 
-def trial_steps(loop: Loop, target: Target) -> list[tuple[Batch, View]]:
-    """Steps to compile and compare. The first of each program is compiled, so only one row's sizes are 1."""
-    trial, batch = Trial.of(target, (8, 3)), Trial.of(target, (FOLD_ROWS + 1, 7))
-    single = Trial.of(target, (1, 1))
-    for each in (trial, batch):
-        loop(each.batch, each.view)  # writes keys to attend to
-    one, few = trial.last(1), trial.last(5)
-    several, many = (trial.batch, trial.view), (batch.batch, batch.view)
-    some = replace(batch.batch, score_rows=batch.batch.score_rows[3:]), batch.view
-    ends = [(replace(step, score_rows=step.score_rows[-1:]), view) for step, view in (few, several, many)]
-    late = [trial.last(1, 2), trial.last(2, 2, scattered=True), trial.last(1, scattered=True)]
-    early = [trial.last(8), single.last(1), (single.batch, single.view)]
-    return [one, few, several, many, some, *ends, *late, *early]
+def random_rows(width: int, like: Any) -> Tensor:  # [ROWS, D]
+    """In the dtype of an embedding."""
+    return torch.randn(ROWS, width, generator=torch.Generator().manual_seed(0)).to(like.weight.dtype)
 
 
-def number_kinds(view: View, layers: int) -> list[int]:
-    """A number for each layer, from 0 on, that layers with equal keys and windows have in common."""
-    numbers = [view.kind(layer) for layer in range(layers)]
-    return [sorted(set(numbers)).index(number) for number in numbers]
+def norm_program(norm: Norm, x: Tensor, made: dict[str, Program]) -> Callable[[Tensor], Tensor]:
+    scaled, floor = norm.scaled, norm.floor
+    run = program(NormRows(), [x], [scaled, floor], norm.few_operations(x.float()), made)
+    return lambda x: run(x, scaled, floor)
+
+
+def rotary_program(
+    rotary: Rotary, heads: Tensor, tables: Tables, made: dict[str, Program]
+) -> Callable[[Tensor, Tables], Tensor]:
+    weights = [] if rotary.norm is None else [rotary.norm.scaled, rotary.norm.floor]
+    cos, sin = (table.float() for table in tables)
+    run = program(RotaryRows(), [heads, *tables], weights, rotary(heads.float(), (cos, sin)), made)
+    return lambda heads, tables: run(heads, *tables, *weights)
+
+
+def gating_program(gating: Gating, both: Tensor, made: dict[str, Program]) -> Callable[[Tensor], Tensor]:
+    return program(GatingRows(gating.act), [both], [], gating(both.float()), made)
+
+
+def program(
+    module: nn.Module,
+    rows: list[Tensor],
+    weights: list[Tensor],
+    expected: Tensor,
+    made: dict[str, Program],
+) -> Program:
+    """A module compiled for inputs like these, and compared with `expected`, its results in fp32.
+
+    The programs of this load are in `made`. Raises `ValueError` where one differs.
+    """
+    key = program_key(module, [*rows, *weights])
+    if key not in made:
+        compiled = partial(load_or_compile, key, module, rows, weights)
+        made[key] = Program(compiled(ONE_THREAD), compiled(THREADS))
+    results, single = made[key](*rows, *weights), made[key](*(x[:1] for x in rows), *weights)
+    limit = 2 * ROUNDING[results.dtype] * expected.abs().amax(-1, keepdim=True)  # of norm and rotation
+    if results.dtype is not rows[0].dtype or not ((results - expected).abs() <= limit).all():
+        raise ValueError("it computes something else")
+    if not torch.equal(single, results[:1]):
+        raise ValueError("a row depends on how many there are")
+    return made[key]
+
+
+def program_key(module: nn.Module, inputs: list[Tensor]) -> str:
+    """The name of a program in the compiler's cache: machine, versions, code, and shapes."""
+    shapes = [(x.shape, x.stride(), x.dtype) for x in inputs]
+    act = getattr(module, "act", None)
+    called = getattr(act, "__qualname__", f"{act} {getattr(act, '__dict__', '')}")
+    parts = machine(), torch.__version__, transformers.__version__, getsource(type(module)), getsource(rotate)
+    return hashlib.sha256(repr((parts, called, shapes)).encode()).hexdigest()
+
+
+def load_or_compile(
+    key: str, module: nn.Module, rows: list[Tensor], weights: list[Tensor], settings: Settings
+) -> Run:
+    from torch._inductor import aoti_compile_and_package, aoti_load_package
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from torch.export import Dim, export
+
+    def loaded() -> Run:
+        run: Run = aoti_load_package(str(path), run_single_threaded=True).loader.boxed_run
+        return run
+
+    path = Path(cache_dir()) / "speculon" / f"{key}-{'-'.join(settings)}.pt2"
+    if path.exists():
+        with suppress(RuntimeError):  # a damaged file is replaced
+            return loaded()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    any_rows = Dim("rows", min=2, max=MOST_ROWS)  # one row works, too: the program has no number of rows
+    shapes = (*({0: any_rows} for _ in rows), *({} for _ in weights))
+    with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
+        warnings.simplefilter("ignore")
+        examples = tuple(map(copied, (*rows, *weights)))
+        exported = export(module, examples, dynamic_shapes=shapes, strict=False)
+        # moved into place when complete: other processes read this folder
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            package = f"{folder}/{path.name}"
+            aoti_compile_and_package(exported, package_path=package, inductor_configs=settings)
+            os.replace(package, path)
+    return loaded()
+
+
+def copied(x: Tensor) -> Tensor:
+    """With the same strides, and no tensor of inference mode, which cannot be exported."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x)

@@ -1,4 +1,4 @@
-"""Memory of a forward besides the weights: intermediate results, CUDA graphs, compiled programs."""
+"""Memory of a forward besides the weights: intermediate results, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ import torch
 
 from speculon.core.types import LayerSpec
 from speculon.decoding.kv.store import gather_bytes
-from speculon.target.linear import Linear, fastest_layout
 
 COPIES_OF_LOGITS = 6  # guess: logits, weights, noise and their intermediate results, all fp32
 STATES_OF_ROW = 8  # guess: residual, norms, attention input and output that exist at once
 # guess: rows of a captured step; 128 are 16 sequences with 7 drafts each
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 GRAPH = 128 << 10  # guess: bytes of a CUDA graph besides its results
-COPIES = 5  # of the weights, where each compiled program holds one
-JOINT_BYTES = 32 << 20  # guess: of an attention call for several sequences inside a program
 
 
 def inner_size(config: Any) -> int:
@@ -71,22 +68,3 @@ class CaptureSizes:
             shared = max(shared, self.hidden + self.vocab)
         graphs = len(BUCKETS) * (self.layers + (2 if self.vocab else 1))
         return self.static_bytes(dtype) + BUCKETS[-1] * shared * dtype.itemsize + graphs * GRAPH
-
-
-def compiling_is_faster(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether compiling was measured to be faster for such weights."""
-    return device.type == "cpu" and dtype is torch.float32
-
-
-def program_bytes(weights: int, dtype: torch.dtype, device: torch.device, drafter: bool = False) -> int:
-    """What compiled programs take in addition to so many bytes of weights."""
-    if not compiling_is_faster(dtype, device):
-        return 0
-    in_rows = fastest_layout(dtype, device) is Linear  # then all programs share the weights
-    joint = JOINT_BYTES if in_rows or drafter else 0  # a drafter's keys are copied in any layout
-    return joint + (0 if in_rows else COPIES * weights)
-
-
-def program_row_bytes(layers: int, hidden: int, dtype: torch.dtype, device: torch.device) -> int:
-    """The states that a program returns, for each row of a step."""
-    return (layers + 1) * hidden * dtype.itemsize if compiling_is_faster(dtype, device) else 0

@@ -1,6 +1,6 @@
 """Chooses how a target runs: fused blocks in the place of its layers, and a loop in that of its forward.
 
-Each is compared with the original first, and so are the compiled and the captured loop.
+Each is compared with the original first, and so are compiled operations and the captured loop.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from speculon.target.block import (
 )
 from speculon.target.captured import RECORDERS, captured_loop
 from speculon.target.compare import close, nearly
-from speculon.target.compiled import compiled_loop
-from speculon.target.footprint import CaptureSizes, program_bytes, program_row_bytes
+from speculon.target.compiled import compile_operations
+from speculon.target.footprint import CaptureSizes
 from speculon.target.linear import head_is_packed, hooked, joined, plain
 from speculon.target.quantized import layers_of
 from speculon.target.remembered import passed, passes
@@ -55,7 +55,7 @@ def fuse(target: Target, *, share: bool, compile: bool = False) -> None:
             pack_head(target, trial)
             pack_rest(target.model)
         if not share and runner.fused == runner.layers:
-            unmap_file(target.model)  # before compiling, which keeps references to the tensors
+            unmap_file(target.model)  # before capturing, which keeps references to the tensors
         try:
             choose_loop(target, trial, compile=compile)
         except CannotReplace as reason:
@@ -88,20 +88,17 @@ def choose_loop(target: Target, trial: Trial, *, compile: bool) -> None:
     runner.form = "loop"
     if not compile:
         return
-    if target.packed and target.device.type == "cpu":
-        raise CannotReplace("not compiled: quantised layers")
-    if len({*loop.kinds}) > 1:
-        raise CannotReplace("not compiled: several rotary tables")
-    dtype, device = target.dtype, target.device
-    if device.type in RECORDERS:
+    if target.device.type in RECORDERS:
+        if len({*loop.kinds}) > 1:
+            raise CannotReplace("not captured: several rotary tables")
         runner.run = captured_loop(loop, target)
         runner.form = "captured"
-        runner.num_bytes += CaptureSizes.of_target(config, target.layers).num_bytes(dtype)
-    else:
-        runner.run = compiled_loop(loop, target)
+        runner.num_bytes += CaptureSizes.of_target(config, target.layers).num_bytes(target.dtype)
+    elif target.device.type == "cpu":
+        compile_operations(loop)
         runner.form = "compiled"
-        runner.num_bytes += program_bytes(target.num_bytes, dtype, device)
-        runner.row_bytes = program_row_bytes(len(loop.blocks), target.hidden_size, dtype, device)
+    else:
+        raise CannotReplace(f"not compiled: {target.device.type} was never measured")
 
 
 def layer_places(model: nn.Module) -> Iterator[tuple[int, Place]]:

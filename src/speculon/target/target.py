@@ -40,7 +40,6 @@ class Runner:
     form: Literal["layers", "loop", "compiled", "captured"] = "layers"  # `loop`: in the stock forward's place
     refused: Counter[str] = field(default_factory=Counter)  # reason -> layers or modules
     num_bytes: int = 0  # what it takes in addition to the weights
-    row_bytes: int = 0  # of the states that a compiled step returns, for each of its rows
 
     @property
     def chosen(self) -> bool:
@@ -198,7 +197,7 @@ class Target:
         draft model, whose rows are never rejected within a forward, gives 0 of them.
         """
         config = self.model.config.get_text_config()
-        scratch = scratch_bytes(config, self.dtype, self.device, rows, scored) + rows * self.runner.row_bytes
+        scratch = scratch_bytes(config, self.dtype, self.device, rows, scored)
         if sequences:  # the inputs of drafted rows are recorded, and states after them kept; all are scored
             scratch += scored * sum(mixer.width for mixer in self.mixers) * self.dtype.itemsize
             scratch += min(scored * self.state_bytes, KEPT_BYTES)

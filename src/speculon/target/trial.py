@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from speculon.core.types import LayerSpec
 from speculon.decoding.batch import Batch
-from speculon.decoding.kv.store import PageStore, SpanView, View, as_index, end_to_end
+from speculon.decoding.kv.store import PageStore, View, end_to_end
 from speculon.target.attention import running
 from speculon.target.block import CannotReplace
 from speculon.target.compare import Same, close
@@ -49,17 +49,6 @@ class Trial:
         ranges = [torch.arange(n, device=device) + at for n, at in zip(lengths, firsts, strict=False)]
         batch = Batch([], ids, torch.cat(ranges)[None], torch.arange(rows, device=device))
         return cls(target, store, batch, store.view_of(spans))
-
-    def last(self, *rows: int, scattered: bool = False) -> tuple[Batch, View]:
-        """The last `rows[i]` rows of sequence i; `scattered`: as if its slots were not consecutive."""
-        spans: list[SpanView] = []
-        taken: list[int] = []
-        for span, count in zip(self.view.spans, rows, strict=False):
-            where = as_index(span.where, self.store.device) if scattered else span.where
-            spans.append(SpanView(len(taken), len(taken) + count, where, span.context))
-            taken += range(span.last - count, span.last)
-        ids, positions = (t[:, taken] for t in (self.batch.input_ids, self.batch.position_ids))
-        return Batch([], ids, positions, self.batch.score_rows[: len(taken)]), self.store.view_of(spans)
 
     def run_layer(self, layer: nn.Module, number: int, dtype: torch.dtype | None = None) -> list[Tensor]:
         """States, keys and values [T, ...] of a layer on random rows, run in `dtype` if given."""
@@ -106,23 +95,11 @@ def layer_states(run: Run, layers: int, batch: Batch, view: View) -> list[Tensor
 
 
 def compare_steps(
-    made: Forward,
-    network: Forward,
-    steps: Iterable[Step],
-    form: str,
-    *,
-    written_layers: int = 0,
-    same: Same = close,
+    made: Forward, network: Forward, steps: Iterable[Step], form: str, *, same: Same = close
 ) -> None:
-    """Raises `CannotReplace` where a `form` of a network differs from it on a step.
-
-    So are the keys and values that they write in so many layers.
-    """
+    """Raises `CannotReplace` where a `form` of a network differs from it on a step."""
     for inputs, view in steps:
-        expected = [*as_list(network(*inputs, view)), *written(view, written_layers)]
-        for layer in range(written_layers):  # rows that are not written stay NaN
-            view.write(layer, *(torch.full_like(x, torch.nan) for x in view.slots_of(layer, view.slots)))
-        results = [*as_list(made(*inputs, view)), *written(view, written_layers)]
+        expected, results = (as_list(run(*inputs, view)) for run in (network, made))
         if len(results) != len(expected) or not all(map(same, results, expected)):
             raise CannotReplace(f"not {form}: it computes something else")
 
@@ -141,7 +118,3 @@ def refused(form: str, errors: type[Exception] = Exception) -> Iterator[None]:
 
 def as_list(results: Any) -> list[Tensor]:
     return [results] if isinstance(results, Tensor) else results
-
-
-def written(view: View, layers: int) -> list[Tensor]:
-    return [rows.clone() for layer in range(layers) for rows in view.slots_of(layer, view.slots)]

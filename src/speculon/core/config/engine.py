@@ -54,8 +54,8 @@ class EngineConfig(BaseSettings):
     fuse: bool = Field(True, description="join layers into fewer, faster operations of equal result")
     compile: bool = Field(
         False,
-        description="compile the fused steps (CPU, fp32: minutes at the first load, 5 copies of packed "
-        "weights), or capture them as graphs (CUDA)",
+        description="compile the operations between products (CPU: half a minute at the first load of a "
+        "shape), or capture them as graphs (CUDA)",
     )
     batch_invariant: bool | None = Field(
         None,

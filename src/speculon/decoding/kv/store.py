@@ -200,18 +200,6 @@ class View:
             pool[self.slots, 0, at : at + part.shape[1]] = part
             at += part.shape[1]
 
-    def slots_of(self, layer: int, where: Where) -> tuple[Tensor, Tensor]:  # k [S, Hkv, Dk], v [S, Hkv, Dv]
-        """Keys and values of some slots; views where they are consecutive, so that writing there writes the
-        pages.
-        """
-        layer = self.first_layer + layer
-        return self.store.k[layer][where], self.store.v[layer][where]
-
-    def pools(self, layers: int) -> list[Tensor]:  # [slots, Hkv, Dk] and [slots, Hkv, Dv]
-        """The keys of all slots for each layer of the model, then the values."""
-        own = slice(self.first_layer, self.first_layer + layers)
-        return [*self.store.k[own], *self.store.v[own]]
-
     def pool(self, layer: int) -> tuple[Tensor, Tensor]:  # k [Dk, slots * Hkv], v [slots * Hkv, Dv]
         """The keys and values of all slots, whosoever they are."""
         return self.store.flat[self.first_layer + layer]

@@ -17,7 +17,7 @@ from speculon.loading.probe import RECURRENT_LAYERS, expected_states
 from speculon.loading.quantization import packed_bytes
 from speculon.loading.reading import quiet
 from speculon.target.captured import RECORDERS
-from speculon.target.footprint import CaptureSizes, program_bytes, program_row_bytes, scratch_bytes
+from speculon.target.footprint import CaptureSizes, scratch_bytes
 from speculon.target.linear import head_is_packed
 
 WITHOUT_ATTENTION = RECURRENT_LAYERS - {"hybrid", "hybrid_sliding"}  # layers that keep nothing in pages
@@ -51,9 +51,8 @@ def model_needs(
     if weights is None:
         weights = weight_bytes(checkpoint, dtype) + (fused_bytes(config, dtype, device) if fused else 0)
     scratch = scratch_bytes(config, dtype, device, rows, scored)
-    if fused and compile:
-        more, of_row = compiled_bytes(config, weights, dtype, device)
-        weights, scratch = weights + more, scratch + rows * of_row
+    if fused and compile and device.type in RECORDERS:
+        weights += CaptureSizes.of_target(config, expected_layers(config, dtype)).num_bytes(dtype)
     return Needs(
         layers=expected_layers(config, dtype),
         max_context=getattr(config, "max_position_embeddings", None),
@@ -86,16 +85,6 @@ def fused_bytes(config: PreTrainedConfig, dtype: torch.dtype, device: torch.devi
     """What fusing adds: a packed copy of a head that is tied to the embedding."""
     head: int = config.vocab_size * config.hidden_size * dtype.itemsize
     return head if config.tie_word_embeddings and head_is_packed(dtype, device) else 0
-
-
-def compiled_bytes(
-    config: PreTrainedConfig, weights: int, dtype: torch.dtype, device: torch.device
-) -> tuple[int, int]:
-    """What `compile` adds, and what it adds for each row of a step: CUDA graphs, or compiled programs."""
-    if device.type in RECORDERS:
-        return CaptureSizes.of_target(config, expected_layers(config, dtype)).num_bytes(dtype), 0
-    layers, hidden = config.num_hidden_layers, config.hidden_size
-    return program_bytes(weights, dtype, device), program_row_bytes(layers, hidden, dtype, device)
 
 
 def expected_layers(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[LayerSpec, ...]:
