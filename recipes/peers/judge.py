@@ -8,14 +8,16 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from speculon.loading.load import from_file
 from speculon.loading.reading import quiet
 
 
 class Judge:
     def __init__(self, target: Path) -> None:
+        place, options = from_file(target)
         with quiet():
             self.target = AutoModelForCausalLM.from_pretrained(
-                target, dtype=torch.float32, local_files_only=True
+                place, dtype=torch.float32, local_files_only=True, **options
             ).eval()
 
     def nats(self, texts: Iterable[tuple[list[int], list[int]]]) -> float:

@@ -76,7 +76,8 @@ def place(engine: str, envs: Path, target: Path, draft: Path | None) -> Place:
         target = envs / "checkpoints/openvino/target"
         draft = envs / "checkpoints/openvino/draft"
     elif engine == "llama.cpp":
-        target = envs / "checkpoints/gguf/target.gguf"
+        if target.suffix != ".gguf":
+            target = envs / "checkpoints/gguf/target.gguf"
         draft = envs / "checkpoints/gguf/draft.gguf"
         server = envs / "llama.cpp/build/bin/llama-server"
     found = Place(python, HERE / "engines" / SCRIPTS[engine], target, draft, server)

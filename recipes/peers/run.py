@@ -5,6 +5,8 @@ python recipes/peers/run.py ENV_FOLDER --out FOLDER, after recipes/peers/setup.s
 With another checkpoint, after TARGET=MODEL DTYPE=bf16 recipes/peers/setup.sh ENV_FOLDER ENGINES:
 
 python recipes/peers/run.py ENV_FOLDER --target MODEL --dtype bfloat16 --data FILE --engines ...
+
+A GGUF file as the target is read by llama.cpp and by speculon as it is, and needs none of its conversions.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from transformers import GenerationConfig
 
 from speculon import __version__
 from speculon.decoding.text.tokenizer import Tokenizer
+from speculon.loading.gguf import is_gguf, read_gguf
 from speculon.loading.headers import read_checkpoint
 from speculon.loading.locate import locate
 from speculon.loading.reading import load_tokenizer
@@ -76,7 +79,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("build/peers"), help="folder of the results")
     parser.add_argument("--engines", type=listed, default=list(MODES))
     parser.add_argument("--modes", type=listed, help="of these engines; all of them if none is named")
-    parser.add_argument("--target", type=Path, help="another checkpoint than the demo's")
+    parser.add_argument("--target", type=locate, help="another checkpoint than the demo's")
     parser.add_argument("--draft", type=locate, help="a drafter for it")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--data", type=Path, help="prompts of a file; its categories are the workloads")
@@ -101,6 +104,8 @@ def arguments() -> argparse.Namespace:
 
 
 def eos_of(target: Path) -> tuple[int, ...]:
+    if is_gguf(target):
+        return read_gguf(target).end_ids
     config = GenerationConfig.from_pretrained(target, local_files_only=True)
     ids = config.eos_token_id
     return tuple(ids) if isinstance(ids, list) else (ids,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -19,9 +20,15 @@ from speculon.loading.load import load_target
 from speculon.loading.memory.needs import model_needs
 from speculon.loading.quantization import FOUR_BITS
 from speculon.target import quantized
+from speculon.target.block import FusedRows
 from speculon.target.quantized import GROUP, QuantizedLinear, packed_layers, quantize
 from speculon.target.target import Target
+from tests.tiny.checkpoint_formats import write_eagle3
+from tests.tiny.dflash_checkpoints import write_dflash
 from tests.tiny.gguf_files import tiny_llama, write_gguf
+from tests.tiny.heads import deep_model, deep_target
+from tests.tiny.scripted import drain, make_engine, texts_of
+from tests.tiny.test_eagle3 import ask, plain, requests_of
 
 COARSE, FINE = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")
@@ -200,3 +207,24 @@ def test_what_cannot_be_packed_is_refused_by_name(tmp_path: Path) -> None:
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match=r"quantization = 'int4': experts are no linear layers"):
         load_target(tmp_path, quantization="int4")
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+def test_a_head_is_rounded(method: str, bits: str, tmp_path: Path) -> None:
+    """Its text is the target's, and the estimate knows its bits."""
+    write = write_eagle3 if method == "eagle3" else write_dflash
+    path, sizes = write(tmp_path, deep_model().config), []
+    for quantization in ("auto", bits):
+        speculation = {"draft": {method: str(path)}, "draft_quantization": quantization}
+        engine = make_engine(deep_target(), speculation=speculation)
+        for request in requests_of("greedy"):
+            engine.add_request(request.prompt, request.params, ask(4) | {"method": method}, request.id)
+        assert texts_of(drain(engine)) == plain("greedy")
+        assert engine.counters.totals.drafted_at.total() > 0
+        drafter: Any = engine.proposers.find(method)
+        sizes.append(drafter.needs.bytes_fixed)
+        network = drafter.head if method == "eagle3" else drafter.network
+        products = network.fc, network.layers[0].self_attn.o_proj
+        assert all(isinstance(product, FusedRows) == (quantization == bits) for product in products)
+    assert sizes[1] < sizes[0]

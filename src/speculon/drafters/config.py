@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from speculon.core.config.speculation import Quantization
 from speculon.core.errors import CorruptWeights, ModelError, WrongPair
 from speculon.loading.headers import Checkpoint, read_header
 
@@ -59,6 +60,7 @@ class DrafterConfig:
     notes: tuple[str, ...] = ()
     dtype: str | None = None  # of most parameters
     num_bytes: int = 0  # of the weight files
+    quantization: Quantization = "auto"  # what its linear layers are rounded to: `draft_quantization`
 
     @property
     def max_drafts(self) -> int | None:

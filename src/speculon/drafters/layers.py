@@ -6,7 +6,7 @@ In a frozen network the weights of one input are one product, in the layout that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -19,17 +19,22 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from speculon.core.config.speculation import Quantization
 from speculon.core.errors import MissingWeights, UnsupportedModel
 from speculon.drafters.config import DrafterConfig, check_offsets
 from speculon.loading.headers import read_header
+from speculon.loading.quantization import BITS, HEAD_BITS, layer_bytes
 from speculon.target import block
 from speculon.target.block import Tables, rotation_tables
 from speculon.target.linear import Product, joined
+from speculon.target.quantized import fits, quantize
 
 if TYPE_CHECKING:
     from speculon.target.target import Target
 
 NOT_WEIGHTS = {"d2t", "t2d"}
+
+Bits = Mapping[int, int | None]  # of each linear layer, by its id; None: they stay numbers
 
 # queries, keys and values [..., heads, Dh], and the scaling of scores -> [..., H, Dh]
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -55,8 +60,8 @@ class Joined:
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, torch.cat([part.weight for part in self.parts]))
 
-    def frozen(self) -> Product:
-        return joined(self.parts, share=False)
+    def frozen(self, bits: Bits) -> Product:
+        return product(self.parts, bits)
 
 
 @dataclass(slots=True)
@@ -70,7 +75,7 @@ class JoinedNorm:
         groups = zip(self.parts, heads.split(self.counts, -2), strict=True)
         return torch.cat([norm(group) for norm, group in groups], -2)
 
-    def frozen(self) -> block.Norm:
+    def frozen(self, _: Bits) -> block.Norm:
         weights = [
             norm.weight.detach().expand(n, -1) for norm, n in zip(self.parts, self.counts, strict=True)
         ]
@@ -217,26 +222,48 @@ def rope_config(config: DrafterConfig) -> LlamaConfig:
     )
 
 
-def freeze(network: nn.Module) -> None:
+def freeze(network: nn.Module, quantization: Quantization = "auto") -> None:
     """Products in the fastest layout, and norms in few operations, in place of parameters."""
     modules, used = [*network.modules()], set[int]()
+    bits = {
+        id(child): num_bits(name, child.weight.shape, quantization)
+        for name, child in network.named_modules()
+        if isinstance(child, nn.Linear)
+    }
     for module in modules:
         for name, value in [*vars(module).items()]:
             if isinstance(value, Joined | JoinedNorm):
                 used |= {id(part) for part in value.parts}
-                setattr(module, name, value.frozen())
+                setattr(module, name, value.frozen(bits))
     for module in modules:
         for name, child in [*module.named_children()]:
             if isinstance(child, nn.Linear | Norm):
                 delattr(module, name)
                 if id(child) not in used:
-                    setattr(module, name, frozen(child))
+                    setattr(module, name, frozen(child, bits))
 
 
-def frozen(part: nn.Linear | Norm) -> Product:
+def frozen(part: nn.Linear | Norm, bits: Bits) -> Product:
     if isinstance(part, Norm):
         return block.Norm(part.weight.detach(), part.eps)
-    return joined([part], share=False)
+    return product([part], bits)
+
+
+def product(parts: list[nn.Linear], bits: Bits) -> Product:
+    """One product for linear layers of the same input, each rounded to its bits."""
+    if None in (numbers := [bits[id(part)] for part in parts]):
+        return joined(parts, share=False)
+    pairs = zip(parts, numbers, strict=True)
+    rounded = [quantize(part.weight, part.bias, n, part.weight.dtype) for part, n in pairs if n]
+    return block.FusedRows(joined(rounded, share=False))
+
+
+def num_bits(name: str, shape: Sequence[int], quantization: Quantization) -> int | None:
+    """Of the weight of a module: those of layers and of fc have as many as is set, a head has 8."""
+    if quantization not in BITS or len(shape) != 2 or not fits(shape):
+        return None
+    bits = BITS[quantization]
+    return {"layers": bits, "fc": bits, "lm_head": HEAD_BITS}.get(name.partition(".")[0])
 
 
 AnyNetwork = TypeVar("AnyNetwork", bound=Network)
@@ -262,7 +289,7 @@ def load_network(
     network.load_state_dict(weights, assign=True)
     weights.clear()
     network.requires_grad_(False)
-    freeze(network)
+    freeze(network, config.quantization)
     network.rotary = make_rotary(config).to(target.device)
     own = tensors.get("embed_tokens.weight")
     network.embed = target.embedding.detach() if own is None else own.to(target.device, target.dtype)
@@ -295,11 +322,13 @@ def read_tensors(config: DrafterConfig) -> dict[str, Tensor]:
 
 
 def weight_bytes(config: DrafterConfig, dtype: torch.dtype) -> int:
-    """The weights of a drafter in `dtype`, from the headers of its files."""
+    """The weights of a drafter in `dtype`, or in the bits that are set, from the headers of its files."""
     headers = {name: entry for file in config.files for name, entry in read_header(file)[0].items()}
-    sizes = (
-        math.prod(headers[stored]["shape"])
-        for name, stored in config.names.items()
-        if name not in NOT_WEIGHTS
-    )
-    return sum(sizes) * dtype.itemsize
+    total = 0
+    for name, stored in config.names.items():
+        if name in NOT_WEIGHTS:
+            continue
+        shape = headers[stored]["shape"]
+        size, bits = math.prod(shape), num_bits(name, shape, config.quantization)
+        total += size * dtype.itemsize if bits is None else layer_bytes(size, bits, dtype)
+    return total

@@ -21,7 +21,9 @@ from speculon.core.types import Draft, Needs, Stop, no_draft
 from speculon.decoding.sequence import Sequence
 from speculon.drafters.config import DrafterConfig, TargetShape, check_pair
 from speculon.loading.locate import locate
+from speculon.loading.quantization import BITS
 from speculon.speculation.proposers.base import Proposer, TargetFacts
+from speculon.target.quantized import supported
 from speculon.target.target import Runner, Target
 
 if TYPE_CHECKING:
@@ -118,6 +120,10 @@ def checked_config(
         raise ConfigError(f"{method} needs draft = a checkpoint's folder")
     model = required_target(method, target)
     checkpoint = overrides.applied(read(locate(source)), config.options)
+    checkpoint = replace(checkpoint, quantization=config.draft_quantization)
+    if config.draft_quantization in BITS and not supported(model.dtype, model.device):
+        where = f"in {model.dtype} on this {model.device.type}"
+        raise ConfigError(f"draft_quantization: torch has no products of packed weights {where}")
     layers, architecture = len(model.layers), type(model.model).__name__
     odd = check_pair(checkpoint, TargetShape(model.hidden_size, model.vocab_size, layers, architecture))
     log.info("%s: %s", method, checkpoint.summary(layers))

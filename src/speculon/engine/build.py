@@ -33,6 +33,9 @@ def build_engine(
     if config.threads:
         torch.set_num_threads(config.threads)
     with reading_once():
+        tokenizer = None
+        if texts:  # first: then the weights need no memory beside a GGUF file's parsed header
+            tokenizer = Tokenizer(load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
         target = load_target(
             config.model,
             dtype=config.dtype,
@@ -46,9 +49,6 @@ def build_engine(
             quantization=config.quantization,
             progress=progress,
         )
-        tokenizer = None
-        if texts:
-            tokenizer = Tokenizer(load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
     add_ends(target, tokenizer)
     if config.dtype == "float16" and target.device.type == "cpu":
         log.warning("dtype float16 on a CPU: most compute float32 faster, and numbers beyond 65504 overflow")

@@ -19,6 +19,7 @@ from speculon.core.errors import CorruptWeights, MissingWeights, UnsupportedMode
 from speculon.loading.gguf_weights import complete_model
 from speculon.loading.headers import Checkpoint
 from speculon.loading.quantization import FOUR_BITS, NUMBERS
+from speculon.loading.reading import forget_header
 from speculon.target.linear import plain
 from speculon.target.quantized import GROUP, MIDDLE, QuantizedLinear, fits, pack_pairs, quantize_rows, slices
 
@@ -73,6 +74,7 @@ class PackedFile:
 
     def __init__(self, checkpoint: Checkpoint, config: PreTrainedConfig, model: nn.Module):
         self.tensors: list[ReaderTensor] = gguf.GGUFReader(str(checkpoint.path)).tensors
+        forget_header()
         make = reader.TENSOR_PROCESSORS.get(checkpoint.architecture, reader.TensorProcessor)
         self._processor = make(config=config.to_dict())
         self.names: dict[str, str] = reader.get_gguf_hf_weights_map(model, self._processor)

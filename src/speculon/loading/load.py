@@ -35,7 +35,7 @@ from speculon.loading.load_check import check_logits, logits_in_fp32, stock_logi
 from speculon.loading.locate import first_line, locate
 from speculon.loading.probe import discover, use_attention
 from speculon.loading.quantization import round_weights, stays_in_blocks
-from speculon.loading.reading import from_file, quiet
+from speculon.loading.reading import from_file, quiet, release_memory
 from speculon.target import attention
 from speculon.target.fuse import fuse, fuse_norms, pack_rest
 from speculon.target.recurrent import decide as decide_continuation
@@ -88,6 +88,7 @@ def load_target(
             model = load_model(checkpoint, config, precision, torch.device("cpu"), trust_remote_code)
             round_weights(model, quantization, checkpoint, place)
             model = model.to(place)
+        release_memory()
         settings = precision, place, max_context, fused, compile, batch_invariant, quantization
         with remembering([*checkpoint.files, *configs(folder)], *settings):
             report("checking the model against its stock forward")
@@ -98,6 +99,7 @@ def load_target(
             if batch_invariant is not False:
                 report("checking that logits do not depend on the batch")
                 decide(target, batch_invariant)
+        release_memory()
         return target
 
 

@@ -67,7 +67,8 @@ class QuantizedLinear(nn.Module):
         wide = torch.promote_types(scale.dtype, torch.float32)
         columns = unpack_pairs(self.q[rows]).to(wide).sub_(MIDDLE).view(*scale.shape, GROUP)
         columns = columns.mul_(scale[..., None].to(wide)).add_(zero[..., None].to(wide))
-        return columns.view(len(scale), -1, self.in_features).sum(1).to(dtype)
+        parts = columns.view(len(scale), -1, self.in_features)
+        return (parts[:, 0] if self.bits == 4 else parts.sum(1)).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         parts = (
@@ -169,7 +170,7 @@ def unpack_pairs(q: Tensor) -> Tensor:  # [O, D / 2] -> [O, D]
 @torch.no_grad()
 def packed_layers(layers: Sequence[QuantizedLinear]) -> Packed4:
     """One product for layers of one input and as many bits."""
-    q, scale, zero = (torch.cat([getattr(x, name) for x in layers]) for name in ("q", "scale", "zero"))
+    q, scale, zero = (joined([getattr(x, name) for x in layers]) for name in ("q", "scale", "zero"))
     bias = None
     if any(layer.bias is not None for layer in layers):
         bias = torch.cat(
@@ -178,7 +179,23 @@ def packed_layers(layers: Sequence[QuantizedLinear]) -> Packed4:
     scales = torch.stack([scale, zero], -1).transpose(0, 1).contiguous()
     made = {4: Packed4, 8: Packed8}[layers[0].bits]
     pack, multiply = pack_on(q.device)
-    return made(torch.cat([pack(rows) for rows in q.split(ROWS_AT_ONCE)]), scales, bias, multiply)
+    return made(packed_rows(q, pack), scales, bias, multiply)
+
+
+def joined(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def packed_rows(q: Tensor, pack: Callable[[Tensor], Tensor]) -> Tensor:
+    """Packed part by part, without all parts beside the result."""
+    packed, done = q.new_empty(0), 0
+    for rows in q.split(ROWS_AT_ONCE):
+        part = pack(rows)
+        if not done:
+            packed = part.new_empty(len(part) * len(q) // len(rows), *part.shape[1:])
+        packed[done : done + len(part)] = part
+        done += len(part)
+    return packed
 
 
 def pack_on(device: torch.device) -> tuple[Callable[[Tensor], Tensor], Any]:

@@ -97,7 +97,7 @@ class SpeculationConfig(Checked):
         "in Python also a model object",
     )
     draft_quantization: Quantization = Field(
-        "auto", description="of a draft model's weights: auto | none | int8 | int4, as `quantization`"
+        "auto", description="of a drafter's weights: auto | none | int8 | int4, as `quantization`"
     )
     num_speculative_tokens: int | None = Field(
         None,
