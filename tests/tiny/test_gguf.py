@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -136,6 +137,16 @@ def test_context_and_ends_are_in_the_metadata(file: Path) -> None:
     target = load_target(file, dtype="float32")
     assert target.max_context == 128
     assert target.eos_ids == {2, 3}  # </s> by its id, <|im_end|> by its name
+
+
+def test_the_tokenizer_is_that_of_the_file_beside_another_one(file: Path, tmp_path: Path) -> None:
+    """transformers would take the one that lies beside it."""
+    beside = tmp_path / file.name
+    shutil.copy(file, beside)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(locate("demo") / name, tmp_path)
+    assert load_tokenizer(beside).get_vocab() == load_tokenizer(file).get_vocab()
+    assert load_tokenizer(beside).get_vocab() != load_tokenizer("demo").get_vocab()
 
 
 def test_tokenizer_and_chat_template(file: Path) -> None:

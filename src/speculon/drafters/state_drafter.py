@@ -120,7 +120,8 @@ def checked_config(
         raise ConfigError(f"{method} needs draft = a checkpoint's folder")
     model = required_target(method, target)
     checkpoint = overrides.applied(read(locate(source)), config.options)
-    checkpoint = replace(checkpoint, quantization=config.draft_quantization)
+    in_bits = config.draft_quantization == "auto" and bool(model.packed)
+    checkpoint = replace(checkpoint, quantization="int4" if in_bits else config.draft_quantization)
     if config.draft_quantization in BITS and not supported(model.dtype, model.device):
         where = f"in {model.dtype} on this {model.device.type}"
         raise ConfigError(f"draft_quantization: torch has no products of packed weights {where}")

@@ -6,11 +6,13 @@ Apart from `load`, so that a server's process imports no models.
 from __future__ import annotations
 
 import ctypes
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import gguf
@@ -60,7 +62,8 @@ put(Reader)
 @contextmanager
 def reading_once() -> Iterator[None]:
     """Within, transformers' readings of one file (config, weights, tokenizer) parse its header once."""
-    put(lru_cache(maxsize=1)(Reader))
+    cached = lru_cache(maxsize=1)(Reader)
+    put(lambda path, *mode: cached(os.path.realpath(path), *mode))
     try:
         yield
     finally:
@@ -84,11 +87,28 @@ def from_file(path: Path) -> tuple[Path, dict[str, str]]:
     return (path.parent, {"gguf_file": path.name}) if is_gguf(path) else (path, {})
 
 
+@contextmanager
+def alone(path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
+    """As `from_file`, with a GGUF file in a folder of its own.
+
+    transformers prefers a `tokenizer.json` beside it, which may be another model's.
+    """
+    if not is_gguf(path):
+        yield from_file(path)
+        return
+    with TemporaryDirectory() as folder:
+        link = Path(folder) / path.name
+        try:
+            link.symlink_to(path.resolve())
+        except OSError:  # as on Windows, without the right to make links
+            link = path
+        yield from_file(link)
+
+
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer in the model's folder or GGUF file. Raises `ModelError` where there is none."""
     folder = locate(path, trust_remote_code=trust_remote_code)
-    place, options = from_file(folder)
-    with quiet():
+    with quiet(), alone(folder) as (place, options):
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 place, trust_remote_code=trust_remote_code, local_files_only=True, **options

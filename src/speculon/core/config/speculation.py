@@ -97,7 +97,9 @@ class SpeculationConfig(Checked):
         "in Python also a model object",
     )
     draft_quantization: Quantization = Field(
-        "auto", description="of a drafter's weights: auto | none | int8 | int4, as `quantization`"
+        "auto",
+        description="of a drafter's weights: auto | none | int8 | int4, as `quantization`; auto rounds heads "
+        "and blocks to int4 where the target stays in blocks or is rounded",
     )
     num_speculative_tokens: int | None = Field(
         None,
