@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 GROUP = 32
 MIDDLE = 8  # the q whose weight is the group's zero
-ROWS_AT_ONCE = 4096  # of a weight as numbers, or as the int32 that torch packs
+ROWS_AT_ONCE = 512  # of a weight as numbers, or as the int32 that torch packs; 4,096 took twice the memory
 TILES = 2  # torch's inner tiles; on CUDA a row has a multiple of 16 * TILES columns, which is GROUP
 
 # looked up once
