@@ -1,4 +1,4 @@
-"""A GGUF file as a model whose linear layers stay in 4 or 8 bits, read tensor by tensor."""
+"""A GGUF file as a model whose layers stay in 4 bits and whose head in 4 or 8, read tensor by tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from speculon.core.errors import CorruptWeights, MissingWeights, UnsupportedModel
 from speculon.loading.gguf_weights import complete_model
 from speculon.loading.headers import Checkpoint
-from speculon.loading.quantization import FOUR_BITS, NUMBERS
+from speculon.loading.quantization import FOUR_BITS, NUMBERS, in_bits
 from speculon.loading.reading import forget_header
 from speculon.target.linear import plain
 from speculon.target.quantized import GROUP, MIDDLE, QuantizedLinear, fits, pack_pairs, quantize_rows, slices
@@ -28,7 +28,7 @@ from speculon.target.quantized import GROUP, MIDDLE, QuantizedLinear, fits, pack
 def load_blocks(
     checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    """The model of a GGUF file, read tensor by tensor; the linear layers are in 4 or 8 bits.
+    """The model of a GGUF file, read tensor by tensor; blocks stay packed where `in_bits` says so.
 
     Raises `MissingWeights` or `CorruptWeights`.
     """
@@ -41,7 +41,10 @@ def load_blocks(
         name = places.names.get(tensor.name, "")
         try:
             for weight in (name, *tied.get(name, ())):
-                if weight in linear and places.packs(tensor, linear[weight].weight):
+                if weight not in linear:
+                    continue
+                is_head = linear[weight] is model.get_output_embeddings()
+                if in_bits(tensor.tensor_type.name, is_head) and places.packs(tensor, linear[weight].weight):
                     layers[weight] = places.layer(tensor, dtype)
             if name and name not in layers:
                 value = places.numbers(tensor, dtype)
@@ -119,7 +122,7 @@ class PackedFile:
         return order[:, 0].astype(int) if moved else None
 
     def layer(self, tensor: ReaderTensor, dtype: torch.dtype) -> QuantizedLinear:
-        """Its rows in 4 bits, where its groups are those of a packed layer; else rounded to 8 bits."""
+        """Its rows in 4 bits, where its groups are those of a packed layer; a head's, else, in 8 bits."""
         block_type, order = tensor.tensor_type.name, self._order(tensor)
         assert order is not None
         if block_type in FOUR_BITS:
