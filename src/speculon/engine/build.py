@@ -14,7 +14,9 @@ from speculon.engine.engine import Engine
 from speculon.engine.state import hold
 from speculon.engine.warm_up import warm_up
 from speculon.loading.ends import add_ends
+from speculon.loading.headers import read_checkpoint
 from speculon.loading.load import load_target
+from speculon.loading.locate import locate
 from speculon.loading.reading import load_tokenizer, reading_once
 
 log = logging.getLogger("speculon")
@@ -32,6 +34,8 @@ def build_engine(
     check_drafts(config)
     if config.threads:
         torch.set_num_threads(config.threads)
+    permissions = {"trust_remote_code": config.trust_remote_code, "allow_pickle": config.allow_pickle}
+    read_checkpoint(locate(config.model, **permissions))  # a missing model is named before its tokenizer
     with reading_once():
         tokenizer = None
         if texts:  # first: then the weights need no memory beside a GGUF file's parsed header
@@ -40,8 +44,7 @@ def build_engine(
             config.model,
             dtype=config.dtype,
             device=config.device,
-            trust_remote_code=config.trust_remote_code,
-            allow_pickle=config.allow_pickle,
+            **permissions,
             max_context=config.max_context,
             fused=config.fuse,
             compile=config.compile,
