@@ -83,3 +83,12 @@ def test_a_missing_library_is_named(method: str, package: str, tmp_path: Path) -
     write(tmp_path, {"quant_method": method, "bits": 4, "group_size": 128}, "scales")
     with pytest.raises(UnsupportedModel, match=package):
         load_target(tmp_path)
+
+
+def test_a_scale_of_no_weight_is_ignored(tmp_path: Path) -> None:
+    """As that of a KV cache: its module has no weight."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_scale"] = torch.ones(1)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert load_target(tmp_path).runner.one_loop

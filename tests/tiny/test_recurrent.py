@@ -247,7 +247,7 @@ def test_what_else_keeps_states_is_refused_by_name(
         wrap_model(build(model_type, **settings))
 
 
-def test_compiled_steps_are_refused() -> None:
+def test_compiled_operations_are_refused() -> None:
     with pytest.raises(UnsupportedModel, match="compile is not supported for recurrent models"):
         wrap_model(recurrent_model("mamba2"), compile=True)
 

@@ -1,4 +1,4 @@
-"""speculon with its steps compiled."""
+"""speculon with its operations compiled."""
 
 from __future__ import annotations
 

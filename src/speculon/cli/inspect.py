@@ -34,7 +34,10 @@ NO_TEXT = "none, token ids only"
 STYLES = {"on": "green", "changed": "yellow", "off": "yellow", "refused": "red"}
 
 # what decides whether a drafter fits, and what it takes of memory
-FIT = ("draft", "method", "memory_policy", "memory_limit_gb", "additional_memory_gb", "suffix_pools")
+FIT = (
+    *("draft", "draft_quantization", "method", "suffix_pools"),
+    *("memory_policy", "memory_limit_gb", "additional_memory_gb"),
+)
 # how a model is loaded
 FORM = ("dtype", "device", "quantization", "fuse", "compile")
 

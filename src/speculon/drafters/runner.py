@@ -70,7 +70,7 @@ def choose_run(network: Network, layers: tuple[LayerSpec, ...], target: Target, 
         return runner
     try:
         if target.device.type not in RECORDERS:
-            raise CannotReplace("not compiled: a drafter's own network")
+            raise CannotReplace("not compiled: on a CPU the network of a drafter runs as it is")
         runner.run = captured_draft(network, layers, target)
         runner.form = "captured"
     except CannotReplace as reason:

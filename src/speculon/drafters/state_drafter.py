@@ -120,9 +120,10 @@ def checked_config(
         raise ConfigError(f"{method} needs draft = a checkpoint's folder")
     model = required_target(method, target)
     checkpoint = overrides.applied(read(locate(source)), config.options)
-    in_bits = config.draft_quantization == "auto" and bool(model.packed)
-    checkpoint = replace(checkpoint, quantization="int4" if in_bits else config.draft_quantization)
-    if config.draft_quantization in BITS and not supported(model.dtype, model.device):
+    setting = config.draft_quantization
+    as_target = next((name for name, bits in BITS.items() if bits == model.layer_bits), setting)
+    checkpoint = replace(checkpoint, quantization=as_target if setting == "auto" else setting)
+    if setting in BITS and not supported(model.dtype, model.device):
         where = f"in {model.dtype} on this {model.device.type}"
         raise ConfigError(f"draft_quantization: torch has no products of packed weights {where}")
     layers, architecture = len(model.layers), type(model.model).__name__

@@ -14,7 +14,7 @@ from speculon.engine.engine import Engine
 from speculon.engine.state import hold
 from speculon.engine.warm_up import warm_up
 from speculon.loading.ends import add_ends
-from speculon.loading.headers import read_checkpoint
+from speculon.loading.headers import read_checkpoint, refuse_unsafe
 from speculon.loading.load import load_target
 from speculon.loading.locate import locate
 from speculon.loading.reading import load_tokenizer, reading_once
@@ -35,7 +35,8 @@ def build_engine(
     if config.threads:
         torch.set_num_threads(config.threads)
     permissions = {"trust_remote_code": config.trust_remote_code, "allow_pickle": config.allow_pickle}
-    read_checkpoint(locate(config.model, **permissions))  # a missing model is named before its tokenizer
+    # what is wrong with a model is said before what is wrong with its tokenizer
+    refuse_unsafe(read_checkpoint(locate(config.model, **permissions)), allow_pickle=config.allow_pickle)
     with reading_once():
         tokenizer = None
         if texts:  # first: then the weights need no memory beside a GGUF file's parsed header

@@ -44,7 +44,9 @@ def load_blocks(
                 if weight not in linear:
                     continue
                 is_head = linear[weight] is model.get_output_embeddings()
-                if in_bits(tensor.tensor_type.name, is_head) and places.packs(tensor, linear[weight].weight):
+                if not in_bits(tensor.tensor_type.name, is_head, dtype):
+                    continue
+                if places.packs(tensor, linear[weight].weight):
                     layers[weight] = places.layer(tensor, dtype)
             if name and name not in layers:
                 value = places.numbers(tensor, dtype)

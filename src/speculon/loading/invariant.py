@@ -95,10 +95,11 @@ def make_invariant(target: Target) -> None:
         put(undo, target, "layers", padded(target))
         if isinstance(captured := target.runner.run, Captured):
             capture_again(captured, target, undo)
-        if not passed("batches"):
+        checked = f"batches, {target.runner.form}"
+        if not passed(checked):
             if (at := differing(target)) is not None:
                 raise CannotBeInvariant(f"logits at position {at} depend on their batch")
-            passes("batches")
+            passes(checked)
         undo.pop_all()
 
 

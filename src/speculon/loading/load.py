@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -80,12 +81,14 @@ def load_target(
         place = pick_device(device)
         precision = pick_dtype(dtype, checkpoint.dtype, place)
         report("loading the weights")
+        notes: tuple[str, ...] = ()
         if stays_in_blocks(quantization, checkpoint, config, precision, place):
             from speculon.loading.gguf_blocks import load_blocks  # imports transformers' GGUF reader
 
             model = load_blocks(checkpoint, config, precision, place)
         else:
             model = load_model(checkpoint, config, precision, torch.device("cpu"), trust_remote_code)
+            notes = quantized_elsewhere(checkpoint.quantization, model)
             round_weights(model, quantization, checkpoint, place)
             model = model.to(place)
         release_memory()
@@ -94,8 +97,7 @@ def load_target(
             report("checking the model against its stock forward")
             target = make_target(model, str(path), max_context, fused=fused, compile=compile)
             target.source = str(folder)
-            if checkpoint.quantization is not None:
-                target.notes += (quantized_elsewhere(checkpoint.quantization, target),)
+            target.notes += notes
             if batch_invariant is not False:
                 report("checking that logits do not depend on the batch")
                 decide(target, batch_invariant)
@@ -103,12 +105,13 @@ def load_target(
         return target
 
 
-def quantized_elsewhere(method: str, target: Target) -> str:
+def quantized_elsewhere(method: str | None, model: PreTrainedModel) -> tuple[str, ...]:
     """What became of weights that another library quantised."""
-    runner = target.runner
-    if runner.fused == runner.layers:
-        return f"quantised by {method}, whose library made numbers of it"
-    return f"quantised by {method}: {runner.layers - runner.fused} layers run as its library has them"
+    if method is None:
+        return ()
+    if all(type(p.data) is Tensor and p.is_floating_point() for p in model.parameters()):
+        return (f"quantised by {method}, whose library made numbers of it",)
+    return (f"quantised by {method}: its layers run as its library has them",)
 
 
 def configs(folder: Path) -> list[Path]:
@@ -170,7 +173,8 @@ def make_target(
         notes=(*notes, *([RECURRENT] if mixers else [])),
         mixers=mixers,
     )
-    known = passed("logits")
+    checked = "logits, compiled" if compile else "logits"
+    known = passed(checked)
     expected, truth = (None, None) if known else (stock_logits(target), logits_in_fp32(target))
     use_attention(model, attention.NAME)
     for mixer in mixers:
@@ -185,7 +189,8 @@ def make_target(
         pack_rest(model)
     if expected is not None:
         check_logits(target, expected, truth)
-        passes("logits")
+        if not compile or target.runner.form in ("compiled", "captured"):  # else it may be, next time
+            passes(checked)
     return target
 
 
@@ -248,7 +253,7 @@ def load_model(
     if wrong := sorted(info["mismatched_keys"]):
         count = f"{len(wrong)} tensors have another shape than the config says"
         raise CorruptWeights(f"{checkpoint.path}: {count}, first {wrong[0][0]}")
-    if scales := sorted(name for name in info["unexpected_keys"] if "scale" in name):
+    if scales := sorted(name for name in info["unexpected_keys"] if is_scale(name, model)):
         reason = f"transformers ignores {len(scales)} scales of its weights, first {scales[0]}"
         raise UnsupportedModel(f"{checkpoint.path}: {reason}")
     if options:
@@ -256,6 +261,12 @@ def load_model(
 
         complete_model(checkpoint, model)
     return model.to(device)
+
+
+def is_scale(name: str, model: PreTrainedModel) -> bool:
+    """Whether a tensor is the scale of a weight that the model has."""
+    module, _, last = name.rpartition(".")
+    return "scale" in last and f"{module}.weight" in dict(model.named_parameters(remove_duplicate=False))
 
 
 def refuse_unknown_method(checkpoint: Checkpoint) -> None:

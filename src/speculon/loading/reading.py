@@ -9,7 +9,7 @@ import ctypes
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +24,7 @@ from speculon.core.errors import ModelError
 from speculon.loading.gguf import is_gguf
 from speculon.loading.locate import first_line, locate
 
+BESIDE = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "chat_template*")
 NEEDLESS = "for token ids alone, LLM(..., tokenizer=None) needs none"
 
 
@@ -89,19 +90,21 @@ def from_file(path: Path) -> tuple[Path, dict[str, str]]:
 
 @contextmanager
 def alone(path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
-    """As `from_file`, with a GGUF file in a folder of its own.
+    """As `from_file`, with a GGUF file in a folder of its own where a tokenizer lies beside it.
 
-    transformers prefers a `tokenizer.json` beside it, which may be another model's.
+    transformers prefers that one, and it may be another model's. Raises `ModelError` without such a folder.
     """
-    if not is_gguf(path):
+    beside = [other for name in BESIDE for other in path.parent.glob(name)] if is_gguf(path) else []
+    if not beside:
         yield from_file(path)
         return
-    with TemporaryDirectory() as folder:
-        link = Path(folder) / path.name
+    with ExitStack() as stack:
         try:
+            link = Path(stack.enter_context(TemporaryDirectory())) / path.name
             link.symlink_to(path.resolve())
-        except OSError:  # as on Windows, without the right to make links
-            link = path
+        except OSError as error:
+            reason = f"{beside[0].name} beside it may be another model's, and a link to the file alone failed"
+            raise ModelError(f"{path}: {reason} ({error})") from error
         yield from_file(link)
 
 

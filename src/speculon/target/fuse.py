@@ -264,7 +264,8 @@ def uncompared_loop(model: Any, base: Any) -> Loop:
         raise CannotReplace(f"no loop: {type(model).__name__} has hooks")
     blocks, types = [x.block for x in layers], rotary_types(base)
     product = head.inner if isinstance(head, Fused) else head
-    return Loop(base.embed_tokens, base.rotary_emb, blocks, norm.inner, product, types)
+    own_norm = Norm(norm.inner.weight, norm.inner.eps)  # a program in it takes two dimensions alone
+    return Loop(base.embed_tokens, base.rotary_emb, blocks, own_norm, product, types)
 
 
 def rotary_types(base: Any) -> tuple[str, ...]:

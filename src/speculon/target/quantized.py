@@ -170,7 +170,7 @@ def unpack_pairs(q: Tensor) -> Tensor:  # [O, D / 2] -> [O, D]
 @torch.no_grad()
 def packed_layers(layers: Sequence[QuantizedLinear]) -> Packed4:
     """One product for layers of one input and as many bits."""
-    q, scale, zero = (joined([getattr(x, name) for x in layers]) for name in ("q", "scale", "zero"))
+    q, scale, zero = (concatenated([getattr(x, name) for x in layers]) for name in ("q", "scale", "zero"))
     bias = None
     if any(layer.bias is not None for layer in layers):
         bias = torch.cat(
@@ -182,7 +182,7 @@ def packed_layers(layers: Sequence[QuantizedLinear]) -> Packed4:
     return made(packed_rows(q, pack), scales, bias, multiply)
 
 
-def joined(tensors: list[Tensor]) -> Tensor:
+def concatenated(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 

@@ -99,6 +99,9 @@ class Target:
         """Counts the weights; tied ones count once."""
         weights = {p.data_ptr(): p for p in self.model.parameters()}.values()
         packed = [layer for _, layer in layers_of(self.model)]
+        self.layer_bits = min(
+            (x.bits for x in packed if x is not self.head), default=None
+        )  # of packed layers
         own = [layer for layer in packed if not self.tied_head or layer is not self.head]
         self.num_parameters = sum(p.numel() for p in weights) + sum(x.num_parameters for x in own)
         in_numbers = sum(p.nbytes for p in weights)

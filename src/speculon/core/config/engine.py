@@ -48,7 +48,7 @@ class EngineConfig(BaseSettings):
     quantization: Quantization = Field(
         "auto",
         description="int8 | int4: round the weights of linear layers to so many bits (head: 8); auto: as the "
-        "checkpoint has them, and those of a GGUF file stay in 4 or 8 bits; none: numbers of the dtype",
+        "checkpoint has them, and a GGUF file's of 4 bits stay so; none: numbers of the dtype",
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of a forward; None: torch's choice")
     fuse: bool = Field(True, description="join layers into fewer, faster operations of equal result")

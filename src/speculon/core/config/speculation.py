@@ -98,8 +98,8 @@ class SpeculationConfig(Checked):
     )
     draft_quantization: Quantization = Field(
         "auto",
-        description="of a drafter's weights: auto | none | int8 | int4, as `quantization`; auto rounds heads "
-        "and blocks to int4 where the target stays in blocks or is rounded",
+        description="of the weights of draft models, heads and blocks: auto | none | int8 | int4, as "
+        "`quantization`; auto gives heads and blocks as many bits as the target's layers have",
     )
     num_speculative_tokens: int | None = Field(
         None,

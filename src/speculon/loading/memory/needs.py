@@ -22,6 +22,8 @@ from speculon.target.linear import head_is_packed
 
 WITHOUT_ATTENTION = RECURRENT_LAYERS - {"hybrid", "hybrid_sliding"}  # layers that keep nothing in pages
 
+MADE_NUMBERS = ("fp8",)  # methods whose weights transformers makes numbers of, on a CPU
+
 log = logging.getLogger("speculon")
 
 
@@ -75,8 +77,8 @@ def recurrent_states(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[tupl
 
 
 def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """The weights in `dtype`; those of pickles and quantised ones as they are stored."""
-    if checkpoint.num_parameters is None or checkpoint.quantization is not None:
+    """The weights in `dtype`; as they are stored those of pickles, and quantised ones that stay so."""
+    if checkpoint.num_parameters is None or checkpoint.quantization not in (None, *MADE_NUMBERS):
         return checkpoint.num_bytes
     return checkpoint.num_parameters * dtype.itemsize
 
