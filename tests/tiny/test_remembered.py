@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from speculon.core.errors import UnsupportedModel
-from speculon.loading import load
+from speculon.loading import invariant, load
 from speculon.loading.load import load_target
 from speculon.loading.load_check import paged_logits
-from speculon.target import fuse, pieces, remembered
+from speculon.target import compiled, fuse, pieces, remembered
 from tests.tiny.checkpoint import write_checkpoint
 
 
@@ -47,6 +47,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     recorded(load, "logits_in_fp32")
     recorded(fuse, "check_loop")
     recorded(pieces, "measured")
+    recorded(invariant, "differing")
     yield made
 
 
@@ -88,6 +89,26 @@ def test_another_checkpoint_machine_or_code_is_checked(
         monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
     load_target(folder, dtype=dtype)
     assert "check_logits" in calls
+
+
+def test_a_compiled_load_is_checked_though_an_uncompiled_one_was(
+    cache: Path, folder: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first load found no compiler, and its loop passed."""
+
+    def no_compiler(*_: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(compiled, "load_or_compile", no_compiler)
+    without = load_target(folder, dtype="bfloat16", compile=True, batch_invariant=None)
+    assert without.runner.form == "loop", "no program is made here"
+    calls.clear()
+    monkeypatch.setattr(compiled, "load_or_compile", lambda _, module, *given: lambda x: [module(*x)])
+    assert load_target(folder, dtype="bfloat16", compile=True, batch_invariant=None).runner.form == "compiled"
+    assert "check_logits" in calls and "differing" in calls
+    calls.clear()
+    load_target(folder, dtype="bfloat16", compile=True, batch_invariant=None)
+    assert calls == []
 
 
 @pytest.mark.parametrize(
