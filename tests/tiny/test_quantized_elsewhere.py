@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,8 @@ def test_weights_whose_scales_would_be_ignored_are_refused(
     [("gptq", "optimum"), ("awq", "gptqmodel"), ("compressed-tensors", "compressed-tensors")],
 )
 def test_a_missing_library_is_named(method: str, package: str, tmp_path: Path) -> None:
+    if find_spec(package.replace("-", "_")):
+        pytest.skip(f"{package} is installed")
     write(tmp_path, {"quant_method": method, "bits": 4, "group_size": 128}, "scales")
     with pytest.raises(UnsupportedModel, match=package):
         load_target(tmp_path)

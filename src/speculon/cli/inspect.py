@@ -130,8 +130,9 @@ def examine(
     except SpeculonError as error:
         refusal = error
     try:
-        fused = form.pop("fuse", True)
-        target = load_target(model, fused=fused, batch_invariant=None, progress=tell, **form)
+        others = {name: value for name, value in form.items() if name != "fuse"}
+        fused = form.get("fuse", True)
+        target = load_target(model, fused=fused, batch_invariant=None, progress=tell, **others)
     except SpeculonError as error:
         return {"supported": False, **as_json_error(error)}, error
     missing = "draft_fits" if speculation else "engine"
