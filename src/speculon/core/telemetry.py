@@ -181,10 +181,10 @@ class RequestStats:
         self.rounds_from[draft.sources[0]] += 1
         self.generated_from[draft.sources[0]] += verdict.generated
         self.accepted += verdict.accepted
-        for position, source in enumerate(draft.sources):
+        for i, (position, source) in enumerate(zip(draft.depths, draft.sources, strict=True)):
             self.drafted_at[position] += 1
             self.drafted_from[source] += 1
-            if position < verdict.accepted:
+            if i < verdict.accepted:
                 self.accepted_at[position] += 1
                 self.accepted_from[source] += 1
         if verdict.outcome is not None:

@@ -101,7 +101,9 @@ class Admission:
         sources = dict(zip(self.from_request, (grammar, prediction), strict=True))
         max_drafts, from_request, off = self._methods(speculation, own, sources)
         rules, ending = self._sampling(params, prompt)
-        chained = speculation.chained_drafts
+        chained, depth = speculation.chained_drafts, speculation.draft_depth
+        acceptance = acceptance_rule(speculation.acceptance or config.acceptance, params)
+        matched = acceptance == "matching" and grammar is None
         request = Request(
             id=request_id,
             prompt_len=len(prompt),
@@ -117,7 +119,9 @@ class Admission:
             off=off,
             policy=speculation.policy or config.policy,
             chained=config.chained_drafts if chained is None else chained,
-            acceptance=acceptance_rule(speculation.acceptance or config.acceptance, params),
+            branching=self._proposers.branching(max_drafts) if matched else frozenset(),
+            depth=config.draft_depth if depth is None else depth,
+            acceptance=acceptance,
             shape=self._shape(prompt, params, off),
             prediction=prediction,
             pool=speculation.pool,
