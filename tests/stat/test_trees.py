@@ -20,7 +20,9 @@ from tests.stat.test_verify import CASES, EXACT, VISIBLE, independent, written
 from tests.stat.toy import Case, Distribution, V, distance, reference_probs, reference_texts, toy_logits
 
 NODES = 3
-SHAPES = [shape for n in range(1, NODES + 1) for shape in itertools.product(*[range(-1, i) for i in range(n)])]
+SHAPES = [
+    shape for n in range(1, NODES + 1) for shape in itertools.product(*[range(-1, i) for i in range(n)])
+]
 CHOSEN = ("plain", "greedy", "penalties", "bad words of several tokens", "stop ids", "everything")
 
 

@@ -7,19 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-from speculon import LLM, SamplingParams
-from speculon.core.config import SpeculationConfig
+from speculon import SamplingParams
 from speculon.core.types import Draft
 from speculon.decoding.kv import store as store_module
 from speculon.decoding.kv.store import PageStore
 from speculon.decoding.sequence import Sequence
-from speculon.engine.engine import Engine
 from speculon.speculation.proposers.registry import register
-from tests.tiny.conftest import tiny_model, tiny_target
+from tests.tiny.conftest import tiny_target
+from tests.tiny.recurrent import recurrent_target
 from tests.tiny.scripted import Key, Request, Result, Scripted, drain, make_engine, run
-from tests.tiny.test_parity import MODES, OFF, SETTINGS, Texts, assert_same, plain, requests_of
+from tests.tiny.test_parity import MODES, SETTINGS, Texts, assert_same, plain, requests_of
 
 NAME, K = "branching", 7
 # attention of all kinds: grouped heads, windows, sinks, compressed keys, chunks of positions
@@ -147,13 +145,13 @@ def test_keys_of_the_wrong_branch_are_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_recurrent_targets_have_chains() -> None:
-    target = tiny_target("qwen3_5_text")
+    target = recurrent_target("qwen3_5")
     truth = {key: r.tokens for key, r in run(target, [*requests_of("greedy")]).items()}
     use_trees(truth)
     engine = make_engine(target)
     for request in with_trees(requests_of("greedy")[:2]):
         engine.add_request(request.prompt, request.params, request.speculation, request.id)
-    assert all(not seq.request.branching for seq in engine.scheduler.waiting)
+    assert all(not seq.branching for seq in engine.scheduler.waiting)
     assert {key: r.tokens for key, r in drain(engine).items()} == {key: truth[key] for key in [*truth][:2]}
 
 
@@ -163,5 +161,5 @@ def test_rules_with_q_have_chains() -> None:
     sampled = SamplingParams(temperature=1.0, max_tokens=4)
     engine.add_request([3, 4], sampled, {"method": NAME}, "block")
     engine.add_request([3, 4], sampled, {"method": NAME, "acceptance": "matching"}, "matching")
-    branching = {seq.request.id: seq.request.branching for seq in engine.scheduler.waiting}
+    branching = {seq.request.id: seq.branching for seq in engine.scheduler.waiting}
     assert branching == {"block": frozenset(), "matching": frozenset({NAME})}

@@ -67,9 +67,7 @@ def branches(parents: Parents) -> list[tuple[list[int], int, int]]:
     [([], 0, 2), ([0], 2, 3), ([], 3, 4)]
     """
     begins = [node for node, parent in enumerate(parents) if not node or parent != node - 1]
-    return [
-        (path(parents, parents[begin]), begin, end) for begin, end in pairwise([*begins, len(parents)])
-    ]
+    return [(path(parents, parents[begin]), begin, end) for begin, end in pairwise([*begins, len(parents)])]
 
 
 def descend(parents: Parents, tokens: Sequence[int], samples: Sequence[int]) -> list[int]:

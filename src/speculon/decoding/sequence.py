@@ -97,7 +97,7 @@ class Request:
     from_request: tuple[str, ...] = ()  # of the methods, those that draft from what came with the request
     off: Reason | None = None  # why its method does not draft; None where it does
     policy: str = "fixed"
-    branching: frozenset[str] = frozenset()  # of the methods, those that may draft trees
+    branching: frozenset[str] = frozenset()  # of the methods, those that can draft trees
     depth: int | None = None  # most drafts in a row where it does; 0: chains; None: as its policy decides
     chained: bool | None = None  # whether lookups continue a draft at its end; None: as its policy decides
     acceptance: Rule = "matching"  # of drafts that carry q
@@ -143,6 +143,11 @@ class Sequence:
     def methods(self) -> tuple[str, ...]:
         """All that may draft for it, in the order they are asked."""
         return () if self.failed else tuple(self.request.max_drafts)
+
+    @property
+    def branching(self) -> frozenset[str]:
+        """Of its methods, those that may draft trees: these have no q, and a grammar is read along chains."""
+        return frozenset() if self.grammar or self.request.needs_q else self.request.branching
 
     @property
     def off(self) -> Reason | None:

@@ -17,8 +17,9 @@ import torch
 
 from speculon.core.config import MAX_DRAFTS, EngineConfig, RequestSpeculation, SamplingParams
 from speculon.core.errors import InvalidParameter
+from speculon.core.reach import joint_reach
 from speculon.core.telemetry import EngineCounters, RequestStats, Stopwatch, log_line
-from speculon.core.types import Capability, Load, Needs, joint_reach
+from speculon.core.types import Capability, Load, Needs
 from speculon.decoding.batch import Batch
 from speculon.decoding.kv.blocks import BlockPool
 from speculon.decoding.kv.draft_slots import DraftSlots

@@ -80,7 +80,9 @@ class Lease:
         store, first = self._of.store, span.start + span.length
         moved = [(node, place) for place, node in enumerate(path[: span.verdict.accepted]) if node != place]
         if moved:
-            slots = [[store.slot_of(span.seq, first + i) for i in nodes] for nodes in zip(*moved, strict=True)]
+            slots = [
+                [store.slot_of(span.seq, first + i) for i in nodes] for nodes in zip(*moved, strict=True)
+            ]
             store.move(*slots)
         others = (node for node in range(len(span.draft.tokens)) if node not in path)
         span.draft = span.draft.in_order([*path, *others])

@@ -111,12 +111,16 @@ class Eagle3Drafter(StateDrafter):
         states: dict[Node | int, Tensor] = {}  # [H] after each node, and after the sequences, by index
 
         def root() -> Tensor:
-            after = self._read(catch_up(NAME, seqs, self.max_rows, partial(self._read, lease=lease), 1), lease)
+            after = self._read(
+                catch_up(NAME, seqs, self.max_rows, partial(self._read, lease=lease), 1), lease
+            )
             states.update(enumerate(after))
             return self.head.logits(after, self.vocab_size)
 
         def read(nodes: list[Node]) -> Tensor:
-            before = torch.stack([states[node.tree if node.parent is None else node.parent] for node in nodes])
+            before = torch.stack(
+                [states[node.tree if node.parent is None else node.parent] for node in nodes]
+            )
             positions = [len(seqs[node.tree].tokens) + node.depth - 1 for node in nodes]
             view = own.view_of_nodes([(seqs[node.tree], node.read) for node in nodes], first=1)
             after = self._run([node.token for node in nodes], positions, before, view)

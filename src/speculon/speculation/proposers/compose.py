@@ -14,7 +14,14 @@ from speculon.core.config import SpeculationConfig
 from speculon.core.errors import MemoryExceeded
 from speculon.core.types import Draft, Needs, Proposal, Reason, Stop
 from speculon.decoding.sequence import Sequence, Span
-from speculon.speculation.proposers.base import Branching, Extending, Proposer, Remembering, States, TargetFacts
+from speculon.speculation.proposers.base import (
+    Branching,
+    Extending,
+    Proposer,
+    Remembering,
+    States,
+    TargetFacts,
+)
 from speculon.speculation.proposers.registry import (
     AUTO,
     LOOKUPS,
@@ -191,12 +198,12 @@ class Proposers:
         trees = [span for span in spans if span.depth]
         if trees:
             assert isinstance(proposer, Branching)
-            args = [span.seq for span in trees], [span.k for span in trees], [span.depth for span in trees]
-            drafts |= zip(trees, proposer.propose_trees(*args, lease), strict=True)
-        chains = [span for span in spans if not span.depth]
-        if chains:
-            args = [span.seq for span in chains], [span.k for span in chains]
-            drafts |= zip(chains, proposer.propose(*args, lease), strict=True)
+            seqs, ks = [span.seq for span in trees], [span.k for span in trees]
+            found = proposer.propose_trees(seqs, ks, [span.depth for span in trees], lease)
+            drafts |= zip(trees, found, strict=True)
+        if chains := [span for span in spans if not span.depth]:
+            found = proposer.propose([span.seq for span in chains], [span.k for span in chains], lease)
+            drafts |= zip(chains, found, strict=True)
         return [drafts[span] for span in spans]
 
     def _chained(self, method: str, draft: Draft, span: Span) -> Draft:

@@ -91,7 +91,10 @@ def branch(
     depth = min(depth, max(1, int(limits.factor * length)))
     nodes = list[tuple[int, float, int]]()
     # (minus its path's confidence, in which order found, parent, token, confidence, what followed, depth)
-    open_nodes, order = list[tuple[float, int, int, int, float, list[Sequence[int]], int]](), itertools.count()
+    open_nodes, order = (
+        list[tuple[float, int, int, int, float, list[Sequence[int]], int]](),
+        itertools.count(),
+    )
 
     def open_children(parent: int, share: float, following: list[Sequence[int]], i: int) -> None:
         counts = count(following, i)
@@ -99,14 +102,18 @@ def branch(
             if hits >= fewest:
                 after = [what for what in following if len(what) > i and what[i] == token]
                 confidence = hits / (sum(counts.values()) + 1 / (length + i))
-                heappush(open_nodes, (-share * confidence, next(order), parent, token, confidence, after, i + 1))
+                heappush(
+                    open_nodes, (-share * confidence, next(order), parent, token, confidence, after, i + 1)
+                )
 
     open_children(ROOT, 1.0, following, 0)
     while open_nodes and len(nodes) < k:
         value, _, parent, token, confidence, after, i = heappop(open_nodes)
         nodes.append((token, confidence, parent))
         open_children(len(nodes) - 1, -value, after, i)
-    tokens, confidences, parents = ([*column] for column in zip(*nodes, strict=True)) if nodes else ([], [], [])
+    tokens, confidences, parents = (
+        ([*column] for column in zip(*nodes, strict=True)) if nodes else ([], [], [])
+    )
     return tokens, confidences, parents
 
 
@@ -190,9 +197,7 @@ class Suffix(Lookup):
             return no_draft(stop, length)
         return Draft(tuple(tokens), (NAME,) * len(tokens), None, tuple(confidence), length, stop)
 
-    def _following(
-        self, seq: Text, ahead: tuple[int, ...], k: int
-    ) -> tuple[int, list[Sequence[int]], Draft]:
+    def _following(self, seq: Text, ahead: tuple[int, ...], k: int) -> tuple[int, list[Sequence[int]], Draft]:
         """What `choose` takes of all matches, and the draft where nothing follows."""
         trail, key = self.trails[seq.id]
         trail.extend(seq.tokens[trail.end :])
