@@ -1,4 +1,4 @@
-"""Random small DFlash, DFlash2 and DSpark drafters in the formats of five projects: tensor names and config keys.
+"""Random small DFlash, DFlash2 and DSpark drafters as five projects write them: tensor names and config keys.
 
 >>> write_dflash(folder, target.config, "speculators", seed=1, block_size=4, markov="gated")
 
@@ -269,7 +269,8 @@ def zlab(drafter: Drafter, variant: dict[str, Any]) -> dict[str, Any]:
         return {
             "architectures": ["DFlash2DraftModel"],
             **qwen3(drafter),
-            **{"is_causal": False, **flag(drafter, variant)},
+            "is_causal": False,
+            **flag(drafter, variant),
             "num_target_layers": drafter.target_layers,
             "dflash_config": {
                 "block_size": drafter.block_size,

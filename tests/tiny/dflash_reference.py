@@ -1,4 +1,4 @@
-"""DFlash, DFlash2 and DSpark as a reference formula: dense attention, no pages, no batch, one block at a time.
+"""DFlash, DFlash2 and DSpark by their formulas: dense attention, no pages, no batch, one block at a time.
 
 `drafter` is a `dflash_checkpoints.Drafter`. Keys of a layer are those of the target's states at positions 0
 to n - 1 and those of the block's own rows, in this order.
@@ -44,7 +44,9 @@ def convolved(drafter: Drafter, name: str, x: Tensor, sublayer: Callable[[Tensor
     """The sublayer of input x [rows, H], with DFlash2's convolutions before and after it."""
     if not drafter.group:
         return sublayer(x)
-    base, project = (drafter.tensors[f"{name}.{part}"] for part in ("base_kernel", "kernel_projection.weight"))
+    base, project = (
+        drafter.tensors[f"{name}.{part}"] for part in ("base_kernel", "kernel_projection.weight")
+    )
     deltas = F.linear(x, project).tolist()
     return convolve(drafter, 1, base, deltas, sublayer(convolve(drafter, 0, base, deltas, x)))
 
@@ -123,7 +125,7 @@ def reference_drafts(
 
 
 def selected(drafter: Drafter, h: Tensor, before: int, scores: Tensor) -> Tensor:
-    """The logits [V] of the likeliest tokens c, with sum over r of A[before, r] (P h)[r] B[c, r]; no others."""
+    """Of the likeliest tokens c alone: logits [V] with the sum over r of A[before, r] (P h)[r] B[c, r]."""
     parts = ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
     first, second, project = (drafter.tensors[f"candidate_selector.{part}"] for part in parts)
     gate, found = (project @ h).tolist(), torch.full_like(scores, -math.inf)
