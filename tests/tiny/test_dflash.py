@@ -366,7 +366,7 @@ def masks_at_the_anchor(patch: pytest.MonkeyPatch) -> None:
     """Each block is a position late."""
     network = dflash.DFlashNetwork
     forward = network.forward
-    patch.setattr(network, "forward", lambda self, ids, at, view: forward(self, ids, at + 1, view))
+    patch.setattr(network, "forward", lambda self, ids, at, *more: forward(self, ids, at + 1, *more))
 
 
 def unnormed_context(patch: pytest.MonkeyPatch) -> None:

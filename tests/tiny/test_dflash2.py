@@ -34,7 +34,7 @@ SCALES = {"input_embedding_scale": 1.5, "output_multiplier": 0.4, "final_logit_s
 CHOSEN = list(zip(SETTINGS, cycle(MODES), cycle(KS[1:]), strict=False))
 VARIANTS: dict[str, dict[str, Any]] = {
     "scales": {"scales": SCALES},
-    "windows": {"windows": (5, None)},
+    "windows": {"windows": (5, None), "causal": False},
     "a group of all channels": {"group": 32, "layers": 1, "taps": (3,)},
     "groups of one channel": {"group": 1},
     "three taps": {"conv_taps": 3},
