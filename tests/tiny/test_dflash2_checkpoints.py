@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from speculon.cli import app
 from speculon.core.errors import CorruptWeights, MissingWeights, ModelError, SpeculonError, UnsupportedModel
 from speculon.drafters.config import check_pair
 from speculon.drafters.dflash.config import read_dflash
@@ -119,6 +121,15 @@ def test_the_published_sizes_fit(tmp_path: Path) -> None:
     assert (found.logit_scale, found.logit_cap) == (pytest.approx(26**-0.5), 20.0)
     assert (found.windows, found.causal) == ((2048,) * 5, (False,) * 5)
     assert found.tap_layouts(52) == ((1, 13, 25, 37, 49),) and not found.notes
+
+
+def test_inspect_says_what_it_is(tmp_path: Path) -> None:
+    path = write_dflash(tmp_path, TARGET, group=8)
+    done = CliRunner().invoke(app, ["inspect", str(path), "--json"], catch_exceptions=False)
+    facts = json.loads(done.stdout)
+    assert done.exit_code == 0 and facts["method"] == "dflash"
+    assert facts["found"].startswith("DFlash2 drafter by z-lab: 2 layers of 32, 3 taps of width 32")
+    assert "a selector of rank 6 over 5 candidates" in facts["block"]
 
 
 def nested(**change: Any) -> dict[str, Any]:
