@@ -32,6 +32,7 @@ from tests.tiny.test_parity import GREEDY, MODES, OFF, accepted_lengths
 FLASH2: dict[str, Any] = {"group": 8}
 SCALES = {"input_embedding_scale": 1.5, "output_multiplier": 0.4, "final_logit_softcapping": 3.0}
 CHOSEN = list(zip(SETTINGS, cycle(MODES), cycle(KS[1:]), strict=False))
+CHOSEN += [("few pages", "sampled", 1), ("few pages", "greedy", 7)]
 VARIANTS: dict[str, dict[str, Any]] = {
     "scales": {"scales": SCALES},
     "windows": {"windows": (5, None), "causal": False},
