@@ -52,6 +52,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "reduced vocabulary": {"format": "speculators", "draft_vocab": 40, "markov": "gated"},
     "confidence": {"format": "deepspec", "confidence": "h"},
     "confidence with Markov": {"format": "specforge", "markov": "vanilla", "confidence": "h and e"},
+    "convolutions and a selector": {"group": 8},
 }
 
 
