@@ -10,7 +10,6 @@ import pytest
 from speculon.core import tree
 from speculon.core.tree import ROOT, branches, depths, descend, or_chain, path, preorder
 from speculon.core.types import Draft
-from speculon.speculation.proposers.suffix import Limits, branch
 
 SHAPES = [(-1,), (-1, -1), (-1, 0, -1), (-1, -1, 0, 1, 0), (-1, 0, 1, 2), (-1, -1, -1, 1, 3, 3)]
 
@@ -89,15 +88,3 @@ def test_the_accepted_path_is_the_only_one_whose_tokens_are_sampled() -> None:
 def test_depths_and_preorder() -> None:
     assert depths((-1, -1, 0, 2)) == [0, 0, 1, 2]
     assert preorder((-1, -1, 0, 2)) == [0, 2, 3, 1]
-
-
-def test_continuations_of_a_lookup_branch_where_they_differ() -> None:
-    following = [[1, 2, 3], [1, 2, 4], [1, 2, 3], [5, 6]]
-    tokens, shares, parents = branch(4, following, 6, 3, Limits())
-    # the tree of what followed, the path found most often first
-    assert (tokens, parents) == ([1, 2, 3, 5, 4, 6], [-1, 0, 1, -1, 1, 3])
-    assert all(0 < share < 1 for share in shares)
-    assert branch(4, following, 3, 3, Limits())[0] == [1, 2, 3]
-    assert branch(4, following, 6, 1, Limits())[2] == [-1, -1]
-    assert branch(4, following, 6, 3, Limits(min_hits=2))[0] == [1, 2, 3]
-    assert branch(4, [], 6, 3, Limits()) == ([], [], [])

@@ -213,8 +213,7 @@ def has_effect(engine: Engine, name: str, value: Any) -> bool:
         case "chained_drafts":
             return any(isinstance(engine.proposers.find(one), Extending) for one in ("suffix", "ngram"))
         case "draft_depth":
-            matched = {"method": "suffix", "acceptance": "matching", name: value}
-            return "suffix" in resolved(engine, matched).branching
+            return bool(engine.proposers.branching(("draft_model", "eagle3")))
         case "num_speculative_tokens":
             named = resolved(engine, {"method": "suffix", name: value}).request
             return set(named.max_drafts.values()) == {value}

@@ -4,14 +4,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from time import monotonic
 
 from speculon.core.config import SpeculationConfig
-from speculon.core.tree import ROOT, or_chain
 from speculon.core.types import Draft, Stop, no_draft
 from speculon.decoding.sequence import Sequence as Text
 from speculon.speculation.proposers.base import Lookup, TargetFacts
@@ -80,43 +77,6 @@ def descend(
     return tokens, confidence, stop
 
 
-def branch(
-    length: int, following: list[Sequence[int]], k: int, depth: int, limits: Limits
-) -> tuple[list[int], list[float], list[int]]:
-    """The same tree, best nodes first, at most `depth` in a row: tokens, confidences, parents.
-
-    The confidence of a path is the product of those of its nodes.
-    """
-    fewest = max(limits.min_hits, limits.min_probability * len(following))
-    depth = min(depth, max(1, int(limits.factor * length)))
-    nodes = list[tuple[int, float, int]]()
-    # (minus its path's confidence, in which order found, parent, token, confidence, what followed, depth)
-    open_nodes, order = (
-        list[tuple[float, int, int, int, float, list[Sequence[int]], int]](),
-        itertools.count(),
-    )
-
-    def open_children(parent: int, share: float, following: list[Sequence[int]], i: int) -> None:
-        counts = count(following, i)
-        for token, hits in counts.items() if i < depth else ():
-            if hits >= fewest:
-                after = [what for what in following if len(what) > i and what[i] == token]
-                confidence = hits / (sum(counts.values()) + 1 / (length + i))
-                heappush(
-                    open_nodes, (-share * confidence, next(order), parent, token, confidence, after, i + 1)
-                )
-
-    open_children(ROOT, 1.0, following, 0)
-    while open_nodes and len(nodes) < k:
-        value, _, parent, token, confidence, after, i = heappop(open_nodes)
-        nodes.append((token, confidence, parent))
-        open_children(len(nodes) - 1, -value, after, i)
-    tokens, confidences, parents = (
-        ([*column] for column in zip(*nodes, strict=True)) if nodes else ([], [], [])
-    )
-    return tokens, confidences, parents
-
-
 def count(following: list[Sequence[int]], i: int) -> dict[int, int]:
     """How often each token came i-th; in the order of `following`."""
     counts: dict[int, int] = {}
@@ -165,45 +125,17 @@ class Suffix(Lookup):
         if key is not None and seq.num_output:
             self.pools.add(key, seq.tokens[max(0, seq.request.prompt_len - LEAD) :])
 
-    def propose_trees(
-        self, seqs: list[Text], budgets: list[int], depths: list[int], lease: object
-    ) -> list[Draft]:
-        """As `Branching` says: several of what followed the longest match."""
-        drafts = list[Draft]()
-        for seq, k, depth in zip(seqs, budgets, depths, strict=True):
-            length, following, none = self._following(seq, (), k)
-            tokens, confidence, parents = branch(length, following, k, depth, self._limits)
-            drafts.append(
-                Draft(
-                    tuple(tokens),
-                    (NAME,) * len(tokens),
-                    None,
-                    tuple(confidence),
-                    length,
-                    Stop.LIMIT if len(tokens) == k else Stop.SOURCE_END,
-                    or_chain(parents),
-                )
-                if tokens
-                else none
-            )
-        return drafts
-
     def extend(self, seq: Text, ahead: tuple[int, ...], k: int) -> Draft:
-        length, following, none = self._following(seq, ahead, k)
-        if not following:
-            return none
-        tokens, confidence, stop = descend(length, following, k, self._limits)
-        if not tokens:
-            return no_draft(stop, length)
-        return Draft(tuple(tokens), (NAME,) * len(tokens), None, tuple(confidence), length, stop)
-
-    def _following(self, seq: Text, ahead: tuple[int, ...], k: int) -> tuple[int, list[Sequence[int]], Draft]:
-        """What `choose` takes of all matches, and the draft where nothing follows."""
         trail, key = self.trails[seq.id]
         trail.extend(seq.tokens[trail.end :])
         tail = [*seq.tokens[-LONGEST:], *ahead][-LONGEST:]
         matches = trail.after(tail, k, ahead)
         if key is not None:
             matches += self.pools.after(key, tail, k)
-        none = no_draft(Stop.MIN_HITS, max(match for match, _ in matches)) if matches else NO_MATCH
-        return *choose(matches, self._limits.min_hits), none
+        length, following = choose(matches, self._limits.min_hits)
+        if not following:
+            return no_draft(Stop.MIN_HITS, max(match for match, _ in matches)) if matches else NO_MATCH
+        tokens, confidence, stop = descend(length, following, k, self._limits)
+        if not tokens:
+            return no_draft(stop, length)
+        return Draft(tuple(tokens), (NAME,) * len(tokens), None, tuple(confidence), length, stop)
