@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import itertools
 import random
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from speculon.core import tree
 from speculon.core.tree import ROOT, branches, depths, descend, or_chain, path, preorder
 from speculon.core.types import Draft
+from speculon.speculation.control.trees import best_values, judged, values
 
 SHAPES = [(-1,), (-1, -1), (-1, 0, -1), (-1, -1, 0, 1, 0), (-1, 0, 1, 2), (-1, -1, -1, 1, 3, 3)]
 
@@ -88,3 +90,39 @@ def test_the_accepted_path_is_the_only_one_whose_tokens_are_sampled() -> None:
 def test_depths_and_preorder() -> None:
     assert depths((-1, -1, 0, 2)) == [0, 0, 1, 2]
     assert preorder((-1, -1, 0, 2)) == [0, 2, 3, 1]
+
+
+def test_values_of_nodes_are_the_chances_of_their_paths() -> None:
+    """Against many rounds in which each sample is the m-th likeliest token with the chances that are given."""
+    chances, later = [0.6, 0.5, 0.4, 0.3], [0.3, 0.2]
+    chance = random.Random(6)
+    nodes = best_values(chances, later, 12)
+    assert [value for value, _ in nodes] == sorted((value for value, _ in nodes), reverse=True)
+    parents = (-1, -1, 0, 0, 1, -1, 2, 3)
+    expected = values(parents, chances, later)
+    assert expected[0] == 0.6 and expected[1] == pytest.approx(0.4 * 0.3)
+    rounds, accepted = 20_000, 0
+    for _ in range(rounds):
+        at, depth = ROOT, 0
+        while children := [node for node, parent in enumerate(parents) if parent == at]:
+            ranks = (chances[depth], *later)
+            rank = next((i for i, p in enumerate(ranks) if chance.random() < p), len(ranks))
+            if rank >= len(children):
+                break
+            at, depth, accepted = children[rank], depth + 1, accepted + 1
+    assert accepted / rounds == pytest.approx(sum(expected), abs=0.02)
+
+
+def test_the_best_nodes_are_those_of_the_best_tree() -> None:
+    chances, later = [0.7, 0.5, 0.2], [0.4]
+    best = [value for value, _ in best_values(chances, later, 5)]
+    shapes = itertools.product(*[range(-1, i) for i in range(5)])
+    binary = [s for s in shapes if max(map(s.count, s)) <= 2 and max(depths(s)) < 3]
+    assert sum(best) == pytest.approx(max(sum(values(shape, chances, later)) for shape in binary))
+
+
+def test_a_round_judges_siblings_up_to_the_accepted_one() -> None:
+    draft = Draft((5, 6, 7, 8, 9), ("x",) * 5, parents=(-1, -1, 0, 1, 1))
+    assert [*judged(draft, (6, 9, 1))] == [(0, 0, False), (0, 1, True), (1, 0, False), (1, 1, True)]
+    assert [*judged(draft, (1,))] == [(0, 0, False), (0, 1, False)]
+    assert [*judged(Draft((5, 6), ("x",) * 2), (5, 7))] == [(0, 0, True), (1, 0, False)]
