@@ -1,4 +1,4 @@
-"""How often drafts are accepted: discounted Beta estimates, by position."""
+"""How often drafts are accepted: discounted Beta estimates, by the tokens that agree before each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-POSITIONS = 16  # deeper ones count as the last: the most drafts of a round under policy goodput
+POSITIONS = 16  # the most drafts of a round under policy goodput
+# of a draft, by the tokens before it that agree: matched by a lookup, or drafted; from 8 on four an octave
+PLACES = (*range(8), *(min(15, 8 + int(4 * log2(n / 8))) for n in range(8, 64)))
 PRIOR = 0.6  # acceptance before anything is known: between prose and edits (docs/benchmarks/2-cores)
 PRIOR_DRAFTS = 4.0  # judged drafts that a prior weighs; that of a sequence too, its class
 # weight left to earlier drafts by a judged one at the same place: prose alone gains 5 % over 0.98
@@ -20,7 +22,7 @@ PRIOR_DRAFTS = 4.0  # judged drafts that a prior weighs; that of a sequence too,
 FADE = 0.99
 OWN_FADE = 0.95  # the same of one sequence's drafts, a memory of 20
 
-ANY = POSITIONS  # the place that all positions share
+ANY = 16  # the place that all share
 Weight = Annotated[float, Field(ge=0, le=1e9)]
 Place = tuple[Annotated[int, Field(ge=0, le=ANY)], Weight, Weight]
 # by class and method
@@ -41,11 +43,12 @@ class Beta:
 
 
 class Acceptance:
-    """P(d_j accepted | d_1..d_j-1 accepted) of one method, by position j.
+    """P(d_j accepted | d_1..d_j-1 accepted) of one method, by the place m + j - 1 of j after a match of m.
 
+    An accepted draft makes the match of the next one longer by one; drafters without a lookup have m = 0.
     What follows the first rejected draft, or the end of a sequence, was never judged and counts for nothing.
-    The prior of a position is the mean over positions; the prior of that is `wider`, what is known of the
-    same method elsewhere.
+    The prior of a place is the mean over places; the prior of that is `wider`, what is known of the same
+    method elsewhere.
     """
 
     def __init__(self, wider: Acceptance | None = None, fade: float = FADE) -> None:
@@ -54,17 +57,17 @@ class Acceptance:
         self._survivals: dict[int, tuple[float, ...]] = {}  # by shift, until the next observation
         self.seen = 0.0  # judged drafts, not discounted
 
-    def chance(self, position: int = ANY) -> float:
-        """At a position, counted from 0; over all of them without one."""
-        beta = self._at.get(position if position == ANY else min(position, POSITIONS - 1))
-        return self._prior(position) if beta is None else beta.mean
+    def chance(self, place: int = ANY) -> float:
+        """At a place, or over all of them."""
+        beta = self._at.get(place)
+        return self._prior(place) if beta is None else beta.mean
 
-    def _prior(self, position: int) -> float:
-        return self.chance() if position != ANY else self._wider.chance() if self._wider else PRIOR
+    def _prior(self, place: int) -> float:
+        return self.chance() if place != ANY else self._wider.chance() if self._wider else PRIOR
 
-    def chances(self, count: int, shift: int = 0) -> list[float]:
-        """Of the first drafts, in a sequence of this shift."""
-        return shifted([self.chance(min(position, POSITIONS - 1)) for position in range(count)], shift)
+    def chances(self, count: int, match: int = 0, shift: int = 0) -> list[float]:
+        """Of the first drafts after a match, in a sequence of this shift."""
+        return shifted([self.chance(place) for place in PLACES[match : match + count]], shift)
 
     def survival(self, shift: int = 0) -> tuple[float, ...]:
         """S_1..S_POSITIONS, S_j = P(d_1..d_j accepted), before anything is drafted.
@@ -72,19 +75,19 @@ class Acceptance:
         The first chance is taken a standard deviation of its estimate higher: the bonus of UCB (Auer 2002).
         """
         if shift not in self._survivals:
-            first, *others = map(self.chance, range(POSITIONS))
+            first, *others = self.chances(POSITIONS)
             bound = min(1.0, first + sqrt(first * (1 - first) / (PRIOR_DRAFTS + self.seen)))
             self._survivals[shift] = tuple(accumulate(shifted((bound, *others), shift), mul))
         return self._survivals[shift]
 
-    def observe(self, judged: int, accepted: int) -> None:
+    def observe(self, judged: int, accepted: int, match: int = 0) -> None:
         """Of so many judged drafts the first `accepted` were accepted: all of them, or all but the last."""
         if self._wider:
-            self._wider.observe(judged, accepted)
+            self._wider.observe(judged, accepted, match)
         self.seen += judged
         self._survivals.clear()
-        for i in range(judged):
-            for place in (ANY, min(i, POSITIONS - 1)):
+        for i, at in enumerate(PLACES[match : match + judged]):
+            for place in (ANY, at):
                 self._at[place].observe(float(i < accepted), 1.0, self._prior(place), self._fade)
 
     def state(self) -> list[Place]:
@@ -106,9 +109,9 @@ class SequenceAcceptance:
     judged: float = 0.0
     shift: int = 0
 
-    def observe(self, acceptance: Acceptance, judged: int, accepted: int) -> None:
-        """Of so many judged drafts the first `accepted` were accepted; `acceptance` is that of its class."""
-        for i, chance in enumerate(acceptance.chances(judged)):
+    def observe(self, chances: list[float], accepted: int) -> None:
+        """Of judged drafts the first `accepted` were accepted; its class has them accepted with `chances`."""
+        for i, chance in enumerate(chances):
             self.accepted = OWN_FADE * self.accepted + (i < accepted)
             self.expected = OWN_FADE * self.expected + chance
             self.judged = OWN_FADE * self.judged + 1.0

@@ -34,25 +34,20 @@ from math import ceil, log2
 from operator import mul
 from typing import Any
 
-from speculon.core.types import Ask, Decision, Draft, Estimate, Load, Reason, SpanOutcome, Timing
+from speculon.core.types import Ask, Decision, Draft, Estimate, Load, Reason, SpanOutcome, Timing, shared_length
 from speculon.decoding.sequence import Sequence, Span
 from speculon.speculation.control.acceptance import POSITIONS, PRIOR, STATE, Acceptance, SequenceAcceptance
 from speculon.speculation.control.cost import BENDS, OF_LATE, Costs
 from speculon.speculation.control.fixed import unable
 from speculon.speculation.control.policy import Policy
-from speculon.speculation.control.shadow import Shadow
 
-# proposals before a cost is believed, drafts of a probe, matches that a lookup shows where the prompt is no
-# sign
-COLD = 2
+COLD = 2  # proposals before a cost is believed, drafts of a probe
 LONGEST_GAP = 16  # rounds between two proposals of a lookup that finds nothing
 # rounds between two weighings of models while none pays: each takes 0.1 ms for 8 sequences and two models
 WEIGH_GAP = 2
 PROBE_SHARE = 0.005  # of all time, for single proposals of models out of use
 # judged drafts of a model before it is out of use: in scenes with two, 0 chose the worse one in 7 %, 4 in 0 %
 TRIED = 4
-# tokens of a match from which a lookup's drafts are judged apart: 2 % fewer ms for 8 texts of code or edits
-MATCHES = 3, 8
 
 
 @dataclass(slots=True)
@@ -91,7 +86,6 @@ class Running:
     span: Span  # of its latest round
     cls: PromptClass
     added: Added
-    missing: int  # continuations that must match before a lookup's drafts are verified
     # by method
     max_drafts: dict[str, int] = field(default_factory=dict)  # in this round, before pages are reserved
     own: defaultdict[str, SequenceAcceptance] = field(default_factory=lambda: defaultdict(SequenceAcceptance))
@@ -125,9 +119,10 @@ class Running:
         self.added.move(added)
         self.mean.move(added, 1 / self.rounds)
 
-    def learn(self, method: str, judged: int, accepted: int) -> None:
-        self.own[method].observe(self.cls.of(method), judged, accepted)
-        self.cls.of(method).observe(judged, accepted)
+    def learn(self, method: str, judged: int, accepted: int, match: int = 0) -> None:
+        acceptance = self.cls.of(method)
+        self.own[method].observe(acceptance.chances(judged, match), accepted)
+        acceptance.observe(judged, accepted, match)
 
 
 @dataclass(slots=True)
@@ -151,7 +146,6 @@ class Goodput(Policy):
         self._methods: defaultdict[str, Acceptance] = defaultdict(Acceptance)  # over all classes
         self._classes: dict[str, PromptClass] = {}
         self._running: dict[int, Running] = {}
-        self._shadow = Shadow()  # dropped drafts are compared with what is generated anyway
         self._budget_ms = 0.0  # for probes
         self._refused: Reason | None = None  # why no model paid when they were last weighed
         self._now = RoundPrices()
@@ -179,10 +173,9 @@ class Goodput(Policy):
             stats.span = span
             return stats
         cls = self._classes.setdefault(seq.request.shape.name, PromptClass(self._methods))
-        seq.cold_matches = 0 if seq.request.shape.favourable or cls.added.copied > OF_LATE else COLD
         # lookups are asked at first: it may repeat what they know
         added = replace(cls.added, gain=max(OF_LATE, cls.added.gain))
-        return self._running.setdefault(seq.id, Running(span, cls, added, seq.cold_matches))
+        return self._running.setdefault(seq.id, Running(span, cls, added))
 
     def _begin(self, running: list[Running], batch: int) -> RoundPrices:
         """The prices, and who may draft for whom."""
@@ -310,24 +303,19 @@ class Goodput(Policy):
                 span.k = min(span.k, ks.get(span, 0))
 
     def trim(self, method: str, span: Span) -> int:
-        """The part of a draft that is verified; what is left out wholly is watched."""
+        """The part of a draft that is verified."""
         now, seq, draft, stats = self._now, span.seq, span.draft, self._running[span.seq.id]
         chances = (
             chance
-            for name, _, count in parts(seq, draft, method)
-            for chance in stats.cls.of(name).chances(count, stats.own[name].shift)
+            for name, _, count, match in parts(seq, draft, method)
+            for chance in stats.cls.of(name).chances(count, match, stats.own[name].shift)
         )
         curve = list(accumulate(chances, mul))
         prices = [now.rate * ms for ms in self.costs.rows(now.batch, now.rows, 1, len(curve))]
         from_request = method in seq.request.from_request
-        # a lookup that gains nothing yet in this sequence
-        cold = method in now.lookups and stats.missing > 0 and not from_request
-        verified = 0 if cold else self._verified(now, stats, method, curve, prices)
+        verified = self._verified(now, stats, method, curve, prices)
         if from_request and method not in stats.rejected:
             verified = max(verified, draft.unchained(seq.methods))
-        if not verified:
-            watched = COLD if cold else draft.unchained(seq.methods)
-            self._shadow.watch(seq, bucket(method, draft), draft.tokens[:watched])
         now.rows += verified
         span.estimate = (
             Estimate(sum(curve[:verified]), now.first + sum(prices[:verified])) if verified else None
@@ -370,21 +358,21 @@ class Goodput(Policy):
         return max(0.0, self.costs.step(batch, drafting, rows) - self.costs.step(batch)) / rows
 
     def _judge(self, stats: Running, span: Span) -> None:
-        """Learns from the drafts that were verified, and from those that were only watched."""
+        """Learns from the drafts that were verified; others are compared with the tokens of the round."""
         draft, verdict = span.draft, span.verdict
         for method, _, proposed in span.proposals:
             if not proposed.tokens and method not in stats.seq.request.lookups:
                 stats.learn(method, 1, 0)  # an empty proposal costs as much as a rejected one
+            elif not (draft.tokens and method == span.method):
+                accepted = shared_length(proposed.tokens, verdict.tokens)
+                judged = min(accepted + 1, len(proposed.tokens), len(verdict.tokens))
+                stats.learn(method, judged, accepted, proposed.match)
         judged = min(verdict.accepted + (verdict.outcome is not SpanOutcome.STOP), len(draft.tokens))
         if verdict.accepted < judged:
             stats.rejected.add(draft.sources[verdict.accepted])
-        for name, before, count in parts(stats.seq, draft, span.method) if judged else ():
+        for name, before, count, match in parts(stats.seq, draft, span.method) if judged else ():
             if before < judged:
-                stats.learn(name, min(count, judged - before), min(count, verdict.accepted - before))
-        for fate in self._shadow.judge(stats.seq):
-            if not fate.overlaps:
-                stats.missing = max(0, stats.missing - (fate.accepted > 0))
-                stats.learn(fate.method, fate.judged, fate.accepted)
+                stats.learn(name, min(count, judged - before), min(count, verdict.accepted - before), match)
 
     def _book(self, stats: Running, span: Span, row_ms: float, timing: Timing) -> None:
         """What drafting has added to the round for one sequence."""
@@ -392,11 +380,13 @@ class Goodput(Policy):
         if not span.draft.tokens:
             return stats.book(Added(0.0, 0.0, 0.0, gain))
         ms = row_ms * len(span.draft.tokens)
-        price, lookup = now.rate * ms, span.method in now.lookups
+        lookup = span.method in now.lookups
         if not lookup and (call := timing.proposals.get(span.method)):
             ms += self.costs.proposal(span.method, call.sequences, call.k) / call.sequences
         gained = max(0, len(span.verdict.tokens) - 1)  # -1: it ended with this round
-        stats.book(Added(gained, ms, (1 + gained) * lookup, gained - price if lookup else gain))
+        if lookup and span.estimate is not None:
+            gain = span.estimate.tokens - span.estimate.price
+        stats.book(Added(gained, ms, (1 + gained) * lookup, gain))
 
     def forget(self, seq: Sequence) -> None:
         if stats := self._running.pop(seq.id, None):
@@ -405,7 +395,6 @@ class Goodput(Policy):
             if stats.rounds:
                 stats.cls.added.move(stats.mean, weight)
             stats.cls.length += weight * (seq.num_output - stats.cls.length)
-        self._shadow.forget(seq)
 
     def state(self) -> dict[str, Any]:
         every = {"": self._methods, **{name: cls.acceptance for name, cls in self._classes.items()}}
@@ -434,14 +423,9 @@ def draft_gains(curve: tuple[float, ...], prices: list[float], first: float, rea
     return gains
 
 
-def parts(seq: Sequence, draft: Draft, method: str) -> Iterator[tuple[str, int, int]]:
-    """(name, drafts before it, drafts) of a proposal and of what was chained to it, under its own name."""
+def parts(seq: Sequence, draft: Draft, method: str) -> Iterator[tuple[str, int, int, int]]:
+    """(name, drafts before it, drafts, match) of a proposal and of what was chained to it, under its own name."""
     own, count = draft.unchained(seq.methods), len(draft.tokens)
-    yield bucket(method, draft), 0, own
+    yield method, 0, own, draft.match
     if own < count:
-        yield bucket(f"{method}+{draft.sources[own]}", draft), own, count - own
-
-
-def bucket(name: str, draft: Draft) -> str:
-    """Under which name a draft is learned: those of longer matches are accepted more often, and further."""
-    return f"{name} {sum(draft.match >= least for least in MATCHES)}" if draft.match else name
+        yield f"{method}+{draft.sources[own]}", own, count - own, 0
