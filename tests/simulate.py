@@ -41,6 +41,8 @@ class SimulatedSequence:
     room: int = ENDLESS  # tokens it may still generate
     off: Reason | None = None
     chained: bool | None = None
+    branching: frozenset[str] = frozenset()
+    depth: int | None = None
     shape: PromptShape = PromptShape()
     cold_matches: int = 0
     from_request: tuple[str, ...] = ()

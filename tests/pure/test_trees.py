@@ -11,7 +11,7 @@ import pytest
 from speculon.core import tree
 from speculon.core.tree import ROOT, branches, depths, descend, or_chain, path, preorder
 from speculon.core.types import Draft
-from speculon.speculation.control.trees import best_values, judged, values
+from speculon.speculation.control.trees import best_tree, judged_nodes, node_values
 
 SHAPES = [(-1,), (-1, -1), (-1, 0, -1), (-1, -1, 0, 1, 0), (-1, 0, 1, 2), (-1, -1, -1, 1, 3, 3)]
 
@@ -93,13 +93,13 @@ def test_depths_and_preorder() -> None:
 
 
 def test_values_of_nodes_are_the_chances_of_their_paths() -> None:
-    """Against many rounds in which each sample is the m-th likeliest token with the chances that are given."""
+    """Against many rounds in which a sample is the m-th likeliest token with the chances that are given."""
     chances, later = [0.6, 0.5, 0.4, 0.3], [0.3, 0.2]
     chance = random.Random(6)
-    nodes = best_values(chances, later, 12)
-    assert [value for value, _ in nodes] == sorted((value for value, _ in nodes), reverse=True)
+    best, depth = best_tree(chances, later, 12)
+    assert [*best] == sorted(best, reverse=True) and [*depth] == sorted(depth)
     parents = (-1, -1, 0, 0, 1, -1, 2, 3)
-    expected = values(parents, chances, later)
+    expected = node_values(parents, chances, later)
     assert expected[0] == 0.6 and expected[1] == pytest.approx(0.4 * 0.3)
     rounds, accepted = 20_000, 0
     for _ in range(rounds):
@@ -115,14 +115,14 @@ def test_values_of_nodes_are_the_chances_of_their_paths() -> None:
 
 def test_the_best_nodes_are_those_of_the_best_tree() -> None:
     chances, later = [0.7, 0.5, 0.2], [0.4]
-    best = [value for value, _ in best_values(chances, later, 5)]
+    best, _ = best_tree(chances, later, 5)
     shapes = itertools.product(*[range(-1, i) for i in range(5)])
     binary = [s for s in shapes if max(map(s.count, s)) <= 2 and max(depths(s)) < 3]
-    assert sum(best) == pytest.approx(max(sum(values(shape, chances, later)) for shape in binary))
+    assert sum(best) == pytest.approx(max(sum(node_values(shape, chances, later)) for shape in binary))
 
 
 def test_a_round_judges_siblings_up_to_the_accepted_one() -> None:
     draft = Draft((5, 6, 7, 8, 9), ("x",) * 5, parents=(-1, -1, 0, 1, 1))
-    assert [*judged(draft, (6, 9, 1))] == [(0, 0, False), (0, 1, True), (1, 0, False), (1, 1, True)]
-    assert [*judged(draft, (1,))] == [(0, 0, False), (0, 1, False)]
-    assert [*judged(Draft((5, 6), ("x",) * 2), (5, 7))] == [(0, 0, True), (1, 0, False)]
+    assert [*judged_nodes(draft, (6, 9, 1))] == [(0, 0, False), (0, 1, True), (1, 0, False), (1, 1, True)]
+    assert [*judged_nodes(draft, (1,))] == [(0, 0, False), (0, 1, False)]
+    assert [*judged_nodes(Draft((5, 6), ("x",) * 2), (5, 7))] == [(0, 0, True), (1, 0, False)]

@@ -255,7 +255,7 @@ class Proposal(NamedTuple):
     """One call of a method, for all sequences that it drafts for."""
 
     sequences: int
-    k: int  # the most drafts of one sequence
+    k: int  # the most drafts of one sequence, of a tree those in a row
     ms: float
     unread: int = 0  # tokens that it computes before it drafts, beyond the last one of each sequence
 

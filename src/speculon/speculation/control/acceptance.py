@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import log2, sqrt
 from operator import mul
 from typing import Annotated
 
 from pydantic import Field, TypeAdapter
+
+from speculon.speculation.control.trees import Shape, best_tree
 
 POSITIONS = 16  # the most drafts of a round under policy goodput
 # of a draft, by the tokens before it that agree: matched by a lookup, or drafted; from 8 on four an octave
@@ -23,8 +25,11 @@ FADE = 0.99
 OWN_FADE = 0.95  # the same of one sequence's drafts, a memory of 20
 
 ANY = 16  # the place that all share
+LATER = 17  # that of the second child of a node, where the first was not accepted; the others follow
+SIBLINGS = 4  # a later child counts as the last
+LATER_PRIOR = 0.3  # of a second choice: between EAGLE-3 heads and draft models (docs/benchmarks/trees)
 Weight = Annotated[float, Field(ge=0, le=1e9)]
-Place = tuple[Annotated[int, Field(ge=0, le=ANY)], Weight, Weight]
+Place = tuple[Annotated[int, Field(ge=0, lt=LATER + SIBLINGS - 1)], Weight, Weight]
 # by class and method
 STATE: TypeAdapter[dict[str, dict[str, list[Place]]]] = TypeAdapter(dict[str, dict[str, list[Place]]])
 
@@ -54,7 +59,9 @@ class Acceptance:
     def __init__(self, wider: Acceptance | None = None, fade: float = FADE) -> None:
         self._wider, self._fade = wider, fade
         self._at: defaultdict[int, Beta] = defaultdict(Beta)
-        self._survivals: dict[int, tuple[float, ...]] = {}  # by shift, until the next observation
+        # by shift, until the next observation
+        self._survivals: dict[int, tuple[float, ...]] = {}
+        self._trees: dict[tuple[int, int], Shape] = {}
         self.seen = 0.0  # judged drafts, not discounted
 
     def chance(self, place: int = ANY) -> float:
@@ -63,6 +70,8 @@ class Acceptance:
         return self._prior(place) if beta is None else beta.mean
 
     def _prior(self, place: int) -> float:
+        if place >= LATER:
+            return self._wider.chance(place) if self._wider else LATER_PRIOR
         return self.chance() if place != ANY else self._wider.chance() if self._wider else PRIOR
 
     def chances(self, count: int, match: int = 0, shift: int = 0) -> list[float]:
@@ -80,12 +89,34 @@ class Acceptance:
             self._survivals[shift] = tuple(accumulate(shifted((bound, *others), shift), mul))
         return self._survivals[shift]
 
+    @property
+    def later(self) -> list[float]:
+        """Of the second, third, .. child of a node, where no better one was accepted."""
+        return [self.chance(place) for place in range(LATER, LATER + SIBLINGS - 1)]
+
+    def nodes(self, shift: int, depth: int) -> Shape:
+        """Of the best tree of at most this depth: what `survival` is for chains."""
+        if (shift, depth) not in self._trees:
+            survival = self.survival(shift)[:depth]
+            chances = [b / a if a else 0.0 for a, b in pairwise((1.0, *survival))]
+            self._trees[shift, depth] = best_tree(chances, self.later, POSITIONS)
+        return self._trees[shift, depth]
+
+    def observe_later(self, rank: int, accepted: bool) -> None:
+        """Of a child that is not the first, where no better one was accepted."""
+        if self._wider:
+            self._wider.observe_later(rank, accepted)
+        place = LATER + min(rank, SIBLINGS - 1) - 1
+        self._trees.clear()
+        self._at[place].observe(float(accepted), 1.0, self._prior(place), self._fade)
+
     def observe(self, judged: int, accepted: int, match: int = 0) -> None:
         """Of so many judged drafts the first `accepted` were accepted: all of them, or all but the last."""
         if self._wider:
             self._wider.observe(judged, accepted, match)
         self.seen += judged
         self._survivals.clear()
+        self._trees.clear()
         for i, at in enumerate(PLACES[match : match + judged]):
             for place in (ANY, at):
                 self._at[place].observe(float(i < accepted), 1.0, self._prior(place), self._fade)

@@ -34,12 +34,23 @@ from math import ceil, log2
 from operator import mul
 from typing import Any
 
-from speculon.core.types import Ask, Decision, Draft, Estimate, Load, Reason, SpanOutcome, Timing, shared_length
+from speculon.core.types import (
+    Ask,
+    Decision,
+    Draft,
+    Estimate,
+    Load,
+    Reason,
+    SpanOutcome,
+    Timing,
+    shared_length,
+)
 from speculon.decoding.sequence import Sequence, Span
 from speculon.speculation.control.acceptance import POSITIONS, PRIOR, STATE, Acceptance, SequenceAcceptance
 from speculon.speculation.control.cost import BENDS, OF_LATE, Costs
 from speculon.speculation.control.fixed import unable
 from speculon.speculation.control.policy import Policy
+from speculon.speculation.control.trees import CHAIN, Shape, judged_nodes, node_values
 
 COLD = 2  # proposals before a cost is believed, drafts of a probe
 LONGEST_GAP = 16  # rounds between two proposals of a lookup that finds nothing
@@ -124,6 +135,33 @@ class Running:
         self.own[method].observe(acceptance.chances(judged, match), accepted)
         acceptance.observe(judged, accepted, match)
 
+    def learn_tree(self, method: str, draft: Draft, tokens: tuple[int, ...]) -> None:
+        for depth, rank, accepted in judged_nodes(draft, tokens):
+            if rank:
+                self.cls.of(method).observe_later(rank, accepted)
+            else:
+                self.learn(method, 1, int(accepted), depth)
+
+    def depth(self, method: str) -> int:
+        """The most drafts in a row where a method may draft a tree for it; else 0."""
+        request = self.seq.request
+        if method not in self.seq.branching or request.depth == 0:
+            return 0
+        return min(POSITIONS, request.depth or POSITIONS)
+
+    def curve(self, method: str, draft: Draft) -> list[float]:
+        """The chance of each token of a draft that all up to it are accepted."""
+        if draft.parents is not None:
+            acceptance, shift = self.cls.of(method), self.own[method].shift
+            chances = acceptance.chances(len(draft.tokens), shift=shift)
+            return node_values(draft.parents, chances, acceptance.later)
+        chances = [
+            chance
+            for name, _, count, match in parts(self.seq, draft, method)
+            for chance in self.cls.of(name).chances(count, match, self.own[name].shift)
+        ]
+        return [*accumulate(chances, mul)]
+
 
 @dataclass(slots=True)
 class RoundPrices:
@@ -203,38 +241,64 @@ class Goodput(Policy):
 
     def _offer(self, now: RoundPrices, offers: dict[Span, Ask]) -> Reason | None:
         """Adds what the best model is to draft, and a probe of another; returns why no model gains."""
-        best, used, refused, ks = 0.0, "", Reason.COOLDOWN, dict[Span, int]()
+        best, used, refused, asks = 0.0, "", Reason.COOLDOWN, dict[Span, Ask]()
         for method, group in now.models.items():
             weighed, gain = self._weigh(now, method, group) if self.costs.calls(method) >= COLD else ({}, 0.0)
             if gain > best:
-                best, used, ks = gain, method, weighed
+                best, used, asks = gain, method, weighed
             elif not best:
                 refused = self._refusal(method, group)
-        offers.update((span, Ask(used, k)) for span, k in ks.items())
+        offers.update(asks)
         for method in now.models.keys() - {used}:
             self._probe(now, method, offers)
         return None if best else refused
 
     def _weigh(
         self, now: RoundPrices, method: str, group: list[Running], sure: bool = False
-    ) -> tuple[dict[Span, int], float]:
-        """K of each in one proposal at its best, and the tokens it gains (`sure`: if all are accepted)."""
+    ) -> tuple[dict[Span, Ask], float]:
+        """The drafts of each in one proposal at its best, chains or trees, and the tokens that they gain
+        (`sure`: if all are accepted).
+        """
         price = self.costs.prices(method, len(group))
         call, depth = now.rate * price.call, now.rate * price.depth
         bounds = [min(stats.max_drafts[method], stats.span.reserved) for stats in group]
         rows = self.costs.rows(now.batch, now.rows, len(group), max(bounds))
         prices = [now.rate * (row + price.draft) for row in rows]
-        gains, best, best_gain = list[list[float]](), 0, 0.0
-        for stats, bound in zip(group, bounds, strict=True):
-            curve = (1.0,) * POSITIONS if sure else stats.cls.of(method).survival(stats.own[method].shift)
-            read = now.rate * price.unread * stats.unread(method) / stats.left()
-            gains.append(draft_gains(curve[:bound], prices, now.first, read))
-        for k in range(1, max(map(len, gains), default=0) + 1):
-            gain = sum(some[min(k, len(some)) - 1] for some in gains if some) - call - depth * k
-            if gain > best_gain:
-                best, best_gain = k, gain
-        drafting = ((stats, some) for stats, some in zip(group, gains, strict=True) if best and any(some))
-        return {stats.span: min(best, len(some)) for stats, some in drafting}, best_gain
+        reads = [now.rate * price.unread * stats.unread(method) / stats.left() for stats in group]
+        asks, best_gain = dict[Span, Ask](), 0.0
+        for shapes in self._shapes(method, group, sure):
+            gains = [
+                draft_gains(values[:bound], prices, now.first, read)
+                for (values, _), bound, read in zip(shapes, bounds, reads, strict=True)
+            ]
+            for k in range(1, max(map(len, gains), default=0) + 1):
+                ends = [min(k, len(some)) for some in gains]
+                deepest = max(depths[end - 1] for (_, depths), end in zip(shapes, ends, strict=True) if end)
+                gain = sum(some[end - 1] for some, end in zip(gains, ends, strict=True) if end)
+                if (gain := gain - call - depth * deepest) > best_gain:
+                    best_gain = gain
+                    asks = {
+                        stats.span: Ask(method, end, depths[end - 1] * (depths is not CHAIN))
+                        for stats, (_, depths), some, end in zip(group, shapes, gains, ends, strict=True)
+                        if any(some)
+                    }
+        return asks, best_gain
+
+    def _shapes(self, method: str, group: list[Running], sure: bool) -> Iterator[list[Shape]]:
+        """What all drafts of a proposal may be: chains, then trees where any sequence may have one."""
+        if sure:
+            yield [((1.0,) * POSITIONS, CHAIN)] * len(group)
+            return
+        limits = [stats.depth(method) for stats in group]
+        chains, found = list[Shape](), [(stats.cls.of(method), stats.own[method].shift) for stats in group]
+        for (acceptance, shift), limit in zip(found, limits, strict=True):
+            chains.append((acceptance.survival(shift)[: limit or POSITIONS], CHAIN))
+        yield chains
+        if any(limits):
+            yield [
+                acceptance.nodes(shift, limit) if limit else chain
+                for (acceptance, shift), limit, chain in zip(found, limits, chains, strict=True)
+            ]
 
     def _refusal(self, method: str, group: list[Running]) -> Reason:
         """Why a model does not pay: in this batch, at this acceptance, or at any."""
@@ -298,19 +362,15 @@ class Goodput(Policy):
         """The model is weighed again, for the sequences that lookups left."""
         now = self._now
         if method in now.models and now.probe not in spans:
-            ks, _ = self._weigh(now, method, [self._running[span.seq.id] for span in spans])
+            asks, _ = self._weigh(now, method, [self._running[span.seq.id] for span in spans])
             for span in spans:
-                span.k = min(span.k, ks.get(span, 0))
+                ask = asks.get(span, Ask(method, 0))
+                span.k, span.depth = min(span.k, ask.k), ask.depth
 
     def trim(self, method: str, span: Span) -> int:
         """The part of a draft that is verified."""
         now, seq, draft, stats = self._now, span.seq, span.draft, self._running[span.seq.id]
-        chances = (
-            chance
-            for name, _, count, match in parts(seq, draft, method)
-            for chance in stats.cls.of(name).chances(count, match, stats.own[name].shift)
-        )
-        curve = list(accumulate(chances, mul))
+        curve = stats.curve(method, draft)
         prices = [now.rate * ms for ms in self.costs.rows(now.batch, now.rows, 1, len(curve))]
         from_request = method in seq.request.from_request
         verified = self._verified(now, stats, method, curve, prices)
@@ -367,6 +427,9 @@ class Goodput(Policy):
                 accepted = shared_length(proposed.tokens, verdict.tokens)
                 judged = min(accepted + 1, len(proposed.tokens), len(verdict.tokens))
                 stats.learn(method, judged, accepted, proposed.match)
+        if draft.parents is not None:
+            stats.learn_tree(span.method, span.proposals[-1][2].cut(len(draft.tokens)), verdict.tokens)
+            return
         judged = min(verdict.accepted + (verdict.outcome is not SpanOutcome.STOP), len(draft.tokens))
         if verdict.accepted < judged:
             stats.rejected.add(draft.sources[verdict.accepted])

@@ -1,24 +1,27 @@
-"""What the nodes of a tree bring, by their depth and by their place among siblings (Chen et al. 2024, Sequoia).
+"""What the nodes of a tree bring, by depth and by place among siblings (Chen et al. 2024, Sequoia).
 
-The first child at depth j is accepted with chance c_j, as draft j of a chain is; the m-th one, where no better
-sibling was, with chance h_m. A node's value is the chance that its path is accepted, and the sum of values is
-the expected number of accepted drafts.
+The first child at depth j is accepted with chance c_j, as draft j of a chain is; the m-th one, where no
+better sibling was, with chance h_m. A node's value is the chance that its path is accepted, and the sum of
+values is the expected number of accepted drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
+from itertools import accumulate
 
 from speculon.core.tree import ROOT, Parents
 from speculon.core.types import Draft
 
-SIBLINGS = 8  # a later one counts as the last
+# values of the drafts in the order in which they are taken, and how many of the first 1, 2, .. are in a row
+Shape = tuple[Sequence[float], Sequence[int]]
+CHAIN = range(1, 65)
 
 
-def best_values(chances: Sequence[float], later: Sequence[float], count: int) -> list[tuple[float, int]]:
-    """(value, depth) of the best nodes that a tree can have, by `chances` c_1.. and `later` h_2..; depths
-    are counted from 1. These nodes, however many of the first ones, are a tree.
+def best_tree(chances: Sequence[float], later: Sequence[float], count: int) -> Shape:
+    """The best nodes that a tree can have, by `chances` c_1.., which is as deep as they are many, and by
+    `later` h_2...
     """
     found = list[tuple[float, int]]()
     # minus the value, depth, siblings before it, its parent's value, the chance that none of them is accepted
@@ -31,10 +34,10 @@ def best_values(chances: Sequence[float], later: Sequence[float], count: int) ->
         if rank < len(later):
             none *= 1 - (later[rank - 1] if rank else chances[depth])
             heappush(heap, (-above * none * later[rank], depth, rank + 1, above, none))
-    return found
+    return [value for value, _ in found], [*accumulate((depth for _, depth in found), max)]
 
 
-def values(parents: Parents, chances: Sequence[float], later: Sequence[float]) -> list[float]:
+def node_values(parents: Parents, chances: Sequence[float], later: Sequence[float]) -> list[float]:
     """Those of the nodes of a draft, whose siblings are in order: the best first."""
     depth, value, siblings, none = {ROOT: -1}, {ROOT: 1.0}, dict.fromkeys([ROOT], 0), {ROOT: 1.0}
     for node, parent in enumerate(parents):
@@ -46,7 +49,7 @@ def values(parents: Parents, chances: Sequence[float], later: Sequence[float]) -
     return [value[node] for node in range(len(parents))]
 
 
-def judged(draft: Draft, tokens: Sequence[int]) -> Iterator[tuple[int, int, bool]]:
+def judged_nodes(draft: Draft, tokens: Sequence[int]) -> Iterator[tuple[int, int, bool]]:
     """(depth, place among siblings, whether accepted) of the nodes that were judged by a round's tokens, one
     parent after the other; the siblings of a draft are in order.
     """

@@ -190,7 +190,8 @@ class Proposers:
             span.proposals.append((method, span.k, draft))
             chained = span.decision.chained and draft.parents is None
             span.draft = self._chained(method, draft, span) if chained else draft
-        return Proposal(len(seqs), max(ks), (perf_counter() - began) * 1e3, unread)
+        positions = max(span.depth or span.k for span in spans)
+        return Proposal(len(seqs), positions, (perf_counter() - began) * 1e3, unread)
 
     def _proposed(self, proposer: Proposer, spans: list[Span], lease: Any) -> list[Draft]:
         """Trees for the spans that may have one, chains for the others: two calls where there are both."""
