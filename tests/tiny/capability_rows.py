@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 from speculon.core.config import MAX_PREDICTION, SamplingParams
 from speculon.core.errors import SpeculonError
@@ -16,6 +17,7 @@ from speculon.decoding.kv import slots
 from speculon.drafters.draft_model.model_drafter import ModelDrafter
 from speculon.drafters.runner import CapturedDraft
 from speculon.engine.engine import Engine
+from speculon.engine.given import read_draft, verify_by
 from speculon.speculation.proposers.base import Extending
 from speculon.speculation.proposers.registry import known_methods
 from speculon.target.block import Gated, Loop
@@ -330,8 +332,18 @@ def check_mode(engine: Engine, name: str, row: Capability) -> None:
         "captured": lambda: isinstance(target.runner.run, Captured),
         "batch_invariant": lambda: target.batch_invariant,
         "tokenizer": lambda: engine.tokenizer is not None,
+        "external_logits": lambda: judged_by_caller(engine) == ((5, 6), 1),
     }
     assert row.status == ("on" if found[name]() else "off")
+
+
+def judged_by_caller(engine: Engine) -> tuple[tuple[int, ...], int]:
+    """Tokens and accepted drafts where the caller's logits have 5 and then 6, and the drafts are 5 and 4."""
+    seq = engine.admission.admit("caller", PROMPT, SamplingParams(temperature=0))[0]
+    logits = torch.zeros(3, engine.target.vocab_size)
+    logits[[0, 1, 2], [5, 6, 7]] = 1.0
+    verdict = verify_by(engine, seq, read_draft([5, 4], engine.target.vocab_size), logits)
+    return verdict.tokens, verdict.accepted
 
 
 def check_programs(engine: Engine, name: str, row: Capability) -> None:

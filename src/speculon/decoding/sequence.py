@@ -275,7 +275,7 @@ class Round:
     spans: list[Span]
     calls: Mapping[str, Proposal]  # by method
     draft_ms: float
-    step_ms: float  # without the proposals
+    step_ms: float | None  # without the proposals; None: the target was not called
     repair_ms: float = 0.0  # of the step, to restore recurrent states after rejected drafts
 
     @property

@@ -138,6 +138,8 @@ def modes(engine: EngineParts) -> Rows:
         yield "tokenizer", row("off", "none, token ids only")
     else:
         yield "tokenizer", row("on", f"{type(text.inner).__name__}, {len(text.inner)} tokens")
+    why = "SpeculativeDecoder alone: verify and step judge drafts by the caller's logits (target_logits)"
+    yield "external_logits", row("on", why)
 
 
 def prefix_cache(engine: EngineParts) -> Capability:

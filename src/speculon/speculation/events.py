@@ -187,7 +187,7 @@ class Events:
             "free_pages": done.load.free_pages,
             "rows": done.rows,
             "prompt_rows": done.rows - sum(1 + len(span.draft.tokens) for span in done.decoding),
-            "target_ms": round(done.step_ms, 4),
+            "target_ms": None if done.step_ms is None else round(done.step_ms, 4),
             "ms": {part: round(ms - self._ms.get(part, 0.0), 4) for part, ms in profile.items()},
             **({"repair_ms": round(done.repair_ms, 4)} if done.repair_ms else {}),
             "proposals": {method: call._replace(ms=round(call.ms, 4)) for method, call in done.calls.items()},
