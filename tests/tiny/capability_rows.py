@@ -92,6 +92,7 @@ SAMPLED: dict[str, Any] = {
     "bad_words": ["an"],
     "structured": {"choice": ["an apple", "a pear"]},
     "thinking": {"opened": True},
+    "logits_processor": lambda tokens, logits: logits.roll(1),
     "skip_special_tokens": False,
     "include_stop_str_in_output": True,
 }
@@ -339,7 +340,7 @@ def check_mode(engine: Engine, name: str, row: Capability) -> None:
 
 def judged_by_caller(engine: Engine) -> tuple[tuple[int, ...], int]:
     """Tokens and accepted drafts where the caller's logits have 5 and then 6, and the drafts are 5 and 4."""
-    seq = engine.admission.admit("caller", PROMPT, SamplingParams(temperature=0))[0]
+    seq = engine.admission.admit("caller", PROMPT, SamplingParams(temperature=0, max_tokens=4))[0]
     logits = torch.zeros(3, engine.target.vocab_size)
     logits[[0, 1, 2], [5, 6, 7]] = 1.0
     verdict = verify_by(engine, seq, read_draft([5, 4], engine.target.vocab_size), logits)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from speculon.core.config import MAX_DRAFTS, SamplingParams
+from speculon.core.errors import SpeculonError
 from speculon.core.telemetry import RequestStats
 from speculon.core.types import (
     NO_DRAFT,
@@ -61,7 +62,8 @@ class Rules:
     ) -> Rules:
         p = params
         penalises = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
-        adjusts = bool(penalises or p.logit_bias or bad_words or (p.min_tokens and stop_ids) or p.structured)
+        masks = bad_words or (p.min_tokens and stop_ids) or p.structured
+        adjusts = bool(penalises or p.logit_bias or masks or p.logits_processor is not None)
         filters = p.top_k > 0 or p.top_p < 1 or p.min_p > 0
         return cls(p, p.greedy, p.greedy and not adjusts, adjusts, penalises, filters, bad_words, stop_ids)
 
@@ -133,6 +135,8 @@ class Sequence:
     released: int = 0  # first tokens whose pages were given back: no layer reads them again
     skipped: set[str] = field(default_factory=set)  # drafting methods that had not read all of these
     counts: Counts | None = None  # of its tokens, where the request has penalties
+    # output position -> why its logits processor left no logits there, in this round
+    faults: dict[int, SpeculonError] = field(default_factory=dict)
     # (stream, output position) -> [V], drawn ahead
     noise: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 

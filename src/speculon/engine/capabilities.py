@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from speculon.core.config import (
     GIVEN_DRAFTS,
+    IN_PYTHON,
     MAX_DRAFTS,
     MAX_PREDICTION,
     USUAL_DRAFTS,
@@ -80,6 +81,7 @@ EXAMPLES: Mapping[str, Any] = {
     "bad_words": ("a",),
     "structured": {"regex": "(?s:.+)"},
     "thinking": {"opened": True},
+    "logits_processor": lambda tokens, logits: logits,
     "skip_special_tokens": False,
     "include_stop_str_in_output": True,
 }
@@ -275,6 +277,7 @@ def sampling(engine: EngineParts) -> Rows:
             continue
         changes = differences(plain, seq, engine)
         why = "; ".join(changes) or "drafts are verified under it"
+        why += "; in Python alone, where the engine is in the caller's process" * (name in IN_PYTHON)
         limits = parameter_limit(name, engine.target.vocab_size)
         yield f"parameters.{name}", row("changed" if changes else "on", why, **limits)
 

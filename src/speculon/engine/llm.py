@@ -195,6 +195,8 @@ class LLM:
                 for event in events:
                     if new := new_text(text, event):
                         yield new
+                    if event.finish and event.finish.error is not None:
+                        raise event.finish.error
 
     def events(
         self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: Speculation = None
@@ -245,6 +247,8 @@ class LLM:
                 for event in queue.unread:
                     absorb(output, event)
                 write_texts(output, self.engine.tokenizer, params)
+        if output.error is not None:
+            raise output.error
 
     def _read(
         self,
