@@ -15,9 +15,11 @@ from speculon.core.types import Capability, Reason
 from speculon.decoding import verify
 from speculon.decoding.kv import slots
 from speculon.drafters.draft_model.model_drafter import ModelDrafter
+from speculon.drafters.known import published_for
 from speculon.drafters.runner import CapturedDraft
 from speculon.engine.engine import Engine
 from speculon.engine.given import read_draft, verify_by
+from speculon.loading.hub import cached_models
 from speculon.speculation.proposers.base import Extending
 from speculon.speculation.proposers.registry import known_methods
 from speculon.target.block import Gated, Loop
@@ -333,9 +335,14 @@ def check_mode(engine: Engine, name: str, row: Capability) -> None:
         "captured": lambda: isinstance(target.runner.run, Captured),
         "batch_invariant": lambda: target.batch_invariant,
         "tokenizer": lambda: engine.tokenizer is not None,
+        "known_drafters": lambda: bool(cached_models().keys() & published(engine)),
         "external_logits": lambda: judged_by_caller(engine) == ((5, 6), 1),
     }
     assert row.status == ("on" if found[name]() else "off")
+
+
+def published(engine: Engine) -> set[str]:
+    return {*published_for(engine.target.model.name_or_path, engine.config.speculation.known_drafters)}
 
 
 def judged_by_caller(engine: Engine) -> tuple[tuple[int, ...], int]:

@@ -60,11 +60,13 @@ def by_method(draft: str) -> str | dict[str, str | ModelObject]:
 
 
 def find_drafts(config: EngineConfig, draft: str) -> dict[str, str | ModelObject]:
-    """Searches the target's own folder for MTP layers and those around it, with a log line for every one."""
+    """Searches the target's own folder for MTP layers, those around it and the hub's cache, with a log line
+    for every one.
+    """
     folder = locate(
         config.model, trust_remote_code=config.trust_remote_code, allow_pickle=config.allow_pickle
     )
-    result = search(draft, read_checkpoint(folder))
+    result = search(draft, read_checkpoint(folder), config.speculation.known_drafters)
     for line in result.lines:
         log.info("draft %s: %s", AUTO, line)
     own = {} if MTP in result.drafts else own_layers(folder)
@@ -85,13 +87,13 @@ class Fit:
 
 
 def fits(config: EngineConfig, drafts: Iterable[str]) -> list[Fit]:
-    """Drafters around the target that fit it, then each of `drafts`. Nothing is fetched or logged.
+    """Drafters around the target and in the hub's cache that fit it, then each of `drafts`. Nothing is fetched or logged.
 
     Raises `ModelError` for a target that is not here or cannot be read.
     """
     target = read_checkpoint(locate(config.model, fetch=False))
-    usual = usual_drafters(config.model).values()
-    near = [*usual, *(str(path) for path, _ in around(AUTO, target.path))]
+    usual, known = usual_drafters(config.model).values(), config.speculation.known_drafters
+    near = [*usual, *(str(path) for path, _ in around(AUTO, target.path, known))]
     fitting = [its_fit for draft in near if (its_fit := fit(draft, target)).refusal is None]
     return [*own_fit(target), *fitting, *(fit(draft, target) for draft in drafts)]
 

@@ -24,7 +24,9 @@ from speculon.core.errors import InvalidParameter, SpeculonError
 from speculon.core.types import Capability, Reason, Status, ceil_div
 from speculon.decoding.kv.states import KEPT_BYTES
 from speculon.decoding.sequence import Sequence
+from speculon.drafters.known import published_for
 from speculon.engine.admission import OF_VOCABULARY
+from speculon.loading.hub import cached_models
 from speculon.speculation.proposers.base import Extending, Remembering, RunsModel
 from speculon.speculation.proposers.registry import (
     AUTO,
@@ -177,6 +179,18 @@ def methods(engine: EngineParts) -> Rows:
     yield "parameters.method", row("on", known)
     for name in names:
         yield f"methods.{name}", method(name, engine)
+    yield "known_drafters", known_drafters(engine)
+
+
+def known_drafters(engine: EngineParts) -> Capability:
+    """Which drafters are published for the target, and whether any is in the hub's cache."""
+    name = getattr(engine.target.model, "name_or_path", "")
+    published, cached = published_for(name, engine.config.speculation.known_drafters), cached_models()
+    if not published:
+        return row("off", "none is known for this target; known_drafters adds some")
+    if here := [drafter for drafter in published if drafter in cached]:
+        return row("on", f"draft = auto takes those that fit, from the hub's cache: {', '.join(here)}")
+    return row("off", f"published, and not in the hub's cache: {', '.join(published)}")
 
 
 def method(name: str, engine: EngineParts) -> Capability:
