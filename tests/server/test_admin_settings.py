@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -230,6 +231,20 @@ def test_drafters_are_named_with_their_method_and_why_one_does_not_fit(
     assert all(one["refusal"] is None and not one["loaded"] for one in found.values())
     assert other["name"] == "broken" and other["refusal"]
     assert not [line for line in caplog.messages if line.startswith("draft ")]
+
+
+def test_drafters_in_the_cache_of_the_hub_have_the_name_of_their_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "hub" / "models--org--some-head" / "snapshots" / "a1b2"
+    shutil.copytree(Path("tests/models/demo-eagle3").resolve(), snapshot)
+    with administered(tmp_path, paths={"demo": "demo"}, model="demo") as inside:
+        before = {one["name"] for one in inside.client.get(f"{API}/drafters/demo").json()}
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+        found = {one["name"]: one for one in inside.client.get(f"{API}/drafters/demo").json()}
+    assert found.keys() - before == {"org/some-head"}
+    one = found["org/some-head"]
+    assert (one["method"], one["checkpoint"], one["refusal"]) == ("eagle3", str(snapshot), None)
 
 
 def test_a_file_with_a_fault_is_reported_before_a_model_is_unloaded(tmp_path: Path) -> None:

@@ -129,9 +129,9 @@ def test_the_controller_learns_the_same(drafter: tuple[str, int | None]) -> None
     assert learned[0] == learned[1] and learned[0][0] > 2
 
 
-def test_proposers_are_told_of_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[bool, list[Any]] = {True: [], False: []}
-    for own, calls in told.items():
+def test_proposers_observe_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: dict[bool, list[Any]] = {True: [], False: []}
+    for own, calls in reports.items():
         proposer = script({("round", 0): plain(GREEDY)})
 
         def observe(self: Scripted, seqs: Any, verdicts: Any, taps: Any, calls: list[Any] = calls) -> None:
@@ -139,10 +139,11 @@ def test_proposers_are_told_of_each_round(monkeypatch: pytest.MonkeyPatch) -> No
 
         monkeypatch.setattr(Scripted, "observe", observe)
         decoder = make(("scripted", None))
-        monkeypatch.setattr(proposer, "draft_of", lambda seq, k: Scripted.draft_of(again(proposer), seq, k))
+        same = again(proposer)
+        monkeypatch.setattr(proposer, "draft_of", same.draft_of)
         assert text_of(rounds(decoder, GREEDY, own=own)) == plain(GREEDY)
         assert not proposer.known
-    assert told[True] == told[False] and len(told[True]) > 2
+    assert reports[True] == reports[False] and len(reports[True]) > 2
 
 
 def again(proposer: Scripted) -> Scripted:

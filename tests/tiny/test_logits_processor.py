@@ -1,4 +1,4 @@
-"""A request's own logits processor: the same text with speculation and without, and faults that end it alone."""
+"""A request's own logits processor: the same text with speculation and without; faults end it alone."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from speculon.core.config import LogitsProcessor
@@ -20,7 +19,7 @@ def call_processor(processor: LogitsProcessor | None, tokens: list[int], logits:
     """
     assert processor is not None
     try:
-        returned = processor(tokens, logits.clone())
+        returned: Tensor = processor(tokens, logits.clone())  # if it keeps to its type
     except Exception as error:
         text = f"the logits processor failed at token {len(tokens)}: {type(error).__name__}: {error}"
         raise LogitsProcessorError(text) from error

@@ -1,4 +1,4 @@
-"""Finds drafters that fit a target, from configs, headers and tokenizer files. Nothing is loaded or fetched."""
+"""Finds drafters that fit a target, from configs, headers and tokenizer files; loads nothing."""
 
 from __future__ import annotations
 

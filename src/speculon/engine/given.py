@@ -25,17 +25,16 @@ GIVEN = "given"  # source of drafts that came from the caller
 
 def read_draft(drafts: Any, vocab_size: int) -> Draft:
     """A draft as it is, or one of token ids [K]. Raises by name what cannot be judged in one round."""
-    if not isinstance(drafts, Draft):
-        tokens = tuple(read_ids("drafts", drafts))
-        drafts = Draft(tokens, (GIVEN,) * len(tokens))
-    check_draft(drafts, vocab_size)
-    return drafts
+    tokens = () if isinstance(drafts, Draft) else tuple(read_ids("drafts", drafts))
+    draft = drafts if isinstance(drafts, Draft) else Draft(tokens, (GIVEN,) * len(tokens))
+    check_draft(draft, vocab_size)
+    return draft
 
 
 def verify_by(engine: Engine, seq: Sequence, draft: Draft, target_logits: Any) -> Verdict:
     """The verdict on a draft after a sequence that has no pages."""
     check_room(seq, len(draft.tokens))
-    check_rows_asked(seq.request)
+    refuse_prompt_logprobs(seq.request)
     logits = rows_of(engine, target_logits, len(draft.tokens))
     return verify_given(Span(seq, len(seq.tokens) - 1, 1, draft), logits)
 
@@ -47,7 +46,7 @@ def round_by(engine: Engine, span: Span, target_logits: Any) -> None:
     The drafts are as many as policy `fixed` makes, since the rows are there; the span's own policy learns
     from them. Nothing is committed to pages: the target has not computed what would lie there.
     """
-    check_rows_asked(span.seq.request)
+    refuse_prompt_logprobs(span.seq.request)
     watch, load, fixed = Stopwatch(engine.counters.profile), engine.scheduler.load, Fixed()
     engine.policy.decide([span], load)  # it has to know the sequence
     fixed.decide([span], load)
@@ -72,11 +71,11 @@ def rows_of(engine: Engine, target_logits: Any, k: int) -> Tensor:  # [K + 1, V]
     return read_logits(target_logits, k, target.vocab_size).to(target.device)
 
 
-def check_rows_asked(request: Request) -> None:
+def refuse_prompt_logprobs(request: Request) -> None:
     """Raises for log-probabilities of the prompt."""
-    asked = request.params.prompt_logprobs
-    if asked is not None:
-        raise InvalidParameter("prompt_logprobs", asked, "target_logits have no rows of the prompt")
+    value = request.params.prompt_logprobs
+    if value is not None:
+        raise InvalidParameter("prompt_logprobs", value, "target_logits have no rows of the prompt")
 
 
 def check_repeatable(span: Span) -> None:
