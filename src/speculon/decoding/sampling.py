@@ -1,10 +1,10 @@
 """From the target's logits to tokens: adjustments, filters and keyed noise, row by row.
 
 One fixed order: the request's own logits processor, penalties, bias, bad words, min_tokens, grammar,
-temperature, top-k, top-p, min-p. Ties go to the lowest id. A drawn token is argmax over the surviving tokens of p / E, with exponential noise E that is a
-pure function of (seed, sample, output position, token id): the Gumbel-max trick, argmax of log p + g, without
-its outer logarithm, since g = -log E (Gumbel 1954; Maddison et al. 2014). So a text depends on the model, the
-prompt and the seed alone, whatever else runs beside it.
+temperature, top-k, top-p, min-p. Ties go to the lowest id. A drawn token is argmax over the surviving tokens
+of p / E, with exponential noise E that is a pure function of (seed, sample, output position, token id): the
+Gumbel-max trick, argmax of log p + g, without its outer logarithm, since g = -log E (Gumbel 1954; Maddison et
+al. 2014). So a text depends on the model, the prompt and the seed alone, whatever else runs beside it.
 """
 
 from __future__ import annotations

@@ -87,8 +87,8 @@ class Fit:
 
 
 def fits(config: EngineConfig, drafts: Iterable[str]) -> list[Fit]:
-    """Drafters around the target and in the hub's cache that fit it, then each of `drafts`. Nothing is fetched
-    or logged.
+    """Drafters around the target and in the hub's cache that fit it, then each of `drafts`. Nothing is
+    fetched or logged.
 
     Raises `ModelError` for a target that is not here or cannot be read.
     """
