@@ -5,18 +5,23 @@ accounts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from speculon import SamplingParams, SpeculativeDecoder
 from speculon.core.errors import InvalidParameter
 from speculon.core.types import Reason
 from speculon.engine.outputs import StepResult
-from tests.tiny.conftest import VOCAB, tiny_model
+from tests.tiny.conftest import VOCAB, build, tiny_model
+from tests.tiny.dflash_checkpoints import write_dflash
 from tests.tiny.forms import FORMS, words
+from tests.tiny.recurrent import recurrent_model
 from tests.tiny.scripted import Scripted, assert_nothing_held, script
 from tests.tiny.test_decoder import (
     DRAFTERS,
@@ -36,10 +41,10 @@ NAN, INF = float("nan"), float("inf")
 Change = Callable[[Tensor], Tensor]
 
 
-def stock(text: list[int], drafts: tuple[int, ...]) -> Tensor:
+def stock(text: list[int], drafts: tuple[int, ...], model: PreTrainedModel | None = None) -> Tensor:
     """The stock model's logits [K + 1, V] after the text and each draft: the caller's own target."""
     with torch.no_grad():
-        logits = tiny_model("llama")(torch.tensor([[*text, *drafts]])).logits[0]
+        logits = (model or tiny_model("llama"))(torch.tensor([[*text, *drafts]])).logits[0]
     return logits[-len(drafts) - 1 :]
 
 
@@ -195,6 +200,47 @@ def test_a_failing_drafter_costs_its_draft_alone(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Scripted, "draft_of", fail)
     result = decoder.step(PROMPT, GREEDY, target_logits=stock(PROMPT, ()))
     assert (result.reason, result.emitted_tokens) == (Reason.ERROR, tuple(plain(GREEDY)[:1]))
+
+
+OTHERS: dict[str, Callable[[Path], tuple[PreTrainedModel, dict[str, Any]]]] = {
+    "recurrent states": lambda folder: (recurrent_model("lfm2"), {"method": "ngram"}),
+    "a window": lambda folder: (
+        tiny_model("mistral"),
+        {"draft": tiny_model("mistral", 1), "method": "draft_model"},
+    ),
+    "taps": lambda folder: (deep(), {"draft": str(block(folder)), "method": "dflash"}),
+}
+
+
+def deep() -> PreTrainedModel:
+    return build("qwen3", num_hidden_layers=8)
+
+
+def block(folder: Path) -> Path:
+    facts = {"hidden_size": 32, "vocab_size": VOCAB, "num_hidden_layers": 8}
+    target = SimpleNamespace(**facts, architectures=["Qwen3ForCausalLM"])
+    path: Path = write_dflash(folder / "block", target, "deepspec", taps=(1, 3, 5))
+    return path
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_and_drafters(name: str, tmp_path: Path) -> None:
+    model, settings = OTHERS[name](tmp_path)
+    texts, drafted = [], 0
+    for own in (True, False):
+        decoder = SpeculativeDecoder(
+            model, block_size=4, policy="fixed", num_speculative_tokens=K, **settings
+        )
+        text = list(PROMPT)
+        for _ in range(8):
+            drafts = () if own else decoder.draft(text, params=GREEDY, prompt_len=len(PROMPT)).tokens
+            logits = None if own else stock(text, drafts, model)
+            result = decoder.step(text, GREEDY, prompt_len=len(PROMPT), target_logits=logits)
+            text += result.emitted_tokens
+            drafted += len(drafts)
+        texts.append(text)
+        assert_nothing_held(decoder.engine)
+    assert texts[0] == texts[1] and drafted >= K
 
 
 # what is refused

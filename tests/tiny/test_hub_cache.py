@@ -133,6 +133,10 @@ BROKEN = {
         write_eagle3(snapshot, FACTS, "specforge"),
         [(path.unlink(), path.symlink_to("../../blobs/gone")) for path in snapshot.glob("*.safetensors")],
     ),
+    "a folder for a file": lambda snapshot: (
+        write_eagle3(snapshot, FACTS, "specforge"),
+        [(path.unlink(), path.mkdir()) for path in snapshot.glob("*.safetensors")],
+    ),
     "no snapshots": lambda snapshot: snapshot.parent.rmdir(),
 }
 

@@ -224,6 +224,11 @@ class Failing:
         return self.fault(logits) if len(tokens) == self.at else steer(tokens, logits)
 
 
+class Unshowable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no name")
+
+
 def planted(logits: Tensor) -> Any:
     raise KeyError("planted")
 
@@ -232,6 +237,9 @@ FAULTS: list[Any] = [
     pytest.param(planted, r"failed at token \d+: KeyError: 'planted'", id="an error"),
     pytest.param(
         lambda x: None, r"returned None instead of a torch.float32 tensor of shape \(96,\)", id="none"
+    ),
+    pytest.param(
+        lambda x: Unshowable(), r"failed at token \d+: RuntimeError: no name", id="what has no name"
     ),
     pytest.param(lambda x: x.tolist(), r"returned \[.* instead of a torch.float32", id="a list"),
     pytest.param(

@@ -20,10 +20,11 @@ def call_processor(processor: LogitsProcessor | None, tokens: list[int], logits:
     assert processor is not None
     try:
         returned: Tensor = processor(tokens, logits.clone())  # if it keeps to its type
+        why = refusal(returned, logits)
     except Exception as error:
         text = f"the logits processor failed at token {len(tokens)}: {type(error).__name__}: {error}"
         raise LogitsProcessorError(text) from error
-    if why := refusal(returned, logits):
+    if why:
         raise LogitsProcessorError(f"the logits processor returned {why}, at token {len(tokens)}")
     return returned
 

@@ -77,7 +77,8 @@ def search(draft: str, target: Checkpoint, known: Known = MappingProxyType({})) 
         taken.setdefault(best.family.method, best)
     lines = tuple(log_line(examined, taken) for examined in seen)
     if draft == AUTO:
-        absent = (name for name in published_for(target.path, known) if name not in cached_models())
+        cached = cached_models()
+        absent = (name for name in published_for(target.path, known) if name not in cached)
         lines += tuple(f"{name}: published for this target, and not in the hub's cache" for name in absent)
     return Search({method: str(best.path) for method, best in taken.items()}, lines)
 
@@ -125,7 +126,7 @@ def examine(path: Path, distance: int, target: Checkpoint) -> Candidate:
         family = family_of(path)
         warnings = check_fit(family, target)
         return Candidate(path, distance, family.for_target(target.num_layers), warnings)
-    except ModelError as error:
+    except (ModelError, OSError) as error:  # of one folder: the others may be read
         return Candidate(path, distance, family, refusal=str(error).removeprefix(f"{path}: "))
 
 

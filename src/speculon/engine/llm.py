@@ -106,7 +106,8 @@ class LLM:
         """Continues every prompt (text, or token ids), all at once, in the order given.
 
         `params` and `speculation` are one for all or one per prompt. `on_token(prompt index, new tokens)` is
-        called as texts grow. When one prompt is refused nothing is written for any.
+        called as texts grow. When one prompt is refused nothing is written for any. A text whose logits
+        processor fails ends there, with finish reason `error` and the `LogitsProcessorError` as its `error`.
         """
         calls, outputs = self._read(prompts, params, speculation)
         with self._stepper.requests(calls) as queue:
