@@ -142,7 +142,7 @@ def process(logits: Tensor, rows: list[Row]) -> Tensor:
             tokens = [*row.seq.tokens, *row.prefix]
             logits[i] = call_processor(row.rules.params.logits_processor, tokens, logits[i])
         except LogitsProcessorError as fault:
-            row.seq.faults[row.position] = fault
+            row.seq.faults[row.prefix] = fault
     return logits
 
 

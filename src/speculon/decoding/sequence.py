@@ -135,8 +135,8 @@ class Sequence:
     released: int = 0  # first tokens whose pages were given back: no layer reads them again
     skipped: set[str] = field(default_factory=set)  # drafting methods that had not read all of these
     counts: Counts | None = None  # of its tokens, where the request has penalties
-    # output position -> why its logits processor left no logits there, in this round
-    faults: dict[int, SpeculonError] = field(default_factory=dict)
+    # drafts before a row of this round -> why its logits processor left no logits there
+    faults: dict[tuple[int, ...], SpeculonError] = field(default_factory=dict)
     # (stream, output position) -> [V], drawn ahead
     noise: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 

@@ -344,8 +344,8 @@ def find_end(seq: Sequence, tokens: tuple[int, ...]) -> tuple[int, Finish | None
     stop_string = first_stop_string(seq, tokens)
     complete = seq.grammar.find_end(tokens) if seq.grammar else None
     for i, token in enumerate(tokens):
-        if seq.num_output + i in seq.faults:
-            return i, Finish("error", error=seq.faults[seq.num_output + i])
+        if tokens[:i] in seq.faults:
+            return i, Finish("error", error=seq.faults[tokens[:i]])
         if token in ending.stop_ids and seq.num_output + i >= ending.min_tokens:
             return i, Finish("stop", token)
         if stop_string and stop_string[0] == i:
