@@ -193,14 +193,13 @@ class RequestStats:
         if verdict.outcome is not None:
             self.outcomes[verdict.outcome.value] += 1
 
-    def see(self, tokens: int, drafted: int, accepted_from: tuple[str, ...]) -> None:
-        """One target call by what its event tells; `accepted_from` are the sources of its accepted drafts."""
+    def see(self, tokens: int, drafted: int, accepted: int) -> None:
+        """One target call, as far as its event tells of it."""
         self.target_calls += 1
         self.emitted += tokens
         self.rounds += drafted > 0
-        self.accepted += len(accepted_from)
+        self.accepted += accepted
         self.drafted_at.update(range(drafted))
-        self.accepted_from.update(accepted_from)
 
     def watch(self, method: str, drafted: int, accepted: int) -> None:
         """A draft that nobody verified, when it is known how many of its tokens would have stood."""

@@ -24,7 +24,7 @@ from speculon.server.request import GenerationRequest
 # guess: seconds that a request beyond its time limit waits for the engine's last events
 ABORT_SECONDS = 1.0
 # of `SpeculationStats`, what is known before the end
-IN_PROGRESS = ("rounds", "drafted", "accepted", "target_calls", "tokens_per_target_call", "by_source")
+IN_PROGRESS = ("rounds", "drafted", "accepted", "target_calls", "tokens_per_target_call")
 
 
 class Answer:

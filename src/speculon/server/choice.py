@@ -65,7 +65,7 @@ class Choice:
 
     def push(self, event: Event) -> ChoiceDelta:
         self.tokens += len(event.tokens)
-        self.so_far.see(len(event.tokens), event.drafted, event.sources)
+        self.so_far.see(len(event.tokens), event.drafted, len(event.sources))
         answers = [self._answer is None or self._answer.push(token) is not None for token in event.tokens]
         self.reasoning_tokens += answers.count(False)
         echo, logprobs = self._take_echo() if self._echo is not None else ("", None)
