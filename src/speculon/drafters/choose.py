@@ -85,15 +85,30 @@ class Fit:
 
 
 def fits(config: EngineConfig, drafts: Iterable[str]) -> list[Fit]:
-    """Drafters around the target that fit it, then each of `drafts`. Nothing is fetched or logged.
+    """Drafters around the target that fit it, then each of `drafts`. One that is spelled in several ways is
+    there once, as `drafts` spell it first. Nothing is fetched or logged.
 
     Raises `ModelError` for a target that is not here or cannot be read.
     """
     target = read_checkpoint(locate(config.model, fetch=False))
     usual = usual_drafters(config.model).values()
-    near = [*usual, *(str(path) for path, _ in around(AUTO, target.path))]
-    fitting = [its_fit for draft in near if (its_fit := fit(draft, target)).refusal is None]
-    return [*own_fit(target), *fitting, *(fit(draft, target) for draft in drafts)]
+    named = by_place(drafts)
+    near = by_place([*usual, *(str(path) for path, _ in around(AUTO, target.path))])
+    beside = [draft for place, draft in near.items() if place not in named]
+    fitting = [its_fit for draft in beside if (its_fit := fit(draft, target)).refusal is None]
+    return [*own_fit(target), *fitting, *(fit(draft, target) for draft in named.values())]
+
+
+def by_place(drafts: Iterable[str]) -> dict[str, str]:
+    """Where each draft lies -> its first spelling: a path may be relative, and a folder may have a name."""
+    places: dict[str, str] = {}
+    for draft in drafts:
+        try:
+            place = str(locate(draft, fetch=False).resolve())
+        except ModelNotFound:
+            place = draft
+        places.setdefault(place, draft)
+    return places
 
 
 def own_fit(target: Checkpoint) -> list[Fit]:
