@@ -180,6 +180,4 @@ class Worker:
     def _send_statistics(self) -> None:
         self._statistics_at = monotonic()
         engine = self.engine
-        self._pipe.send(
-            Statistics(engine.current_counters(), engine.load, self._read, engine.plain_costs())
-        )
+        self._pipe.send(Statistics(engine.current_counters(), engine.load, self._read, engine.plain_costs()))
