@@ -11,7 +11,7 @@ import pytest
 
 from speculon.core.config import SamplingParams, SpeculationConfig
 from speculon.core.errors import UnknownMethod
-from speculon.core.types import Ask, Decision, Draft, Finish, Load, Reason, SpanOutcome
+from speculon.core.types import Ask, Decision, Draft, Finish, Load, SpanOutcome
 from speculon.decoding.sequence import Span
 from speculon.decoding.text.tokenizer import Tokenizer, final_text
 from speculon.speculation.proposers.registry import register

@@ -122,7 +122,7 @@ class RequestStats:
 
     @property
     def draft_calls(self) -> int:
-        """Calls of methods for it. Each is a proposal, empty or not, kept or not; a chained one is part of it."""
+        """Calls of methods for it. Each is a proposal, empty or not, kept or not, with its continuation."""
         return self.proposed.total()
 
     @property
