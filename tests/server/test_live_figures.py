@@ -47,7 +47,12 @@ OF_PAGE = ("emitted", "target_calls", "rounds", "drafted", "accepted")
 @contextmanager
 def slow_server(folder: Path) -> Iterator[Inside]:
     """A server with its administration over the demo model and its draft model."""
-    speculation = {"method": "draft_model", "policy": "fixed", "num_speculative_tokens": K, "draft": "demo-draft"}
+    speculation = {
+        "method": "draft_model",
+        "policy": "fixed",
+        "num_speculative_tokens": K,
+        "draft": "demo-draft",
+    }
     config = EngineConfig(model="demo", warmup=False, speculation=speculation)
     with closing(build_engine(config)) as engine:
         step = engine.step
@@ -70,13 +75,21 @@ def figures(inside: Inside) -> dict[str, float]:
     overview = inside.client.get(f"{API}/overview").json()
     now |= {f"overview {name}": overview["totals"][name] for name in OF_PAGE}
     row = inside.client.get(f"{API}/requests").json()[0]
-    now |= {f"row {name}": row["speculation"][name] for name in IN_PROGRESS if name != "tokens_per_target_call"}
+    now |= {
+        f"row {name}": row["speculation"][name] for name in IN_PROGRESS if name != "tokens_per_target_call"
+    }
     return now | {"row tokens": row["tokens"]}
 
 
 def stream(inside: Inside, last: dict[str, Any]) -> None:
     """The whole answer; `last` gets its last chunk, with the account."""
-    body = {"prompt": "import os\n", "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0, "stream": True}
+    body = {
+        "prompt": "import os\n",
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+    }
     body |= {"speculation": {"stats": True}}
     with inside.client.stream("POST", "/v1/completions", json=body) as answer:
         for line in answer.iter_lines():
