@@ -1,4 +1,4 @@
-"""The engine's counters while texts are written: nothing is lost, counted twice, or taken back."""
+"""The engine's counters while sequences run: nothing is lost, counted twice, or taken back."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def flat(totals: RequestStats) -> Counter[str]:
     return found
 
 
-def told(events: list[Event]) -> dict[str, int]:
-    """What clients have seen."""
+def seen_by_clients(events: list[Event]) -> dict[str, int]:
+    """By the events alone."""
     return {
         "emitted": sum(len(event.tokens) for event in events),
         "rounds": sum(event.drafted > 0 for event in events),
@@ -76,7 +76,7 @@ def follow(engine: Engine, aborts: dict[int, str]) -> dict[Key, Result]:
         events, step = events + new, step + 1
         totals = engine.current_counters().totals
         now = flat(totals)
-        assert counted(totals) == told(events), f"step {step}"
+        assert counted(totals) == seen_by_clients(events), f"step {step}"
         assert not (fallen := {name for name in before if now[name] < before[name]}), fallen
         before = now
     return results
@@ -84,7 +84,7 @@ def follow(engine: Engine, aborts: dict[int, str]) -> dict[Key, Result]:
 
 @pytest.mark.parametrize("aborts", [{}, {2: "q0", 5: "q3", 9: "q7"}], ids=["calm", "aborts"])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_the_counters_have_what_the_events_have_told(
+def test_the_counters_are_those_of_the_events(
     settings: dict[str, Any], aborts: dict[int, str]
 ) -> None:
     engine = started(**settings)
@@ -116,7 +116,7 @@ def test_what_is_lost_or_counted_twice_is_seen(
     """The twin."""
     monkeypatch.setattr(Scheduler, "begun", property(planted))
     with pytest.raises(AssertionError):
-        test_the_counters_have_what_the_events_have_told(SETTINGS["few pages"], {})
+        test_the_counters_are_those_of_the_events(SETTINGS["few pages"], {})
 
 
 def test_steps_that_fail_are_counted_once_they_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
