@@ -84,9 +84,7 @@ def follow(engine: Engine, aborts: dict[int, str]) -> dict[Key, Result]:
 
 @pytest.mark.parametrize("aborts", [{}, {2: "q0", 5: "q3", 9: "q7"}], ids=["calm", "aborts"])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_the_counters_are_those_of_the_events(
-    settings: dict[str, Any], aborts: dict[int, str]
-) -> None:
+def test_the_counters_are_those_of_the_events(settings: dict[str, Any], aborts: dict[int, str]) -> None:
     engine = started(**settings)
     results = follow(engine, aborts)
     assert engine.current_counters() == engine.counters, "at the end both are the same"
