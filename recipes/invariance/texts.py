@@ -42,7 +42,7 @@ MODES = (
 )  # fmt: skip
 MODES_ON_DATA = (
     (8, "off", 0), (1, "suffix", 16), (8, "suffix", 16), (1, "eagle3", 3), (8, "eagle3", 3),
-    (1, "auto", None), (8, "auto", None),
+    (1, "auto", None), (8, "auto", None), (32, "auto", None),
 )  # fmt: skip
 COLUMNS = "sampling method K concurrency texts differ drafts accepted preempted cached".split()
 

@@ -218,7 +218,7 @@ FAMILIES: list[Any] = [
     pytest.param("P-EAGLE", {"architectures": ["PEagleDraftModel"]}, EAGLE3, id="peagle, SpecForge"),
     pytest.param("P-EAGLE", CONFIG, {**EAGLE3, "mask_hidden": (1, 1, 3 * H)}, id="peagle, by its tensor"),
     pytest.param(
-        "DFlash2", {"architectures": ["DFlash2DraftModel"], "dflash_config": {}}, EAGLE1, id="dflash2"
+        "DFlash2 with a beam", {"architectures": ["DFlash2BeamDraftModel"]}, EAGLE1, id="dflash2, beam"
     ),
     pytest.param("Domino", {"dflash_config": {"projector_type": "domino"}}, EAGLE1, id="domino"),
     pytest.param("LiLiCorr", {"architectures": ["LiLiCorrDraftModel"]}, EAGLE1, id="lilicorr"),

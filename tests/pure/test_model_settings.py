@@ -149,7 +149,14 @@ def test_every_field_has_one_home_and_an_answer() -> None:
     answers = {field: needs_new_worker(field) for field in HOMES}
     assert set(answers.values()) == {True, False}
     now = {field for field, answer in answers.items() if not answer}
-    speculation = {"method", "policy", "num_speculative_tokens", "acceptance", "chained_drafts"}
+    speculation = {
+        "method",
+        "policy",
+        "num_speculative_tokens",
+        "draft_depth",
+        "acceptance",
+        "chained_drafts",
+    }
     pool = {"pinned", "aliases", "served_model_name"}
     assert now == sampling | speculation | pool
     assert all(answers[field] for field in ("model", "dtype", "draft", "memory_limit_gb", "suffix_pools"))

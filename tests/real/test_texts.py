@@ -36,8 +36,9 @@ def test_texts_with_drafts_are_the_plain_ones(
     llm: LLM, drafter: dict[str, str], params: SamplingParams, prompts: list[str]
 ) -> None:
     plain = [llm.generate(prompt, params, speculation={"method": "off"})[0].token_ids for prompt in prompts]
-    for method in (*METHODS, *drafter):
-        speculation = {"method": method, "policy": "fixed"}
+    tree = {"num_speculative_tokens": 7, "draft_depth": 3}
+    for method, shape in (*((one, {}) for one in (*METHODS, *drafter)), *((one, tree) for one in drafter)):
+        speculation = {"method": method, "policy": "fixed", **shape}
         alone = [llm.generate(prompt, params, speculation=speculation)[0] for prompt in prompts[:ALONE]]
         assert sum(out.speculation.drafted for out in alone if out.speculation) > 0, method
         together = llm.generate(prompts, params, speculation=speculation)

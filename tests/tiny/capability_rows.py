@@ -104,6 +104,7 @@ OWN: dict[str, Any] = {
     "acceptance": "matching",
     "num_speculative_tokens": 3,
     "chained_drafts": True,
+    "draft_depth": 2,
     "pool": "mine",
     "prediction": [9, 10, 11, 12],
     "prediction.text": "an apple",
@@ -216,6 +217,8 @@ def has_effect(engine: Engine, name: str, value: Any) -> bool:
             return engine.forget_pools(value) == 1
         case "chained_drafts":
             return any(isinstance(engine.proposers.find(one), Extending) for one in ("suffix", "ngram"))
+        case "draft_depth":
+            return bool(engine.proposers.branching(("draft_model", "eagle3")))
         case "num_speculative_tokens":
             named = resolved(engine, {"method": "suffix", name: value}).request
             return set(named.max_drafts.values()) == {value}

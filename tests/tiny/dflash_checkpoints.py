@@ -1,4 +1,4 @@
-"""Random small DFlash and DSpark drafters in the formats of five projects: tensor names and config keys.
+"""Random small DFlash, DFlash2 and DSpark drafters as five projects write them: tensor names and config keys.
 
 >>> write_dflash(folder, target.config, "speculators", seed=1, block_size=4, markov="gated")
 
@@ -46,6 +46,9 @@ class Drafter:
     rope_theta: float
     target_layers: int
     architecture: str  # of the target
+    group: int  # channels of a group of the convolutions; 0: it is no DFlash2 drafter
+    top_k: int  # candidates of the selector
+    scales: dict[str, float]  # by the names of the config
     eps: float = 1e-5
 
     def sees(self, layer: int, n: int, row: int, position: int) -> bool:
@@ -88,9 +91,13 @@ def make_drafter(
     qk_norm: bool = True,
     bias: bool = False,
     rope_theta: float = 10000.0,
+    group: int = 0,
+    conv_taps: int = 2,
+    top_k: int = 5,
+    scales: dict[str, float] | None = None,
 ) -> Drafter:
     """A random drafter for `target`, a config. `causal` overrides what the format's windows mean; a
-    confidence head reads "h" or "h and e".
+    confidence head reads "h" or "h and e". A `group` of channels makes it a DFlash2 drafter.
     """
     width, vocab, mine = target.hidden_size, target.vocab_size, hidden or target.hidden_size
     drafted, noise = draft_vocab or vocab, torch.Generator().manual_seed(seed)
@@ -144,6 +151,15 @@ def make_drafter(
     if confidence:
         matrix("confidence_head.proj", 1, mine + (rank if confidence == "h and e" else 0))
         offset("confidence_head.proj", 1)
+    if group:
+        for layer in range(layers):
+            for name in ("attention_conv", "mlp_conv"):
+                at = f"layers.{layer}.{name}"
+                tensors[f"{at}.base_kernel"] = torch.randn((2, conv_taps, mine), generator=noise)
+                matrix(f"{at}.kernel_projection", 2 * conv_taps * (mine // group), mine)
+        for name in ("predecessor", "successor"):
+            tensors[f"candidate_selector.{name}_codebook"] = torch.randn((vocab, rank), generator=noise)
+        matrix("candidate_selector.hidden_projection", rank, mine, std=0.5)
     wide = windows or (None,) * layers
     sliding = tuple(w is not None and format != "meta" for w in wide)
     return Drafter(
@@ -165,6 +181,9 @@ def make_drafter(
         rank=rank,
         rope_theta=rope_theta,
         target_layers=target.num_hidden_layers,
+        group=group,
+        top_k=top_k,
+        scales=scales or {},
         architecture=(getattr(target, "architectures", None) or ["LlamaForCausalLM"])[0],
     )
 
@@ -239,7 +258,27 @@ def heads(drafter: Drafter) -> dict[str, Any]:
     return {**found, "markov_head_type": drafter.markov} if drafter.markov else found
 
 
+def flash2(drafter: Drafter) -> dict[str, Any]:
+    taps = drafter.tensors["layers.0.mlp_conv.base_kernel"].shape[1]
+    sizes = {"conv_kernel_size": taps, "conv_group_size": drafter.group}
+    return {**sizes, "selector_rank": drafter.rank, "selector_top_k": drafter.top_k, **drafter.scales}
+
+
 def zlab(drafter: Drafter, variant: dict[str, Any]) -> dict[str, Any]:
+    if drafter.group:
+        return {
+            "architectures": ["DFlash2DraftModel"],
+            **qwen3(drafter),
+            "is_causal": False,
+            **flag(drafter, variant),
+            "num_target_layers": drafter.target_layers,
+            "dflash_config": {
+                "block_size": drafter.block_size,
+                "mask_token_id": MASK,
+                "target_layer_ids": list(drafter.taps),
+                **flash2(drafter),
+            },
+        }
     return {
         "architectures": ["DFlashDraftModel"],
         "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
@@ -292,7 +331,7 @@ def meta(drafter: Drafter, variant: dict[str, Any]) -> dict[str, Any]:
 
 
 def speculators(drafter: Drafter, variant: dict[str, Any]) -> dict[str, Any]:
-    algorithm = "dspark" if drafter.markov else "dflash"
+    algorithm = "dspark" if drafter.markov else "dflash2" if drafter.group else "dflash"
     drafts = drafter.block_size - (not drafter.from_anchor)
     method = {"proposal_type": "greedy", "speculative_tokens": drafts}
     windowed = any(drafter.windows)
@@ -314,6 +353,7 @@ def speculators(drafter: Drafter, variant: dict[str, Any]) -> dict[str, Any]:
         **({"sliding_window_non_causal": not any(drafter.causal)} if windowed else {}),
         **{name: value for name, value in flag(drafter, variant).items() if name != "is_causal"},
         **(heads(drafter) if drafter.markov else {}),
+        **(flash2(drafter) if drafter.group else {}),
     }
 
 

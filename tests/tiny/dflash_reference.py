@@ -1,4 +1,4 @@
-"""DFlash and DSpark as a reference formula: dense attention, no pages, no batch, one block at a time.
+"""DFlash, DFlash2 and DSpark by their formulas: dense attention, no pages, no batch, one block at a time.
 
 `drafter` is a `dflash_checkpoints.Drafter`. Keys of a layer are those of the target's states at positions 0
 to n - 1 and those of the block's own rows, in this order.
@@ -22,13 +22,46 @@ def reference_states(drafter: Drafter, anchor: int, taps: Tensor, rows: int, emb
     tensors, eps = drafter.tensors, drafter.eps
     context = rms(F.linear(taps, tensors["fc.weight"]), tensors["hidden_norm.weight"], eps)
     z = tensors.get("embed_tokens.weight", embed)[torch.tensor([anchor] + [MASK] * (rows - 1))]
+    z = z * drafter.scales.get("input_embedding_scale", 1.0)
     for layer in range(drafter.layers):
         at = f"layers.{layer}."
-        z = z + attend(drafter, layer, context, rms(z, tensors[f"{at}input_layernorm.weight"], eps))
+
+        def through_attention(x: Tensor, layer: int = layer) -> Tensor:
+            return attend(drafter, layer, context, x)
+
+        def through_mlp(x: Tensor, at: str = at) -> Tensor:
+            gate, up, down = (tensors[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+            return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+        x = rms(z, tensors[f"{at}input_layernorm.weight"], eps)
+        z = z + convolved(drafter, f"{at}attention_conv", x, through_attention)
         x = rms(z, tensors[f"{at}post_attention_layernorm.weight"], eps)
-        gate, up, down = (tensors[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
-        z = z + F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+        z = z + convolved(drafter, f"{at}mlp_conv", x, through_mlp)
     return rms(z, tensors["norm.weight"], eps)
+
+
+def convolved(drafter: Drafter, name: str, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+    """The sublayer of input x [rows, H], with DFlash2's convolutions before and after it."""
+    if not drafter.group:
+        return sublayer(x)
+    base, project = (
+        drafter.tensors[f"{name}.{part}"] for part in ("base_kernel", "kernel_projection.weight")
+    )
+    deltas = F.linear(x, project).tolist()
+    return convolve(drafter, 1, base, deltas, sublayer(convolve(drafter, 0, base, deltas, x)))
+
+
+def convolve(drafter: Drafter, side: int, base: Tensor, deltas: list[list[float]], x: Tensor) -> Tensor:
+    """y[i, c] = sum over taps t <= i of (base[side, t, c] + delta[i, side, t, c // group]) x[i - t, c]"""
+    taps, width, groups = base.shape[1], x.shape[1], x.shape[1] // drafter.group
+    kernel, rows, out = base[side].tolist(), x.tolist(), []
+    for i in range(len(rows)):
+        out.append([0.0] * width)
+        for c in range(width):
+            for t in range(min(taps, i + 1)):
+                delta = deltas[i][(side * taps + t) * groups + c // drafter.group]
+                out[i][c] += (kernel[t][c] + delta) * rows[i - t][c]
+    return torch.tensor(out)
 
 
 def attend(drafter: Drafter, layer: int, context: Tensor, s: Tensor) -> Tensor:
@@ -70,7 +103,9 @@ def reference_drafts(
     head, state = tensors.get("lm_head.weight", lm_head), torch.zeros(rank)
     drafts, logits, chances, before = [], [], [], anchor
     for h in states if drafter.from_anchor else states[1:]:
-        scores, e = head @ h, None
+        scores, e = head @ h * drafter.scales.get("output_multiplier", 1.0), None
+        if cap := drafter.scales.get("final_logit_softcapping"):
+            scores = cap * torch.tanh(scores / cap)
         if drafter.markov:
             e = tensors["markov_head.markov_w1.weight"][before]
             latent, state = markov_latent(drafter, e, h, state)
@@ -80,11 +115,24 @@ def reference_drafts(
             for j, offset in enumerate(tensors["d2t"].tolist()):
                 whole[j + offset] = scores[j]
             scores = whole
+        if drafter.group:
+            scores = selected(drafter, h, before, scores)
         before = choose(scores, drafts)
         drafts.append(before)
         logits.append(scores)
         chances.append(chance_of(drafter, h, e, float(scores.softmax(-1)[before])))
     return drafts, logits, chances
+
+
+def selected(drafter: Drafter, h: Tensor, before: int, scores: Tensor) -> Tensor:
+    """Of the likeliest tokens c alone: logits [V] with the sum over r of A[before, r] (P h)[r] B[c, r]."""
+    parts = ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
+    first, second, project = (drafter.tensors[f"candidate_selector.{part}"] for part in parts)
+    gate, found = (project @ h).tolist(), torch.full_like(scores, -math.inf)
+    for token in sorted(range(len(scores)), key=lambda c: -float(scores[c]))[: drafter.top_k]:
+        pair = sum(float(first[before, r]) * gate[r] * float(second[token, r]) for r in range(drafter.rank))
+        found[token] = scores[token] + pair
+    return found
 
 
 def markov_latent(drafter: Drafter, e: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

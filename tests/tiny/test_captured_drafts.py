@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from speculon.drafters.layers import rope_config
-from speculon.drafters.runner import CapturedDraft, trial_view, trials
+from speculon.drafters.runner import SEEN, CapturedDraft, trial_view, trials
 from speculon.engine.engine import Engine
 from speculon.target import captured as capturing
 from speculon.target.captured import of_buckets
@@ -33,6 +33,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "window": {"windows": (5, None)},
     "another width": {"hidden": 48, "heads": 6, "kv_heads": 3},
     "spark": SPARK,
+    "convolutions": {"group": 8},
 }
 
 
@@ -81,6 +82,20 @@ def test_captured_blocks_are_those_of_the_formula(variant: str, recorder: None, 
     assert not wrong_blocks(watch, drafter_of(**BLOCKS[variant]), whole("greedy"))
 
 
+def numbers_of_one_block(self: CapturedDraft, rows: int) -> Any:
+    """Captured pieces whose convolutions read another sequence's rows."""
+    ids, positions, numbers = (kept[:rows] for kept in self.inputs)
+    return self.network.begin(ids, positions, torch.arange(rows, out=numbers.new_empty(rows)))
+
+
+def test_a_captured_convolution_across_sequences_is_found(
+    recorder: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CapturedDraft, "start", numbers_of_one_block)
+    engine = engine_with("dflash", tmp_path, group=8)
+    assert "not captured: it computes something else" in why_not(engine, "dflash")
+
+
 METHODS = ("eagle3", "dflash")
 
 
@@ -93,7 +108,8 @@ def arguments(engine: Engine, method: str, rows: int) -> tuple[Any, ...]:
             view = trial_view(store, lengths, written=method == "eagle3")
             width = len(drafter.runner.run.x[0])
             states = [torch.linspace(-1, 1, rows * width).view(rows, width)] * (method == "eagle3")
-            return ids, *states, positions, view
+            numbers = [positions - SEEN] * (method == "dflash")
+            return ids, *states, positions, *numbers, view
     raise AssertionError(f"no trial of {rows} rows")
 
 
@@ -118,10 +134,10 @@ def test_a_call_holds_its_own_results_and_reads_its_own_rows(
 def test_a_call_of_many_rows_runs_the_network(recorder: None, tmp_path: Path) -> None:
     engine = engine_with("dflash", tmp_path)
     captured = captured_of(engine, "dflash")
-    ids, positions, view = arguments(engine, "dflash", BUCKETS[-1])
+    *inputs, view = arguments(engine, "dflash", BUCKETS[-1])
     span = view.spans[-1]
     span.last += 1
-    more = (torch.cat([part, part[-1:]]) for part in (ids, positions))
+    more = (torch.cat([part, part[-1:]]) for part in inputs)
     captured.pieces = {}
     with torch.inference_mode():
         assert len(captured(*more, view)) == BUCKETS[-1] + 1
@@ -132,8 +148,10 @@ def short(rows: int) -> int:
 
 
 def without_positions(self: CapturedDraft, rows: int) -> Any:
-    *inputs, positions = self.inputs
-    return self.network.begin(*(kept[:rows] for kept in inputs), torch.zeros_like(positions[:rows]))
+    inputs = [kept[:rows] for kept in self.inputs]
+    at = 2 if self.network.reads_states else 1
+    inputs[at] = torch.zeros_like(inputs[at])
+    return self.network.begin(*inputs)
 
 
 def unfinished(self: CapturedDraft, x: torch.Tensor) -> torch.Tensor:
@@ -176,15 +194,15 @@ def test_what_cannot_be_captured_runs_as_it_is(
     assert why_not(engine_with(method, tmp_path, compile=False), method).endswith("layers, one loop")
 
 
-@pytest.mark.parametrize(("method", "more"), [("eagle3", 3), ("dflash", 0)])
-def test_buffers_are_counted(method: str, more: int, recorder: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("method", "more", "numbers"), [("eagle3", 3, 2), ("dflash", 0, 3)])
+def test_buffers_are_counted(method: str, more: int, numbers: int, recorder: None, tmp_path: Path) -> None:
     engine = engine_with(method, tmp_path)
     captured, drafter = captured_of(engine, method), engine.proposers.find(method)
     assert drafter is not None
     kept = (captured.first, captured.x, captured.heads, captured.attended, *captured.tables)
     buffers = {tensor.data_ptr(): tensor.nbytes for tensor in (*kept, *captured.inputs)}
     sizes = rope_config(drafter.config if method == "dflash" else drafter.head_config)  # type: ignore[attr-defined]
-    counted = CaptureSizes.of_drafter(sizes, len(captured.blocks), more)
+    counted = CaptureSizes.of_drafter(sizes, len(captured.blocks), more, numbers)
     assert counted.static_bytes(torch.float32) == sum(buffers.values())
     took = counted.num_bytes(torch.float32)
     graphs = sum(map(len, captured.pieces.values())) * GRAPH

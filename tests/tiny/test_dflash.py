@@ -52,6 +52,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "reduced vocabulary": {"format": "speculators", "draft_vocab": 40, "markov": "gated"},
     "confidence": {"format": "deepspec", "confidence": "h"},
     "confidence with Markov": {"format": "specforge", "markov": "vanilla", "confidence": "h and e"},
+    "convolutions and a selector": {"group": 8},
 }
 
 
@@ -366,7 +367,7 @@ def masks_at_the_anchor(patch: pytest.MonkeyPatch) -> None:
     """Each block is a position late."""
     network = dflash.DFlashNetwork
     forward = network.forward
-    patch.setattr(network, "forward", lambda self, ids, at, view: forward(self, ids, at + 1, view))
+    patch.setattr(network, "forward", lambda self, ids, at, *more: forward(self, ids, at + 1, *more))
 
 
 def unnormed_context(patch: pytest.MonkeyPatch) -> None:

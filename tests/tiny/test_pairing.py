@@ -51,7 +51,7 @@ def household(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file["model"]["vocab"][names[5]], file["model"]["vocab"][names[6]] = 6, 5
     (other / "tokenizer.json").write_text(json.dumps(file))
     shutil.copytree(target, home / "twin", ignore=shutil.ignore_patterns("eagle"))
-    write_eagle3(home / "dflash2", facts, "specforge", config={"architectures": ["DFlash2DraftModel"]})
+    write_eagle3(home / "beam", facts, "specforge", config={"architectures": ["DFlash2BeamDraftModel"]})
     (home / "empty").mkdir()
     assert draft.is_dir()
     return home
@@ -70,7 +70,7 @@ def test_drafters_are_found_and_every_folder_is_logged(household: Path) -> None:
         "damaged": "no d2t says which",
         "other": "another tokenizer: 100% of the tokens of a sample text and 100% of the vocabulary have a ",
         "twin": "the target has",
-        "dflash2": "DFlash2 (drafts a block of tokens in one pass) is recognised, but not supported",
+        "beam": "DFlash2 with a beam (its selector keeps several paths) is recognised, but not supported",
     }.items():
         assert why in lines[name] and "left out" in lines[name], name
     assert len(lines) == 9
@@ -114,8 +114,8 @@ def test_a_path_without_method_is_recognised(household: Path) -> None:
     assert drafts_of(target, None) is None
     assert drafts_of(Path("demo"), None) == {"draft_model": "demo-draft"}
     assert drafts_of(target, str(household / "nowhere")) == str(household / "nowhere")
-    with pytest.raises(UnsupportedModel, match="dflash2: DFlash2"):
-        drafts_of(target, str(household / "dflash2"))
+    with pytest.raises(UnsupportedModel, match="beam: DFlash2 with a beam"):
+        drafts_of(target, str(household / "beam"))
 
 
 def test_the_models_of_the_tests_find_each_other() -> None:
@@ -202,10 +202,10 @@ def test_inspect_says_whether_a_drafter_fits(household: Path, tmp_path: Path) ->
 
 
 def test_inspect_names_what_is_not_supported(household: Path) -> None:
-    done = inspect(household / "dflash2", "--json")
+    done = inspect(household / "beam", "--json")
     facts = json.loads(done.stdout)
     assert (done.exit_code, facts["method"], facts["error"]["type"]) == (2, None, "UnsupportedModel")
-    assert "DFlash2" in inspect(household / "dflash2").stdout
+    assert "DFlash2" in inspect(household / "beam").stdout
 
 
 def test_a_block_drafter_is_found_inspected_and_used(household: Path, tmp_path: Path) -> None:

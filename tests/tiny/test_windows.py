@@ -15,7 +15,8 @@ import torch
 from speculon import SamplingParams
 from speculon.core.config import MAX_DRAFTS
 from speculon.core.errors import NeverFits
-from speculon.core.types import LayerSpec, Needs, Padding, joint_reach
+from speculon.core.reach import joint_reach
+from speculon.core.types import LayerSpec, Needs, Padding
 from speculon.decoding.kv.store import SpanView, tail_of
 from speculon.engine.decoder import SpeculativeDecoder
 from speculon.engine.engine import Engine

@@ -59,7 +59,16 @@ SECTION_OF_FIELD: Mapping[str, str] = {
     "model": COMMON,
     "generation_config": "Sampling",
     **dict.fromkeys(
-        ("draft", "method", "policy", "num_speculative_tokens", "acceptance", "chained_drafts"), SPECULATION
+        (
+            "draft",
+            "method",
+            "policy",
+            "num_speculative_tokens",
+            "draft_depth",
+            "acceptance",
+            "chained_drafts",
+        ),
+        SPECULATION,
     ),
     **dict.fromkeys(("memory_policy", "memory_limit_gb", "additional_memory_gb"), "Memory and speed"),
     **dict.fromkeys(("events", "events_limit_mb", "state", "allow_pickle", "trust_remote_code"), "Files"),

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from speculon.core.config import MAX_DRAFTS, Acceptance, SamplingParams
+from speculon.core.config import Acceptance, SamplingParams
 from speculon.core.errors import SpeculonError
+from speculon.core.tree import ROOT, Parents, branches, depths, descend, or_chain, path, preorder
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -95,7 +96,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Draft tokens of one sequence for one round, one after the other.
+    """Draft tokens of one sequence for one round: one after the other, or a tree (`core.tree`).
 
     `match` and `stop` describe the proposal: cutting and chaining keep them, unless the cut gives a new stop.
     """
@@ -108,12 +109,59 @@ class Draft:
     match: int = field(default=0, compare=False)
     # why the proposal ends here; None where its drafter does not say
     stop: Stop | None = field(default=None, compare=False)
+    parents: Parents | None = None  # of a tree, which has no q; None: a chain
 
     def __post_init__(self) -> None:
         assert len(self.sources) == len(self.tokens), (self.tokens, self.sources)
+        assert self.parents is None or (len(self.parents) == len(self.tokens) and self.probs is None)
+
+    @property
+    def depths(self) -> Seq[int]:
+        """Drafts before each one, in a row."""
+        return range(len(self.tokens)) if self.parents is None else depths(self.parents)
+
+    @property
+    def prefixes(self) -> list[tuple[int, ...]]:
+        """The drafts before each of the K + 1 rows that judge them: the last token's, then each draft's."""
+        if self.parents is None:
+            return [self.tokens[:i] for i in range(len(self.tokens) + 1)]
+        paths = (path(self.parents, node) for node in range(len(self.tokens)))
+        return [(), *(tuple(self.tokens[node] for node in nodes) for nodes in paths)]
+
+    def accepted(self, samples: Seq[int]) -> Seq[int]:
+        """The drafts that equal the target's own sample after what is before them; `samples[i + 1]` is that
+        after draft i.
+        """
+        if self.parents is not None:
+            return descend(self.parents, self.tokens, samples)
+        return range(shared_length(self.tokens, samples))
+
+    def in_order(self, nodes: Seq[int]) -> Draft:
+        """A tree with its nodes in this order: parents first."""
+        assert self.parents is not None
+        at = {node: place for place, node in enumerate(nodes)} | {ROOT: ROOT}
+        return replace(
+            self,
+            tokens=tuple(self.tokens[node] for node in nodes),
+            sources=tuple(self.sources[node] for node in nodes),
+            confidence=self.confidence and tuple(self.confidence[node] for node in nodes),
+            parents=tuple(at[self.parents[node]] for node in nodes),
+        )
+
+    def in_preorder(self) -> Draft:
+        """As it is laid out in a forward; a chain stays as it is."""
+        return self if self.parents is None else self.in_order(preorder(self.parents))
+
+    def first_branch(self) -> Draft:
+        """The chain of the first child of each node."""
+        if self.parents is None:
+            return self
+        ahead = self.in_preorder()
+        assert ahead.parents is not None
+        return ahead.cut(branches(ahead.parents)[0][2])
 
     def cut(self, k: int, stop: Stop | None = None) -> Draft:
-        """The first `k` drafts; `stop` where that changes why the proposal ends."""
+        """The first `k` drafts, of a tree too; `stop` where that changes why the proposal ends."""
         if k >= len(self.tokens):
             return self
         stop = stop or self.stop
@@ -127,6 +175,7 @@ class Draft:
             self.confidence and self.confidence[:k],
             self.match,
             stop,
+            self.parents and or_chain(self.parents[:k]),
         )
 
     def unchained(self, methods: tuple[str, ...]) -> int:
@@ -196,6 +245,7 @@ class Verdict:
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token
     finish: Finish | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the prompt tokens after this span's rows
+    path: tuple[int, ...] | None = None  # of a tree: its accepted drafts; None: the first ones
 
     @property
     def generated(self) -> int:
@@ -222,10 +272,11 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A method, and K: the most tokens it is to draft."""
+    """A method, and K: the most tokens it is to draft, as a tree at most `depth` deep (0: as a chain)."""
 
     method: str
     k: int
+    depth: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,30 +437,3 @@ def shared_length(a: Seq[int], b: Seq[int]) -> int:
     """How many tokens the two have in common at their beginning."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
-
-
-def joint_reach(target: Iterable[LayerSpec], drafters: Iterable[Needs] = ()) -> int | None:
-    """Positions before the committed ones that a row of target or drafters may read; None: all, or no layer
-    is in pages, which then only count tokens.
-
-    A drafter reads the accepted drafts of a round in the next one; a recurrent one may begin again.
-    """
-    behind = [(layer.reach, 0) for layer in target]
-    for needs in drafters:
-        if needs.states:
-            return None
-        behind += [(layer.reach, MAX_DRAFTS) for layer in needs.layers]
-    longest = 0
-    for reach, lag in behind:
-        if reach is None:
-            return None
-        longest = max(longest, reach + lag)
-    return longest or None
-
-
-def max_pages(length: int, rows: int, reach: int | None, block_size: int) -> int:
-    """The most pages that a sequence holds at once while it grows to `length` tokens, `rows` at most in a
-    step, of which each reads `reach` positions before it (None: all).
-    """
-    pages = ceil_div(length, block_size)
-    return pages if reach is None else min(pages, ceil_div(reach + rows - 1, block_size) + 1)

@@ -38,7 +38,7 @@ class Batch:
             span.row, span.score = row, range(scored, scored + span.rows - first)
             ids.extend(span.seq.tokens[span.start : span.start + span.length])
             ids.extend(span.draft.tokens)
-            positions.extend(range(span.start, span.end))
+            positions.extend(span.positions)
             score_rows.extend(range(row + first, row + span.rows))
             if span.start < span.seq.request.prompt_len:
                 prompts.append((row, row + min(span.rows, span.seq.request.prompt_len - span.start)))

@@ -100,6 +100,18 @@ def pick(weights: Tensor, rows: list[Row], draw: Draw | None = None) -> list[int
     return tokens.tolist()
 
 
+def perturbed(weights: Tensor, rows: list[Row]) -> Tensor:  # [R, V]
+    """What `pick` takes the largest of: the weights of greedy rows; log (p / E) of the others, plus a number.
+
+    The noise E of a row is the one with which the target's sample is drawn there (Gumbel-max).
+    """
+    drawn = [i for i, row in enumerate(rows) if not row.rules.greedy]
+    if not drawn:
+        return weights
+    noise = row_noise([rows[i] for i in drawn], weights.shape[-1], weights.device)
+    return weights.index_put((torch.tensor(drawn, device=weights.device),), weights[drawn] - noise.log())
+
+
 def best(weights: Tensor) -> Tensor:
     """Where each row is largest, [R]: the first of equals."""
     # numpy's argmax is vectorised, which pays beyond a short row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -98,6 +99,8 @@ class Request:
     from_request: tuple[str, ...] = ()  # of the methods, those that draft from what came with the request
     off: Reason | None = None  # why its method does not draft; None where it does
     policy: str = "fixed"
+    branching: frozenset[str] = frozenset()  # of the methods, those that can draft trees
+    depth: int | None = None  # most drafts in a row where it does; 0: chains; None: as its policy decides
     chained: bool | None = None  # whether lookups continue a draft at its end; None: as its policy decides
     acceptance: Rule = "matching"  # of drafts that carry q
     shape: PromptShape = PromptShape()
@@ -123,8 +126,8 @@ class Sequence:
     stats: RequestStats
     sample: int = 0  # which of the request's n samples
     failed: bool = False  # whether a proposer raised an error for it: it goes on plainly
-    # continuations that must match before a lookup's drafts are verified, by its policy
-    cold_matches: int = 0
+    # continuations that must match before a lookup's drafts are verified; None until its policy has set it
+    cold_matches: int | None = None
     grammar: Matcher | None = None  # has consumed the output so far, always
     answer: AnswerStart | None = None  # by its request's ending, once it was needed
     committed: int = 0
@@ -144,6 +147,11 @@ class Sequence:
     def methods(self) -> tuple[str, ...]:
         """All that may draft for it, in the order they are asked."""
         return () if self.failed else tuple(self.request.max_drafts)
+
+    @property
+    def branching(self) -> frozenset[str]:
+        """Of its methods, those that may draft trees: these have no q, and a grammar is read along chains."""
+        return frozenset() if self.grammar or self.request.needs_q else self.request.branching
 
     @property
     def off(self) -> Reason | None:
@@ -195,6 +203,7 @@ class Span:
     decision: Decision = UNDECIDED
     reserved: int = MAX_DRAFTS  # drafts for which the lease has pages, and the memory estimate rows
     k: int = 0  # the most drafts of the proposal that is made
+    depth: int = 0  # the most of them in a row where it may be a tree; 0: it is a chain
     # (method, k, its draft), in the order they were made, empty ones too
     proposals: list[tuple[str, int, Draft]] = field(default_factory=list)
     reason: Reason | None = None  # why nothing is verified; of no meaning with a draft
@@ -227,8 +236,16 @@ class Span:
         return self.length + len(self.draft.tokens)
 
     @property
+    def positions(self) -> Seq[int]:
+        """Of its rows; drafts of a tree that exclude each other share one."""
+        first = self.start + self.length
+        if self.draft.parents is None:
+            return range(self.start, self.end)
+        return [*range(self.start, first), *(first + depth for depth in self.draft.depths)]
+
+    @property
     def end(self) -> int:
-        """Positions occupied once this span has run."""
+        """The place after its last row in pages; of a chain that is its position, too."""
         return self.start + self.rows
 
     @property

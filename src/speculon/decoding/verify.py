@@ -1,7 +1,8 @@
 """Which drafts are accepted, and where a sequence ends.
 
 Matching: every row is sampled from the target with its own keyed noise, and a draft is accepted while it
-equals that sample. Each emitted token is therefore the target's own, whatever was drafted.
+equals that sample. Each emitted token is therefore the target's own, whatever was drafted. Of a tree, the
+path from the root is accepted along which each draft equals the sample after its parent.
 Rejection, for drafts that carry q: d stands with probability min(1, p(d) / q(d)), else a token of the
 residual max(0, p - q) takes its place (Leviathan et al. 2023; Chen et al. 2023). The distribution is the
 target's; the text also depends on what was drafted.
@@ -13,6 +14,7 @@ law: tests/stat/test_verify.py::test_output_distribution_is_the_targets
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from math import isfinite
@@ -23,7 +25,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from speculon.core.errors import InvalidParameter
-from speculon.core.types import Finish, SpanOutcome, Verdict
+from speculon.core.types import Draft, Finish, SpanOutcome, Verdict
 from speculon.decoding.batch import Batch
 from speculon.decoding.sampling import (
     COIN,
@@ -43,7 +45,7 @@ from speculon.decoding.sequence import Ending, Sequence, Span
 from speculon.decoding.text.grammar import forbid
 
 Coin = Callable[[Tensor, Tensor, list[Row]], Tensor]  # p [N] and q [N] of drafted tokens -> which stand [N]
-Outcomes = list[tuple[tuple[int, ...], int]]  # of each span its tokens, and how many of them are drafts
+Outcomes = list[tuple[tuple[int, ...], Seq[int]]]  # of each span its tokens, and which drafts are accepted
 
 
 def verify(batch: Batch, logits: Tensor, draw: Draw | None = None, coin: Coin | None = None) -> None:
@@ -85,12 +87,9 @@ def match(spans: list[Span], logits: Tensor, draw: Draw | None = None) -> Outcom
         tokens = iter(sample(*scored_rows(spans, logits), draw))
     outcomes: Outcomes = []
     for span in spans:
-        draft = span.draft.tokens
-        target = tuple(islice(tokens, len(draft) + 1))
-        accepted = 0
-        while accepted < len(draft) and draft[accepted] == target[accepted]:
-            accepted += 1
-        outcomes.append((target[: accepted + 1], accepted))
+        samples = tuple(islice(tokens, len(span.draft.tokens) + 1))
+        accepted = span.draft.accepted(samples)
+        outcomes.append(((samples[0], *(samples[node + 1] for node in accepted)), accepted))
     return outcomes
 
 
@@ -141,7 +140,7 @@ class Drafted:
         ]
         drawn = pick(weights.log(), ends, draw)
         return [
-            ((*span.draft.tokens[:a], token), a)
+            ((*span.draft.tokens[:a], token), range(a))
             for span, a, token in zip(self.spans, accepted, drawn, strict=True)
         ]
 
@@ -226,11 +225,7 @@ WITH_Q: dict[str, Callable[[list[Span], Tensor, Draw | None, Coin | None], Outco
 
 def scored_rows(spans: list[Span], logits: Tensor) -> tuple[Tensor, list[Row]]:
     """The scored rows of [last token, d_1..d_K] of each span, end to end: their logits and their prefixes."""
-    rows = [
-        Row(s.seq, s.seq.request.rules, s.draft.tokens[:i])
-        for s in spans
-        for i in range(len(s.draft.tokens) + 1)
-    ]
+    rows = [Row(span.seq, span.seq.request.rules, prefix) for span in spans for prefix in span.draft.prefixes]
     bound = [(s.seq.grammar, s.draft.tokens) for s in spans if s.seq.grammar is not None]
     if bound:
         bans = iter(forbid(bound, logits.device))  # [V] for each of their rows
@@ -244,20 +239,24 @@ def scored_logits(spans: list[Span], logits: Tensor) -> Tensor:
     return logits[[i for span in spans for i in span.score[-(len(span.draft.tokens) + 1) :]]]
 
 
-def judge(span: Span, tokens: tuple[int, ...], accepted: int, logits: Tensor) -> Verdict:
+def judge(span: Span, tokens: tuple[int, ...], accepted: Seq[int], logits: Tensor) -> Verdict:
     """The outcome of a span as its verdict, with the raw log-probabilities where they were asked for."""
-    k, top = len(span.draft.tokens), span.seq.request.params.logprobs
+    draft, top = span.draft, span.seq.request.params.logprobs
     logprobs = None
     if top is not None:
-        first = span.score[-(k + 1)]
-        logprobs = token_logprobs(logits[first : first + len(tokens)], list(tokens), top)
-    return Verdict(tokens, accepted, span_outcome(accepted, k), logprobs)
+        first = span.score[-(len(draft.tokens) + 1)]
+        rows = [first, *(first + 1 + node for node in accepted)]
+        logprobs = token_logprobs(logits[rows], list(tokens), top)
+    path = None if draft.parents is None else tuple(accepted)
+    return Verdict(tokens, len(accepted), span_outcome(len(accepted), draft), logprobs, path=path)
 
 
-def span_outcome(accepted: int, k: int) -> SpanOutcome | None:
-    if k == 0:
+def span_outcome(accepted: int, draft: Draft) -> SpanOutcome | None:
+    """How a span ended; of a tree, as if the longest path were its draft."""
+    if not draft.tokens:
         return None
-    return SpanOutcome.FULL if accepted == k else SpanOutcome.TAIL if accepted == k - 1 else SpanOutcome.EARLY
+    left = 1 + max(draft.depths) - accepted
+    return SpanOutcome.EARLY if left > 1 else SpanOutcome.TAIL if left else SpanOutcome.FULL
 
 
 def with_prompt_logprobs(span: Span, logits: Tensor) -> Verdict:

@@ -17,7 +17,7 @@ from speculon.loading.gguf import is_gguf
 from speculon.loading.headers import Checkpoint, read_checkpoint
 
 EAGLE3, DFLASH, DRAFT_MODEL, PARD = "eagle3", "dflash", "draft_model", "pard"
-SPECULATORS_TYPES = (EAGLE3, DFLASH, "dspark")
+SPECULATORS_TYPES = (EAGLE3, DFLASH, "dflash2", "dspark")
 MASK_TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")  # names of the token that PARD masks with
 # what a config or header with values of unexpected types raises
 WRONG_TYPES = (TypeError, ValueError, LookupError, AttributeError, OverflowError)
@@ -149,7 +149,7 @@ UNSUPPORTED = (
         "an EAGLE-3 head that drafts all tokens in one pass",
         any_of(named("peagle"), has_tensor("mask_hidden")),
     ),
-    UnsupportedFamily("DFlash2", "drafts a block of tokens in one pass", named("dflash2")),
+    UnsupportedFamily("DFlash2 with a beam", "its selector keeps several paths", named("dflash2beam")),
     UnsupportedFamily(
         "Domino",
         "a DFlash drafter with a recurrent head",

@@ -34,10 +34,11 @@ def estimate_needs(
     scored: int,
     compile: bool,
     more: int = 0,
+    numbers: int = 2,
 ) -> Needs:
     """The needs of a network that is not loaded; T = `rows` and R = `scored` in its largest forward.
 
-    For `more` see `CaptureSizes.of_drafter`.
+    For `more` and `numbers` see `CaptureSizes.of_drafter`.
     """
     dtype, device, width = target.dtype, target.device, config.taps * config.target_hidden
     layers = [LayerSpec("taps", 1, width, 0, dtype)]
@@ -48,7 +49,7 @@ def estimate_needs(
     sizes, fixed = rope_config(config), weight_bytes(config, dtype)
     sizes.vocab_size = target.vocab_size  # its logits cover the target's vocabulary
     if compile and device.type in RECORDERS:
-        fixed += CaptureSizes.of_drafter(sizes, config.layers, more).num_bytes(dtype)
+        fixed += CaptureSizes.of_drafter(sizes, config.layers, more, numbers).num_bytes(dtype)
     return Needs(
         taps=taps,
         layers=tuple(layers),
@@ -122,9 +123,9 @@ def captured_draft(network: Network, layers: tuple[LayerSpec, ...], target: Targ
 
 
 def trial_inputs(network: Network, ids: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-    """What a network reads at ids and positions [T]; random states where it reads such."""
+    """What a network reads at ids and positions [T]: random states, or each row's number in its block."""
     if not network.reads_states:
-        return ids, positions
+        return ids, positions, positions - SEEN
     states = torch.randn(len(ids), network.config.hidden).to(network.norm.weight)
     return ids, states, positions
 

@@ -89,9 +89,7 @@ class Admission:
             max_pages=self._pool.max_pages(self._max_context, self._rows),
             written=written,
         )
-        for name in NEED_TOKENIZER if self._tokenizer is None else ():
-            if value := getattr(params, name):
-                raise InvalidParameter(name, value, NO_TOKENIZER).about(f"parameters.{name}")
+        self._check_tokenizer(params)
         if not isinstance(speculation, RequestSpeculation):
             speculation = RequestSpeculation(**(speculation or {}))
         config = speculation.defaults or self._config
@@ -101,7 +99,7 @@ class Admission:
         sources = dict(zip(self.from_request, (grammar, prediction), strict=True))
         max_drafts, from_request, off = self._methods(speculation, own, sources)
         rules, ending = self._sampling(params, prompt)
-        chained = speculation.chained_drafts
+        chained, depth = speculation.chained_drafts, speculation.draft_depth
         request = Request(
             id=request_id,
             prompt_len=len(prompt),
@@ -117,6 +115,8 @@ class Admission:
             off=off,
             policy=speculation.policy or config.policy,
             chained=config.chained_drafts if chained is None else chained,
+            branching=self._proposers.branching(max_drafts),
+            depth=config.draft_depth if depth is None else depth,
             acceptance=acceptance_rule(speculation.acceptance or config.acceptance, params),
             shape=self._shape(prompt, params, off),
             prediction=prediction,
@@ -129,6 +129,11 @@ class Admission:
             Sequence(next(ids), request, list(tokens), RequestStats(), n, grammar=grammar and grammar.fork())
             for n in range(params.n)
         ]
+
+    def _check_tokenizer(self, params: SamplingParams) -> None:
+        for name in NEED_TOKENIZER if self._tokenizer is None else ():
+            if value := getattr(params, name):
+                raise InvalidParameter(name, value, NO_TOKENIZER).about(f"parameters.{name}")
 
     def _methods(
         self,

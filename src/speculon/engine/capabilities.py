@@ -267,6 +267,10 @@ def own_drafts(engine: EngineParts) -> Rows:
     lookups = [name for name in built if isinstance(engine.proposers.find(name), Extending)]
     why = f"drafts are continued by {', '.join(lookups)}" if lookups else "no lookup can continue a draft"
     yield "parameters.chained_drafts", row("on" if lookups else "off", why)
+    branching = sorted(engine.proposers.branching(built))
+    why = f"{', '.join(branching)}, where drafts are judged by matching and no grammar binds the request"
+    why = why if branching else "no method drafts trees here; over recurrent layers none does"
+    yield "parameters.draft_depth", row("on" if branching else "off", why)
 
 
 def prediction(engine: EngineParts, value: Any) -> Capability:

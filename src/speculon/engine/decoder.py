@@ -295,14 +295,14 @@ class SpeculativeDecoder:
     # accounts
 
     @property
-    def stats(self) -> SpeculationStats | None:
-        """The account of all steps and texts since the last reset; None where no round ran or was watched."""
-        return self._stats.speculation()
+    def stats(self) -> SpeculationStats:
+        """The account of all steps and texts since the last reset; zeros before the first round."""
+        return self._stats.account()
 
     @property
     def acceptance_rate(self) -> float:
         """Accepted / drafted; 0.0 before any draft."""
-        return self.stats.acceptance_rate if self.stats else 0.0
+        return self.stats.acceptance_rate
 
     @property
     def tokens_per_target_call(self) -> float:
@@ -317,7 +317,7 @@ class SpeculativeDecoder:
         It takes drafting for free, a call over K + 1 rows for as cheap as one over a single row, and leaves
         out the calls that had no draft. `speedup_estimate` is below it by what these cost.
         """
-        return 1.0 + (self.stats.mean_accepted_per_round if self.stats else 0.0)
+        return 1.0 + self.stats.mean_accepted_per_round
 
     @property
     def speedup_estimate(self) -> float:

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from speculon.core.config import EngineConfig, SamplingParams
+from speculon.core.reach import joint_reach
 from speculon.core.telemetry import MonitorCounts, RequestStats
-from speculon.core.types import Finish, Reason, TokenLogprobs, joint_reach
+from speculon.core.types import Finish, Reason, TokenLogprobs
 from speculon.decoding.batch import Batch
 from speculon.decoding.kv.blocks import BlockPool
 from speculon.decoding.kv.lease import Lease, Leases

@@ -121,6 +121,9 @@ class Speculation(Body):
     chained_drafts: bool | None = Field(
         None, description="whether lookups continue the draft of another method"
     )
+    draft_depth: Annotated[int, Field(ge=0, le=MAX_DRAFTS), AS_WHOLE] | None = Field(
+        None, description="most drafts in a row: others branch off, as a tree; 0: chains"
+    )
     policy: str | None = Field(
         None, description="decides how much is drafted: `goodput`, `fixed`, `adaptive`, `solo`, `shadow`"
     )

@@ -47,7 +47,7 @@ class Drafting:
                 if (ask := next(waiting[span], None)) is None:
                     del waiting[span]
                     continue
-                span.k = min(ask.k, span.max_drafts(ask.method))
+                span.k, span.depth = min(ask.k, span.max_drafts(ask.method)), ask.depth
                 groups.setdefault(ask.method, []).append(span)
             for method, group in groups.items():
                 if not lookups:
@@ -80,7 +80,7 @@ class Drafting:
         draft, unused = span.draft, span.decision.unused
         if draft.tokens:
             verified = self.policy.trim(method, span)
-            span.draft = span.draft.cut(verified)
+            span.draft = span.draft.cut(verified).in_preorder()
         if span.draft.tokens:
             return
         if draft.tokens:

@@ -41,25 +41,25 @@ class CaptureSizes:
     head_dim: int
     layers: int
     vocab: int = 0  # V of a target; a drafter's logits are not captured
+    numbers: int = 2  # integers of a row
 
     @classmethod
     def of_target(cls, config: Any, layers: tuple[LayerSpec, ...]) -> CaptureSizes:
         heads, spec = config.num_attention_heads, layers[0]
         inner, vocab = inner_size(config), config.vocab_size
-        return cls(config.hidden_size, inner, heads, spec.heads, spec.k_dim, len(layers), vocab)
+        return cls(config.hidden_size, inner, heads, spec.heads, spec.k_dim, len(layers), vocab, 3)
 
     @classmethod
-    def of_drafter(cls, config: Any, layers: int, more: int = 0) -> CaptureSizes:
-        """`more` is the width of what buffers hold besides a state, in states."""
+    def of_drafter(cls, config: Any, layers: int, more: int = 0, numbers: int = 2) -> CaptureSizes:
+        """`more` is the width of what buffers hold besides a state, in states; `numbers` are the integers."""
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         hidden = (1 + more) * config.hidden_size
-        return cls(hidden, config.intermediate_size, heads, kv_heads, config.head_dim, layers)
+        return cls(hidden, config.intermediate_size, heads, kv_heads, config.head_dim, layers, 0, numbers)
 
     def static_bytes(self, dtype: torch.dtype) -> int:
-        """Ids, positions, scored rows, states, logits, rotary tables, heads, attention outputs."""
-        numbers = 3 if self.vocab else 2
+        """Ids, positions and other integers, states, logits, rotary tables, heads, attention outputs."""
         row = self.hidden + self.vocab + 2 * (1 + self.heads + self.kv_heads) * self.head_dim
-        return BUCKETS[-1] * (numbers * torch.long.itemsize + row * dtype.itemsize)
+        return BUCKETS[-1] * (self.numbers * torch.long.itemsize + row * dtype.itemsize)
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """The buffers, the shared intermediate results of the largest piece, and the graphs."""

@@ -115,6 +115,13 @@ class SpeculationConfig(Checked):
         description="K, most drafts of a round; 0: no speculation; None: 16 under goodput, adaptive_max "
         "under adaptive, 4 under others",
     )
+    draft_depth: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_DRAFTS,
+        description="most drafts in a row: others of K branch off, as a tree; 0: chains; None: under policy "
+        "goodput, where that saves time",
+    )
     acceptance: Acceptance = Field(
         "auto",
         description="test of sampled drafts: matching | rejection | block | auto (block without a seed)",
@@ -227,6 +234,7 @@ class RequestSpeculation(Checked):
     policy: PolicyName | None = None
     acceptance: Acceptance | None = None
     chained_drafts: bool | None = None
+    draft_depth: int | None = Field(None, ge=0, le=MAX_DRAFTS)
     prediction: str | tuple[int, ...] | None = Field(
         None, description="the expected text, as text or token ids: drafts are read from it"
     )

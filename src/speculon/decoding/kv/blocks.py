@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from speculon.core.types import ceil_div, max_pages
+from speculon.core.reach import max_pages
+from speculon.core.types import ceil_div
 from speculon.decoding.kv.draft_slots import DraftSlots
 from speculon.decoding.kv.slots import StateSlots
 from speculon.decoding.sequence import GONE, Sequence

@@ -62,6 +62,7 @@ class Lease:
         self._commit_states(ends)
         for span, end in zip(self._spans, ends, strict=True):
             seq = span.seq
+            self._commit_path(span)
             assert span.verdict.accepted <= len(span.draft.tokens)
             seq.committed = end
             seq.tokens.extend(span.verdict.tokens)
@@ -69,6 +70,22 @@ class Lease:
                 seq.prompt_scored, min(span.start + span.length, seq.request.prompt_len - 1)
             )
             self._pool.seal(seq)
+
+    def _commit_path(self, span: Span) -> None:
+        """Moves what the accepted drafts of a tree have in pages to their positions, and these drafts to the
+        front: to everybody after this a tree begins with them.
+        """
+        if (path := span.verdict.path) is None:
+            return
+        store, first = self._of.store, span.start + span.length
+        moved = [(node, place) for place, node in enumerate(path[: span.verdict.accepted]) if node != place]
+        if moved:
+            slots = [
+                [store.slot_of(span.seq, first + i) for i in nodes] for nodes in zip(*moved, strict=True)
+            ]
+            store.move(*slots)
+        others = (node for node in range(len(span.draft.tokens)) if node not in path)
+        span.draft = span.draft.in_order([*path, *others])
 
     def _commit_states(self, ends: list[int]) -> None:
         """Restores the states of partly accepted spans, then exchanges the slots of all."""
@@ -136,6 +153,17 @@ class DraftLease:
         if self.states is not None:
             view.states = self.states.begin(pieces)
         return view
+
+    def view_of_nodes(self, nodes: list[tuple[Sequence, tuple[int, ...]]], first: int = 0) -> View:
+        """For one flat row of nodes of trees, one row each: (sequence, the places behind its last token of
+        the node's ancestors, and of itself). `first` as in `view`.
+        """
+        parts = []
+        for seq, places in nodes:
+            hidden, length = seq.released + first, len(seq.tokens)
+            where, context = self.store.path_of(seq, length, [*places]), length + len(places) - hidden
+            parts.append((1, tail_of(where, context), context, hidden))
+        return self.store.view_of(end_to_end(parts), self.first_layer)
 
     def done(self, pieces: list[tuple[Sequence, int, int]], ids: list[list[int]]) -> None:
         """The forward over the pieces of the last view has run, with these tokens."""

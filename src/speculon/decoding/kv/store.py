@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speculon.core.tree import branches
 from speculon.core.types import LayerSpec, ceil_div
 from speculon.decoding.batch import as_tensor
 from speculon.decoding.kv.states import StateStep
@@ -62,9 +63,21 @@ class PageStore:
 
     def view(self, spans: list[Span]) -> View:
         """What one forward over `spans` writes and reads. Does not modify the store."""
-        return self.view_of(
-            [SpanView(s.row, s.row + s.rows, self.where_of(s.seq, s.end), s.end) for s in spans]
-        )
+        return self.view_of([part for span in spans for part in self._branches(span)])
+
+    def _branches(self, span: Span) -> list[SpanView]:
+        """Each branch of a tree as a span of its own behind its ancestors, so that its rows see what those of
+        a chain would, in the same order; a chain is one branch.
+        """
+        seq, parents = span.seq, span.draft.parents
+        if parents is None:
+            return [SpanView(span.row, span.row + span.rows, self.where_of(seq, span.end), span.end)]
+        first, begin_of, views = span.start + span.length, span.row + span.length, list[SpanView]()
+        for ancestors, begin, end in branches(parents):
+            rows = begin_of + begin if begin else span.row
+            where = self.path_of(seq, first, [*ancestors, *range(begin, end)])
+            views.append(SpanView(rows, begin_of + end, where, first + len(ancestors) + end - begin))
+        return views
 
     def view_of(self, spans: list[SpanView], first_layer: int = 0) -> View:
         """The same for a model whose layers begin at `first_layer` of the store."""
@@ -89,6 +102,23 @@ class PageStore:
     def where_of(self, seq: Sequence, end: int) -> Where:
         """The slots of its positions up to `end`, from the first whose page it has."""
         return self.where(seq.table[seq.released // self.block_size :], end - seq.released)
+
+    def path_of(self, seq: Sequence, length: int, nodes: list[int]) -> Where:
+        """The slots of its positions up to `length`, then those of some nodes of a tree, which lie behind."""
+        if nodes == list(range(len(nodes))):
+            return self.where_of(seq, length + len(nodes))
+        slots = as_index(self.where_of(seq, length + max(nodes) + 1), self.device)
+        first = length - seq.released
+        return torch.cat([slots[:first], slots[first:][nodes]])
+
+    def move(self, slots: list[int], to: list[int]) -> None:
+        """Copies what is at some slots of all layers to others."""
+        source, target = as_tensor(slots, self.device), as_tensor(to, self.device)
+        for pool in (*self.k, *self.v):
+            pool[target] = pool[source]
+
+    def slot_of(self, seq: Sequence, position: int) -> int:
+        return seq.table[position // self.block_size] * self.block_size + position % self.block_size
 
     def where(self, table: list[int], length: int) -> Where:
         """The slots of the first `length` positions in these pages."""

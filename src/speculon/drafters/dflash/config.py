@@ -1,7 +1,10 @@
-"""The config of a DFlash or DSpark drafter, in five formats: sizes from tensors, settings from the config."""
+"""The config of a DFlash, DFlash2 or DSpark drafter, in five formats: sizes from tensors, settings from the
+config.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +31,7 @@ from speculon.drafters.formats import (
 
 W1, W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 GATE, JOINT = "markov_head.gate_proj.weight", "markov_head.joint_proj.weight"
+BEFORE, AFTER = "candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"
 
 MarkovType = Literal["vanilla", "gated", "rnn"]
 # Where a sliding window of W begins for the row at position p of a block whose anchor is at position n:
@@ -37,7 +41,8 @@ WindowStart = Literal["row", "before_row", "before_anchor"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DFlashConfig(DrafterConfig):
-    """A DFlash drafter, or a DSpark one, which has a Markov head or a confidence head as well.
+    """A DFlash drafter; or a DSpark one, which has a Markov head or a confidence head as well; or a DFlash2
+    one, which has convolutions and a selector.
 
     Its taps are in the order of fc's columns.
     """
@@ -53,6 +58,13 @@ class DFlashConfig(DrafterConfig):
     markov_rank: int = 0  # r
     confidence: bool = False  # whether a head predicts each draft's chance of acceptance
     confidence_with_markov: bool = False  # and reads the embedding of the previous token, too
+    conv_taps: int = 0  # of the convolutions in each layer; 0: it has none
+    conv_groups: int = 0  # G, of neighbouring channels
+    selector_rank: int = 0  # 0: it has none
+    selector_top_k: int = 0  # candidates of each row
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None  # c: a logit x is c tanh(x / c)
 
     @property
     def max_drafts(self) -> int:
@@ -71,6 +83,8 @@ class DFlashConfig(DrafterConfig):
 
     @property
     def family(self) -> str:
+        if self.conv_taps:
+            return "DFlash2"
         return "DSpark" if self.markov or self.confidence else "DFlash"
 
     def _likely_layouts(self, num_layers: int) -> tuple[tuple[int, ...], ...]:
@@ -106,6 +120,9 @@ class DFlashConfig(DrafterConfig):
         first = "the anchor's row drafts" if self.sample_from_anchor else "the anchor's row does not draft"
         heads = [f"a {self.markov} Markov head of rank {self.markov_rank}"] if self.markov else []
         heads += ["a confidence head"] if self.confidence else []
+        if self.conv_taps:
+            heads.append(f"convolutions of {self.conv_taps} rows in {self.conv_groups} groups of channels")
+            heads.append(f"a selector of rank {self.selector_rank} over {self.selector_top_k} candidates")
         return ", ".join([f"{self.block_size} rows", first, *heads])
 
 
@@ -116,15 +133,15 @@ CONFIDENCE = "confidence_head.proj.weight"
 BLOCKS = re.compile(
     rf"{KNOWN}|hidden_norm\.weight|markov_head\.(markov_w[12]\.weight|(gate|joint)_proj\.(weight|bias))"
     r"|confidence_head\.proj\.(weight|bias)"
+    r"|layers\.\d+\.(attention|mlp)_conv\.(base_kernel|kernel_projection\.weight)"
+    r"|candidate_selector\.((predecessor|successor)_codebook|hidden_projection\.weight)"
 )
+CONVOLUTIONS = ("attention_conv", "mlp_conv")
+OF_DFLASH2 = re.compile(r"candidate_selector\.|layers\.\d+\.(attention|mlp)_conv\.")
 # what changes the result and is not computed here, and the value that changes nothing
-VARIANTS = {
-    "input_embedding_scale": 1,
-    "output_multiplier": 1,
-    "attention_value_scale": 1,
-    "final_logit_softcapping": None,
-    "attention_sink_bias": False,
-}
+VARIANTS = {"attention_value_scale": 1, "attention_sink_bias": False}
+# the same, but computed in a DFlash2 drafter
+SCALES = {"input_embedding_scale": 1, "output_multiplier": 1, "final_logit_softcapping": None}
 
 
 def detect_format(source: Source) -> str:
@@ -144,6 +161,12 @@ def is_dspark(source: Source) -> bool:
     return named or "num_anchors" in source.config or "num_anchors" in nested
 
 
+def is_dflash2(source: Source) -> bool:
+    """By its name, or by any tensor that other drafters lack."""
+    named = "dflash2" in source.architecture.lower() or source.speculators_type == "dflash2"
+    return named or any(map(OF_DFLASH2.match, source.shapes))
+
+
 def read_dflash(source: Source) -> DFlashConfig:
     """The config of a DFlash drafter. Raises `ModelError` where tensors and config contradict each other."""
     refuse_variants(source)
@@ -155,6 +178,7 @@ def read_dflash(source: Source) -> DFlashConfig:
     markov, rank = read_markov(source, setting(source, "markov_head_type"), setting(source, "markov_rank"))
     confidence, with_markov = read_confidence(source, hidden, rank)
     vocab, drafted = vocabularies(source, notes)
+    more = read_dflash2(source, hidden, vocab, drafted) if is_dflash2(source) else {}
     windows, causal, start = read_attention(source, layers)
     config = DFlashConfig(
         **common,
@@ -178,6 +202,7 @@ def read_dflash(source: Source) -> DFlashConfig:
         markov_rank=rank,
         confidence=confidence,
         confidence_with_markov=with_markov,
+        **more,
         notes=tuple(notes),
     )
     check_shapes(source, config, {CONTEXT_NORM: (hidden,), **head_shapes(config)}, {}, inputs=hidden)
@@ -200,7 +225,7 @@ def number(source: Source, name: str) -> int | None:
 
 
 def refuse_variants(source: Source) -> None:
-    for name, harmless in VARIANTS.items():
+    for name, harmless in (VARIANTS if is_dflash2(source) else VARIANTS | SCALES).items():
         if (value := setting(source, name)) not in (None, harmless):
             raise UnsupportedModel(
                 f"{source.folder}: a DFlash drafter with {name} = {value}, which is not supported"
@@ -306,7 +331,8 @@ def vocabularies(source: Source, notes: list[str]) -> tuple[int | None, int | No
     """
     shapes, body = source.shapes, source.body
     whole = agreed(source, {n: shapes[n][0] for n in ("t2d", "embed_tokens.weight") if shapes.get(n)})
-    vocab: int | None = whole or body.get("vocab_size") or shapes.get(W1, (None,))[0]
+    rows = next((shapes[name][0] for name in (W1, BEFORE) if shapes.get(name)), None)
+    vocab: int | None = whole or body.get("vocab_size") or rows
     if vocab is not None:
         note_mismatch("vocab_size", body.get("vocab_size"), vocab, notes)
     named = {n: shapes[n][0] for n in ("lm_head.weight", "d2t", W2) if shapes.get(n)}
@@ -347,8 +373,47 @@ def read_confidence(source: Source, hidden: int, rank: int) -> tuple[bool, bool]
     return True, width > hidden
 
 
+def read_dflash2(source: Source, hidden: int, vocab: int | None, drafted: int | None) -> dict[str, Any]:
+    """Sizes of the convolutions and the selector, and scales.
+
+    Raises `ModelError` for sizes that are missing or do not fit, `UnsupportedModel` beside a Markov head or a
+    draft vocabulary.
+    """
+
+    def needed(name: str) -> int:
+        size = number(source, name)
+        if size is None:
+            raise ModelError(f"{source.folder}: a DFlash2 drafter without {name}")
+        return size
+
+    if W1 in source.shapes or drafted != vocab:
+        what = "a Markov head" if W1 in source.shapes else "a draft vocabulary"
+        raise UnsupportedModel(f"{source.folder}: a DFlash2 drafter with {what} is not supported")
+    group, candidates = needed("conv_group_size"), needed("selector_top_k")
+    if hidden % group:
+        raise ModelError(f"{source.folder}: conv_group_size = {group} does not divide the width {hidden:,}")
+    if vocab is not None and candidates > vocab:
+        raise ModelError(f"{source.folder}: selector_top_k = {candidates:,} of {vocab:,} tokens")
+    return {
+        "conv_taps": needed("conv_kernel_size"),
+        "conv_groups": hidden // group,
+        "selector_rank": needed("selector_rank"),
+        "selector_top_k": candidates,
+        "embedding_scale": scale(source, "input_embedding_scale") or 1.0,
+        "logit_scale": scale(source, "output_multiplier") or 1.0,
+        "logit_cap": scale(source, "final_logit_softcapping"),
+    }
+
+
+def scale(source: Source, name: str) -> float | None:
+    value = setting(source, name)
+    if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
+        raise ModelError(f"{source.folder}: {name} = {value!r} is no positive number")
+    return value
+
+
 def head_shapes(config: DFlashConfig) -> Shapes:
-    """Those of the Markov head and the confidence head, where there are such."""
+    """Those of what stands beside the layers' usual tensors: heads, convolutions and a selector."""
     h, r, shapes = config.hidden, config.markov_rank, Shapes()
     if config.markov:
         assert config.vocab_size is not None and config.draft_vocab_size is not None
@@ -360,6 +425,14 @@ def head_shapes(config: DFlashConfig) -> Shapes:
     if config.confidence:
         width = h + r * config.confidence_with_markov
         shapes |= {CONFIDENCE: (1, width), "confidence_head.proj.bias": (1,)}
+    if config.conv_taps:
+        assert config.vocab_size is not None
+        taps, rank = config.conv_taps, config.selector_rank
+        shapes |= dict.fromkeys((BEFORE, AFTER), (config.vocab_size, rank))
+        shapes["candidate_selector.hidden_projection.weight"] = (rank, h)
+        for at in (f"layers.{layer}.{name}" for layer in range(config.layers) for name in CONVOLUTIONS):
+            shapes[f"{at}.base_kernel"] = (2, taps, h)
+            shapes[f"{at}.kernel_projection.weight"] = (2 * taps * config.conv_groups, h)
     return shapes
 
 

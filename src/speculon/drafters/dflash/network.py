@@ -1,4 +1,5 @@
-"""A DFlash drafter: one forward drafts a block of tokens (z-lab 2026), with the heads of DSpark (2026).
+"""A DFlash drafter: one forward drafts a block of tokens (z-lab 2026), with the heads of DSpark or the
+convolutions and selector of DFlash2 (both 2026).
 
 The target's states at position j become keys and values of every layer, over pages in slot j. A block of rows
 attends to them: the anchor, which is the sequence's last token, at position n, and masks after it. With a
@@ -19,6 +20,7 @@ from speculon.core.errors import WrongPair
 from speculon.decoding.kv.store import View
 from speculon.drafters.dflash.attention import Sight, attend_blocks
 from speculon.drafters.dflash.config import DFlashConfig, MarkovType
+from speculon.drafters.dflash.dflash2 import BlockConvolution, BlockRows, CandidateSelector
 from speculon.drafters.layers import DecoderLayer, Joined, Network, Norm, load_network
 from speculon.target.block import Tables, rotate
 from speculon.target.linear import Product
@@ -125,8 +127,10 @@ class ConfidenceHead(nn.Module):
 class BlockLayer(DecoderLayer):
     """A layer whose rows attend to the context and to each other."""
 
-    def __init__(self, config: DFlashConfig, number: int):
+    def __init__(self, config: DFlashConfig, number: int, rows: BlockRows):
         super().__init__(config, number, config.hidden)
+        self.attention_conv = BlockConvolution(config, rows) if config.conv_taps else None
+        self.mlp_conv = BlockConvolution(config, rows) if config.conv_taps else None
         self.sight = layer_sight(config, number)
         self.kv: Product = Joined([self.self_attn.k_proj, self.self_attn.v_proj])
 
@@ -140,17 +144,29 @@ class BlockLayer(DecoderLayer):
         return rotate(k if norm is None else norm(k), tables), v
 
     def begin(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
-        normed, of = self.input_layernorm(x), self.self_attn
+        normed, of, conv = self.input_layernorm(x), self.self_attn, self.attention_conv
+        if conv is not None:
+            normed = conv.convolve(normed, conv.kernels(normed)[0])
         q = of.q_proj(normed).unflatten(-1, (-1, self.head_dim))
         q = rotate(q if of.q_norm is None else of.q_norm(q), tables)
         return q, *self.keys_values(normed, tables)
+
+    def end(self, x: Tensor, seen: Tensor) -> Tensor:
+        if self.attention_conv is None or self.mlp_conv is None:
+            return super().end(x, seen)
+        # kernels are computed again: of a captured layer's begin, only what attention reads is kept
+        _, kernel = self.attention_conv.kernels(self.input_layernorm(x))
+        x = x + self.attention_conv.convolve(self.self_attn.o_proj(seen.flatten(-2)), kernel)
+        normed = self.post_attention_layernorm(x)
+        before, after = self.mlp_conv.kernels(normed)
+        return x + self.mlp_conv.convolve(self.mlp(self.mlp_conv.convolve(normed, before)), after)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:  # [T, heads, D]
         return attend_blocks(view, self.number, self.sight, q, k, v, self.scaling)
 
 
 class DFlashNetwork(Network):
-    """A DFlash or DSpark drafter. Its parameters have the names of the published format."""
+    """A DFlash, DFlash2 or DSpark drafter. Its parameters have the names of the published format."""
 
     reads_states = False
     config: DFlashConfig
@@ -159,12 +175,19 @@ class DFlashNetwork(Network):
         super().__init__(config)
         self.fc = nn.Linear(config.taps * config.target_hidden, config.hidden, bias="fc.bias" in config.names)
         self.hidden_norm = Norm(config.hidden, config.eps)
-        self.layers: Any = nn.ModuleList(BlockLayer(config, number) for number in range(config.layers))
+        self.rows = BlockRows(torch.empty(0))
+        self.layers: Any = nn.ModuleList(BlockLayer(config, n, self.rows) for n in range(config.layers))
         self.norm = Norm(config.hidden, config.eps)
         if config.has("lm_head"):
             self.lm_head = nn.Linear(config.hidden, config.draft_vocab_size or 0, bias=False)
         self.markov_head: Any = None if config.markov is None else MARKOV_HEADS[config.markov](config)
+        self.candidate_selector: Any = CandidateSelector(config) if config.selector_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence else None
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether a draft depends on the one before."""
+        return self.markov_head is not None or self.candidate_selector is not None
 
     def context(self, taps: Tensor) -> Tensor:  # [..., k * Ht] -> [..., H]
         """What keys and values are made of, from the target's hidden states."""
@@ -177,10 +200,20 @@ class DFlashNetwork(Network):
         for layer in self.layers:
             view.write(layer.number, *layer.keys_values(x, tables))
 
-    def begin(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tables]:
-        """Of the rows of blocks, whose view is `block_view`: [T, H]."""
+    def begin(self, ids: Tensor, positions: Tensor, numbers: Tensor) -> tuple[Tensor, Tables]:
+        """Of the rows of blocks, which have such numbers in them, and whose view is `block_view`: [T, H]."""
+        self.rows.numbers = numbers
         x = F.embedding(ids, self.embed)
+        if self.config.embedding_scale != 1:
+            x = x * self.config.embedding_scale
         return x, self.tables(x, positions)
+
+    def logits(self, states: Tensor) -> Tensor:  # [R, H] -> [R, Vd]
+        """Without what a Markov head or a selector adds."""
+        scores, factor, cap = self.lm_head(states).float(), self.config.logit_scale, self.config.logit_cap
+        if factor != 1:
+            scores = scores * factor
+        return scores if cap is None else cap * (scores / cap).tanh()
 
 
 def layer_sight(config: DFlashConfig, layer: int) -> Sight:
@@ -206,20 +239,24 @@ class Drawing:
     network: DFlashNetwork
     vocab_size: int
     states: list[Tensor]  # of each sequence [K, H]
-    scores: list[Tensor]  # without the Markov head [K, Vd]
+    scores: list[Tensor]  # `DFlashNetwork.logits` [K, Vd]; of a selector's candidates [K, k]
+    candidates: list[Tensor] | None  # of a selector [K, k]
     memory: Tensor | None  # of the Markov head [B, r]
     sure: list[float]  # of the rows of the latest call; empty without a confidence head
 
     @classmethod
     def of(cls, network: DFlashNetwork, vocab_size: int, states: list[Tensor]) -> Drawing:
         sizes, markov = [len(part) for part in states], network.markov_head
-        scores = network.lm_head(torch.cat(states)).float().split(sizes)
+        scores, candidates = network.logits(torch.cat(states)), None
+        if (selector := network.candidate_selector) is not None:
+            scores, ids = network.widened(scores, vocab_size).topk(selector.top_k)
+            candidates = list(ids.split(sizes))
         memory = None if markov is None else markov.start(len(states))
-        return cls(network, vocab_size, states, list(scores), memory, [])
+        return cls(network, vocab_size, states, list(scores.split(sizes)), candidates, memory, [])
 
     def all_logits(self) -> tuple[Tensor, list[float] | None]:
-        """Those of all rows [sum of K, V], and what a confidence head says, where there is no Markov head."""
-        assert self.network.markov_head is None
+        """Those of all rows [sum of K, V], and what a confidence head says; not where drafts come in turn."""
+        assert not self.network.in_turn
         confidence = self.network.confidence_head
         chances = None if confidence is None else confidence.chances(torch.cat(self.states), None)
         return self.network.widened(torch.cat(self.scores), self.vocab_size), chances
@@ -229,12 +266,18 @@ class Drawing:
         scores = torch.stack([self.scores[i][row] for i in which])
         markov, confidence, e = self.network.markov_head, self.network.confidence_head, None
         h = torch.stack([self.states[i][row] for i in which])
+        before = torch.tensor(previous, device=h.device)
         if markov is not None:
             assert self.memory is not None
-            e = markov.markov_w1(torch.tensor(previous, device=h.device))
+            e = markov.markov_w1(before)
             at = torch.tensor(which, device=h.device)
             latent, state = markov.step(e, h, self.memory.index_select(0, at))
             self.memory.index_copy_(0, at, state)
             scores = scores + markov.markov_w2(latent).float()
         self.sure = [] if confidence is None else confidence.chances(h, e)
+        if self.candidates is not None:
+            found = torch.stack([self.candidates[i][row] for i in which])
+            scores = scores + self.network.candidate_selector(before, h, found)
+            others = scores.new_full((len(which), self.vocab_size), -torch.inf)
+            return others.scatter_(1, found, scores)
         return self.network.widened(scores, self.vocab_size)

@@ -1,5 +1,5 @@
 """A drafter over the target's own hidden states drafts a block of tokens in one forward (DFlash, z-lab 2026;
-with a Markov head DSpark, 2026).
+with a Markov head DSpark, with convolutions and a selector DFlash2, both 2026).
 
 Its layers make keys and values of the states of every position, and keep these in pages, too.
 """
@@ -49,7 +49,7 @@ class DFlashDrafter(StateDrafter):
         super().__init__(target, min_confidence)
         self.config = config
         taps, sizes = config.tap_layouts(target.num_layers)[0], (target.rows, target.scored)
-        self.needs: Needs = estimate_needs(config, taps, self.target, *sizes, self.compile)
+        self.needs: Needs = estimate_needs(config, taps, self.target, *sizes, self.compile, numbers=3)
         self.network: DFlashNetwork
 
     @classmethod
@@ -70,7 +70,7 @@ class DFlashDrafter(StateDrafter):
         if pieces := [(seq, start, end - 1) for seq, start, end in rest if start < end - 1]:
             read(pieces)
         drawing = Drawing.of(self.network, self.vocab_size, self._blocks(seqs, budgets, lease.after(1)))
-        if self.network.markov_head is None and all(map(independent, seqs)):
+        if not self.network.in_turn and all(map(independent, seqs)):
             logits, sure = drawing.all_logits()
             return draft_at_once(NAME, seqs, budgets, logits, self.min_confidence, sure)
 
@@ -94,10 +94,12 @@ class DFlashDrafter(StateDrafter):
         blocks = [(seq, len(seq.tokens) - 1, k + skipped) for seq, k in zip(seqs, ks, strict=True)]
         ids: list[int] = []
         positions: list[int] = []
+        numbers: list[int] = []
         for seq, n, rows in blocks:
             ids += [seq.tokens[n], *[self.config.mask_token_id] * (rows - 1)]
             positions += range(n, n + rows)
-        flat = torch.tensor([ids, positions], device=self.target.device)
-        states = self.runner.run(flat[0], flat[1], block_view(own, blocks))
+            numbers += range(rows)
+        flat = torch.tensor([ids, positions, numbers], device=self.target.device)
+        states = self.runner.run(*flat, block_view(own, blocks))
         ends = accumulate((rows for _, _, rows in blocks), initial=0)
         return [states[start + skipped : end] for start, end in pairwise(ends)]

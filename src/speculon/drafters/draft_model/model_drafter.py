@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from speculon.decoding.kv.lease import DraftLease
+    from speculon.decoding.kv.store import View
     from speculon.target.target import Runner
 
 
@@ -139,7 +140,10 @@ class ModelDrafter(Proposer):
         positions = [position for _, start, end in pieces for position in range(start, end)]
         tokens = [token for piece in ids for token in piece]
         batch = Batch.of([], tokens, positions, scored, self.model.device, prompt_rows(pieces))
-        logits = self.model.forward(batch, lease.view(pieces)).logits
+        return self._logits(batch, lease.view(pieces))
+
+    def _logits(self, batch: Batch, view: View) -> Tensor:
+        logits = self.model.forward(batch, view).logits
         if self.translation is not None:
             return self.translation.logits(logits)
         logits = logits[:, : self.vocab_size]

@@ -7,9 +7,11 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from speculon.core.types import Draft
+from speculon.decoding.batch import Batch
 from speculon.decoding.sequence import Sequence
 from speculon.drafters.draft_model.model_drafter import ModelDrafter
 from speculon.speculation.proposers.chain import Piece, catch_up, draft_chain
+from speculon.speculation.proposers.tree import Node, draft_trees
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +39,23 @@ class DraftModel(ModelDrafter):
             return self._next(pieces, [drafts[i][-1:] for i in which], lease)
 
         return draft_chain(NAME, seqs, budgets, forward, self.min_confidence)
+
+    def propose_trees(
+        self, seqs: list[Sequence], budgets: list[int], depths: list[int], lease: DraftLease
+    ) -> list[Draft]:
+        """As `Branching` says; the keys and values of the nodes are scratch of this round."""
+
+        def root() -> Tensor:
+            rest = catch_up(NAME, seqs, self.max_rows, partial(self._read, lease=lease))
+            return self._next(rest, [seq.tokens[start:] for seq, start, _ in rest], lease)
+
+        def read(nodes: list[Node]) -> Tensor:
+            ids = self._as_read([node.token for node in nodes])
+            positions = [len(seqs[node.tree].tokens) + node.depth for node in nodes]
+            batch = Batch.of([], ids, positions, [*range(len(nodes))], self.model.device)
+            return self._logits(batch, lease.view_of_nodes([(seqs[n.tree], n.read) for n in nodes]))
+
+        return draft_trees(NAME, seqs, budgets, depths, root, read, self.min_confidence)
 
     def _next(self, pieces: list[Piece], ids: list[list[int]], lease: DraftLease) -> Tensor:
         """Logits [B, V] after each piece."""

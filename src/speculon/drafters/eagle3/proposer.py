@@ -23,11 +23,13 @@ from speculon.drafters.runner import choose_run, estimate_needs
 from speculon.drafters.state_drafter import Overrides, StateDrafter, checked_config
 from speculon.speculation.proposers.base import TargetFacts
 from speculon.speculation.proposers.chain import Piece, catch_up, draft_chain, mark
+from speculon.speculation.proposers.tree import Node, draft_trees
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from speculon.decoding.kv.lease import DraftLease
+    from speculon.decoding.kv.store import View
 
 NAME = "eagle3"
 OVERRIDES = Overrides(("norm_before_residual", "norm_output"), ("max_context",), rising=True)
@@ -101,6 +103,32 @@ class Eagle3Drafter(StateDrafter):
 
         return draft_chain(NAME, seqs, budgets, forward, self.min_confidence)
 
+    def propose_trees(
+        self, seqs: list[Sequence], budgets: list[int], depths: list[int], lease: DraftLease
+    ) -> list[Draft]:
+        """As `Branching` says."""
+        own = lease.after(1)
+        states: dict[Node | int, Tensor] = {}  # [H] after each node, and after the sequences, by index
+
+        def root() -> Tensor:
+            after = self._read(
+                catch_up(NAME, seqs, self.max_rows, partial(self._read, lease=lease), 1), lease
+            )
+            states.update(enumerate(after))
+            return self.head.logits(after, self.vocab_size)
+
+        def read(nodes: list[Node]) -> Tensor:
+            before = torch.stack(
+                [states[node.tree if node.parent is None else node.parent] for node in nodes]
+            )
+            positions = [len(seqs[node.tree].tokens) + node.depth - 1 for node in nodes]
+            view = own.view_of_nodes([(seqs[node.tree], node.read) for node in nodes], first=1)
+            after = self._run([node.token for node in nodes], positions, before, view)
+            states.update(zip(nodes, after, strict=True))
+            return self.head.logits(after, self.vocab_size)
+
+        return draft_trees(NAME, seqs, budgets, depths, root, read, self.min_confidence)
+
     def _read(self, pieces: list[Piece], lease: DraftLease) -> Tensor:  # [B, H]
         """Rows of committed states; the state after each piece."""
         ids = [token for seq, start, end in pieces for token in seq.tokens[start:end]]
@@ -110,9 +138,12 @@ class Eagle3Drafter(StateDrafter):
         lengths = torch.tensor([end - start for _, start, end in pieces], device=states.device)
         return states[lengths.cumsum(0) - 1]
 
-    @torch.inference_mode()
     # [T, H] -> [T, H]
     def _forward(self, pieces: list[Piece], ids: list[int], states: Tensor, own: DraftLease) -> Tensor:
         positions = [slot - 1 for _, start, end in pieces for slot in range(start, end)]
+        return self._run(ids, positions, states, own.view(pieces, first=1))
+
+    @torch.inference_mode()
+    def _run(self, ids: list[int], positions: list[int], states: Tensor, view: View) -> Tensor:
         flat = torch.tensor([ids, positions], device=states.device)
-        return self.runner.run(flat[0], states, flat[1], own.view(pieces, first=1))
+        return self.runner.run(flat[0], states, flat[1], view)

@@ -13,7 +13,8 @@ import torch
 
 from speculon.core.config import EngineConfig
 from speculon.core.errors import ConfigError
-from speculon.core.types import LayerSpec, Needs, joint_reach, max_pages
+from speculon.core.reach import joint_reach, max_pages
+from speculon.core.types import LayerSpec, Needs
 
 # of an estimate
 PARTS = ("held", "drafters", "scratch", "remembered", "pages", "states", "snapshots", "additional")

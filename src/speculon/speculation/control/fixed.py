@@ -19,7 +19,9 @@ def ask_all(
     if (why := unable(span)) is not None:
         return Decision.plain(why)
     ks = {method: min(limit, span.max_drafts(method)) for method in span.seq.methods}
-    asks = [Ask(method, k) for method, k in ks.items() if k]
+    depth = span.seq.request.depth or 0
+    depths = {method: depth for method in span.seq.branching if chained}
+    asks = [Ask(method, k, depths.get(method, 0)) for method, k in ks.items() if k]
     return Decision.of(asks, unused, max(ks.values()) if chained and span.seq.request.chained else 0)
 
 

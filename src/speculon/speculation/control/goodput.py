@@ -179,10 +179,11 @@ class Goodput(Policy):
             stats.span = span
             return stats
         cls = self._classes.setdefault(seq.request.shape.name, PromptClass(self._methods))
-        seq.cold_matches = 0 if seq.request.shape.favourable or cls.added.copied > OF_LATE else COLD
+        matches = 0 if seq.request.shape.favourable or cls.added.copied > OF_LATE else COLD
+        seq.cold_matches = matches
         # lookups are asked at first: it may repeat what they know
         added = replace(cls.added, gain=max(OF_LATE, cls.added.gain))
-        return self._running.setdefault(seq.id, Running(span, cls, added, seq.cold_matches))
+        return self._running.setdefault(seq.id, Running(span, cls, added, matches))
 
     def _begin(self, running: list[Running], batch: int) -> RoundPrices:
         """The prices, and who may draft for whom."""

@@ -73,6 +73,19 @@ class Extending(Protocol):
         ...
 
 
+@runtime_checkable
+class Branching(Protocol):
+    """A proposer that can draft trees."""
+
+    def propose_trees(
+        self, seqs: list[Sequence], budgets: list[int], depths: list[int], lease: DraftLease
+    ) -> list[Draft]:
+        """As `propose`: one tree per sequence, of at most its budget of tokens, the best first and each after
+        its parent, and at most its depth in a row; without q.
+        """
+        ...
+
+
 class Lookup(Proposer):
     """A proposer without weights whose drafts continue what is committed, or drafts of other methods."""
 

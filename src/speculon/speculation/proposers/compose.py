@@ -14,7 +14,14 @@ from speculon.core.config import SpeculationConfig
 from speculon.core.errors import MemoryExceeded
 from speculon.core.types import Draft, Needs, Proposal, Reason, Stop
 from speculon.decoding.sequence import Sequence, Span
-from speculon.speculation.proposers.base import Extending, Proposer, Remembering, States, TargetFacts
+from speculon.speculation.proposers.base import (
+    Branching,
+    Extending,
+    Proposer,
+    Remembering,
+    States,
+    TargetFacts,
+)
 from speculon.speculation.proposers.registry import (
     AUTO,
     LOOKUPS,
@@ -107,6 +114,13 @@ class Proposers:
         limits = {m: self._built[m].needs.max_context for m in methods if m in self._built}
         return {m: limit for m, limit in limits.items() if limit is not None}
 
+    def branching(self, methods: Iterable[str]) -> frozenset[str]:
+        """Of these methods, those that can draft trees: not where a rejected branch would change a state."""
+        if self._facts.model is not None and self._facts.model.recurrent:
+            return frozenset()
+        built = {m: self._built[m] for m in methods if m in self._built}
+        return frozenset(m for m, p in built.items() if isinstance(p, Branching) and not p.needs.states)
+
     def lookups(self, methods: tuple[str, ...]) -> frozenset[str]:
         """Of these methods, those that are built and have no weights."""
         return frozenset(m for m in methods if m in self._built and m not in self._first_layer)
@@ -167,15 +181,30 @@ class Proposers:
         def propose() -> list[Draft]:
             for seq in seqs:
                 self._admit(method, seq)
-            drafts = proposer.propose(seqs, ks, share)
+            drafts = self._proposed(proposer, spans, share)
             return [self._checked(method, d, k, seq) for d, k, seq in zip(drafts, ks, seqs, strict=True)]
 
         began = perf_counter()
         drafts: list[Draft] = guarded(method, seqs, propose, [])
         for span, draft in zip(spans, drafts, strict=False):  # none where the method has failed
             span.proposals.append((method, span.k, draft))
-            span.draft = self._chained(method, draft, span) if span.decision.chained else draft
+            chained = span.decision.chained and draft.parents is None
+            span.draft = self._chained(method, draft, span) if chained else draft
         return Proposal(len(seqs), max(ks), (perf_counter() - began) * 1e3, unread)
+
+    def _proposed(self, proposer: Proposer, spans: list[Span], lease: Any) -> list[Draft]:
+        """Trees for the spans that may have one, chains for the others: two calls where there are both."""
+        drafts = dict[Span, Draft]()
+        trees = [span for span in spans if span.depth]
+        if trees:
+            assert isinstance(proposer, Branching)
+            seqs, ks = [span.seq for span in trees], [span.k for span in trees]
+            found = proposer.propose_trees(seqs, ks, [span.depth for span in trees], lease)
+            drafts |= zip(trees, found, strict=True)
+        if chains := [span for span in spans if not span.depth]:
+            found = proposer.propose([span.seq for span in chains], [span.k for span in chains], lease)
+            drafts |= zip(chains, found, strict=True)
+        return [drafts[span] for span in spans]
 
     def _chained(self, method: str, draft: Draft, span: Span) -> Draft:
         """The draft of a method, continued at its end by the first other lookup of the sequence that can."""

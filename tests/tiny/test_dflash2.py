@@ -1,0 +1,312 @@
+"""DFlash2 drafters change no token, their blocks and paths are those of the formula, and q is what was drawn
+from.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import cycle, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculon.core.config import SamplingParams
+from speculon.drafters.dflash.dflash2 import BlockConvolution, CandidateSelector
+from speculon.drafters.dflash.network import DFlashNetwork, Drawing
+from speculon.drafters.dflash.proposer import DFlashDrafter
+from tests.tiny.blocks import ask, drafter_of, folder_of, watch_blocks, wrong_blocks
+from tests.tiny.dflash_checkpoints import MASK, write_dflash
+from tests.tiny.forms import engine_of
+from tests.tiny.heads import deep_model, deep_target
+from tests.tiny.scripted import drain, make_engine, texts_of
+from tests.tiny.test_dflash import KS, drafted_with
+from tests.tiny.test_eagle3 import SETTINGS, plain, requests_of, whole, write
+from tests.tiny.test_parity import GREEDY, MODES, OFF, accepted_lengths
+
+FLASH2: dict[str, Any] = {"group": 8}
+SCALES = {"input_embedding_scale": 1.5, "output_multiplier": 0.4, "final_logit_softcapping": 3.0}
+CHOSEN = list(zip(SETTINGS, cycle(MODES), cycle(KS[1:]), strict=False))
+CHOSEN += [("few pages", "sampled", 1), ("few pages", "greedy", 7)]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "scales": {"scales": SCALES},
+    "windows": {"windows": (5, None), "causal": False},
+    "a group of all channels": {"group": 32, "layers": 1, "taps": (3,)},
+    "groups of one channel": {"group": 1},
+    "three taps": {"conv_taps": 3},
+    "one candidate": {"top_k": 1},
+    "all tokens are candidates": {"top_k": 96},
+    "another width": {"hidden": 48, "heads": 6, "kv_heads": 3},
+    "speculators": {"format": "speculators", "windows": (5, 5), "causal": False},
+}
+
+
+@pytest.mark.parametrize("k", KS)
+def test_blocks_and_paths_are_those_of_the_formula(k: int, tmp_path: Path) -> None:
+    results, watch = drafted_with(tmp_path, k, **FLASH2)
+    assert texts_of(results) == plain("greedy")
+    assert accepted_lengths(results) >= set(range(k + 1))
+    assert not wrong_blocks(watch, drafter_of(**FLASH2), whole("greedy"))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_are_those_of_the_formula(variant: str, tmp_path: Path) -> None:
+    form = FLASH2 | VARIANTS[variant]
+    path = write_dflash(tmp_path, deep_model().config, **form)
+    watch = watch_blocks(plain("greedy"))
+    results = write(requests_of("greedy")[:4], folder_of(path), ask(4))
+    assert texts_of(results) == {key: plain("greedy")[key] for key in results}
+    assert not wrong_blocks(watch, drafter_of(**form), whole("greedy"))
+    assert len(watch.rounds) > 10
+
+
+@pytest.mark.parametrize(("setting", "mode", "k"), CHOSEN)
+def test_no_setting_changes_a_token_or_a_block(setting: str, mode: str, k: int, tmp_path: Path) -> None:
+    """In batches, with shared prefixes, few pages and prompts in chunks; greedy and with a seed."""
+    results, watch = drafted_with(tmp_path, k, mode, 9, SETTINGS[setting], **FLASH2)
+    assert texts_of(results) == plain(mode, 9)
+    if setting == "few pages":
+        assert any(result.stats.preemptions for result in results.values())
+    assert not wrong_blocks(watch, drafter_of(**FLASH2), whole(mode, 9), greedy=mode == "greedy")
+
+
+@pytest.mark.parametrize(("mode", "k"), list(zip(cycle(MODES), KS, strict=False)))
+def test_alone_no_token_changes(mode: str, k: int, tmp_path: Path) -> None:
+    path = write_dflash(tmp_path, deep_model().config, **FLASH2)
+    watch, results = watch_blocks(plain(mode)), {}
+    for request in requests_of(mode)[:4]:
+        results |= write((request,), folder_of(path), ask(k))
+    assert texts_of(results) == {key: plain(mode)[key] for key in results}
+    assert not wrong_blocks(watch, drafter_of(**FLASH2), whole(mode), greedy=mode == "greedy")
+
+
+def test_a_prefix_hit_changes_no_path(tmp_path: Path) -> None:
+    path = write_dflash(tmp_path, deep_model().config, **FLASH2)
+    chance = random.Random(3)
+    prefix = [chance.randrange(3, 96) for _ in range(64)]
+    params, drafts = SamplingParams(max_tokens=16, ignore_eos=True, **GREEDY), []
+    for cache_it in (True, False):
+        watch = watch_blocks()
+        engine = make_engine(deep_target(), speculation=folder_of(path), block_size=16, prefix_cache=cache_it)
+        for name, tail in (("first", [7, 8, 9]), ("second", [11, 12])):
+            engine.add_request([*prefix, *tail], params, ask(5), name)
+            results = drain(engine)
+        assert results["second", 0].stats.cached_tokens == (64 if cache_it else 0)
+        drafts.append([made.draft.tokens for made in watch.rounds if made.key[0] == "second"])
+    assert drafts[0] == drafts[1]
+
+
+@pytest.mark.parametrize("acceptance", ["matching", "rejection", "block"])
+@pytest.mark.parametrize("number", [1, 4])  # with penalties, and without
+def test_q_is_that_of_the_path(number: int, acceptance: str, tmp_path: Path) -> None:
+    """Each draft is what the noise picks of the formula's scores; q is what it was picked from."""
+    path = write_dflash(tmp_path, deep_model().config, **FLASH2)
+    watch = watch_blocks()
+    request = replace(requests_of("sampled")[number], speculation={**ask(6), "acceptance": acceptance})
+    engine = make_engine(deep_target(), speculation=folder_of(path))
+    seqs = engine.admission.admit(request.id, request.prompt, request.params, request.speculation)
+    engine.add_request(request.prompt, request.params, request.speculation, request.id)
+    text = [*request.prompt, *drain(engine)[request.id, 0].tokens]
+    assert not wrong_blocks(watch, drafter_of(**FLASH2), {(request.id, 0): text}, seq=seqs[0])
+    assert len(watch.rounds) > 5
+    for made in watch.rounds:
+        assert (made.draft.probs is None) == (acceptance == "matching")
+        if made.draft.probs is not None:
+            assert int((made.draft.probs > 0).sum(-1).max()) <= 5, "no more than its candidates"
+
+
+def test_drafts_keep_to_a_grammar(tmp_path: Path) -> None:
+    path = write_dflash(tmp_path, deep_model().config, **FLASH2, top_k=40)
+    texts = []
+    for speculation in (OFF, ask(5)):
+        watch = watch_blocks()
+        params = SamplingParams(max_tokens=20, structured={"regex": "[c-f]{9}x"}, **GREEDY)
+        engine = engine_of(deep_target(), speculation=folder_of(path))
+        engine.add_request([5, 6, 7, 8], params, speculation, "r")
+        texts.append(drain(engine)["r", 0].tokens)
+    assert texts[0] == texts[1]
+    drafted = {token for made in watch.rounds for token in made.draft.tokens}
+    assert drafted and {engine.tokenizer.decode([token]) for token in drafted} <= set("cdefx")
+
+
+# -- the distribution of the output
+
+
+PROMPT, LIKELY, RUNS = (5, 9, 60, 31, 8), (7, 8, 9), 500
+BIAS = dict.fromkeys(LIKELY, 12.0)  # so that few texts have all of the probability
+
+
+def probabilities(output: tuple[int, ...]) -> Tensor:
+    """The target's own, of `LIKELY` after an output."""
+    with torch.inference_mode():
+        logits = deep_model()(torch.tensor([[*PROMPT, *output]])).logits[0, -1]
+    return (logits[list(LIKELY)].double() / 1.5).softmax(-1)
+
+
+def chi_square(folder: Path, acceptance: str) -> tuple[float, int]:
+    """Of the first three tokens against the target's own distribution; and how many drafts were accepted."""
+    path = write_dflash(folder, deep_model().config, **FLASH2, top_k=64)
+    engine = make_engine(deep_target(), speculation=folder_of(path))
+    for seed in range(RUNS):
+        params = SamplingParams(
+            max_tokens=5, ignore_eos=True, seed=seed, temperature=1.5, logit_bias=BIAS, top_k=3
+        )
+        engine.add_request(list(PROMPT), params, {**ask(3), "acceptance": acceptance}, f"r{seed}")
+    results = drain(engine)
+    found = Counter(tuple(result.tokens[:3]) for result in results.values())
+    total = 0.0
+    for text in product(range(3), repeat=3):
+        tokens = tuple(LIKELY[i] for i in text)
+        p = 1.0
+        for n, i in enumerate(text):
+            p *= float(probabilities(tokens[:n])[i])
+        total += (found[tokens] - RUNS * p) ** 2 / (RUNS * p)
+    assert sum(found.values()) == RUNS and set().union(*found) <= set(LIKELY)
+    accepted = [done.accepted for r in results.values() if (done := r.stats.speculation()) is not None]
+    return total, sum(accepted)
+
+
+BOUND = 54.05  # of chi-square with 26 degrees of freedom: passed once in 1000 times
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+def test_the_output_has_the_targets_distribution(acceptance: str, tmp_path: Path) -> None:
+    watch_blocks()
+    surprise, accepted = chi_square(tmp_path, acceptance)
+    assert surprise < BOUND
+    assert accepted > RUNS / 4
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+def test_another_q_is_seen(acceptance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a q that lacks the scores of pairs."""
+    watch_blocks()
+    propose = DFlashDrafter._propose
+
+    def even(self: Any, *args: Any) -> Any:
+        def q(probs: Tensor) -> Tensor:
+            return (probs > 0).float() / (probs > 0).sum(-1, keepdim=True)
+
+        return [replace(d, probs=None if d.probs is None else q(d.probs)) for d in propose(self, *args)]
+
+    monkeypatch.setattr(DFlashDrafter, "_propose", even)
+    assert chi_square(tmp_path, acceptance)[0] > BOUND
+
+
+# -- planted errors: each must show in the blocks or in the drafts
+
+
+def convolve_with(
+    change: Callable[[BlockConvolution, Tensor], Tensor],
+) -> Callable[[pytest.MonkeyPatch], None]:
+    """Other numbers of rows than those of the blocks."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        convolve = BlockConvolution.convolve
+
+        def changed(self: BlockConvolution, x: Tensor, kernel: Tensor) -> Tensor:
+            kept, self.rows.numbers = self.rows.numbers, change(self, self.rows.numbers)
+            try:
+                return convolve(self, x, kernel)
+            finally:
+                self.rows.numbers = kept
+
+        patch.setattr(BlockConvolution, "convolve", changed)
+
+    return plant
+
+
+across_the_edge = convolve_with(lambda conv, numbers: numbers + conv.taps)
+across_sequences = convolve_with(lambda conv, numbers: torch.arange(len(numbers)))
+rows_alone = convolve_with(lambda conv, numbers: 0 * numbers)
+
+
+def one_kernel(patch: pytest.MonkeyPatch) -> None:
+    """Of the input, for the output too."""
+    kernels = BlockConvolution.kernels
+    patch.setattr(BlockConvolution, "kernels", lambda self, x: kernels(self, x)[:1] * 2)
+
+
+def interleaved_groups(patch: pytest.MonkeyPatch) -> None:
+    kernels = BlockConvolution.kernels
+
+    def changed(self: BlockConvolution, x: Tensor) -> tuple[Tensor, ...]:
+        base = self.base_kernel.unflatten(-1, (self.groups, -1))
+        deltas = [kernel - base[side] for side, kernel in enumerate(kernels(self, x))]
+        mixed = [delta.transpose(-1, -2).reshape(delta.shape) for delta in deltas]
+        return tuple(base[side] + delta for side, delta in enumerate(mixed))
+
+    patch.setattr(BlockConvolution, "kernels", changed)
+
+
+def ungated(patch: pytest.MonkeyPatch) -> None:
+    forward = CandidateSelector.forward
+
+    def changed(self: Any, previous: Tensor, h: Tensor, candidates: Tensor) -> Tensor:
+        kept, self.hidden_projection = self.hidden_projection, lambda h: h.new_ones(())
+        try:
+            return forward(self, previous, h, candidates)
+        finally:
+            self.hidden_projection = kept
+
+    patch.setattr(CandidateSelector, "forward", changed)
+
+
+def without_the_anchor(patch: pytest.MonkeyPatch) -> None:
+    """The first row of a path follows a mask."""
+    logits = Drawing.logits
+
+    def changed(self: Drawing, which: list[int], row: int, previous: list[int]) -> Tensor:
+        return logits(self, which, row, previous if row else [MASK] * len(previous))
+
+    patch.setattr(Drawing, "logits", changed)
+
+
+def without_pairs(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CandidateSelector, "forward", lambda self, previous, h, candidates: 0 * candidates)
+
+
+def unscaled(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DFlashNetwork, "logits", lambda self, states: self.lm_head(states).float())
+
+
+PLANTED = [
+    across_the_edge,
+    across_sequences,
+    rows_alone,
+    one_kernel,
+    interleaved_groups,
+    ungated,
+    without_the_anchor,
+    without_pairs,
+    unscaled,
+]
+
+
+@pytest.mark.parametrize("plant", [None, *PLANTED])
+def test_planted_errors_show(
+    plant: Callable[[pytest.MonkeyPatch], None] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = {**FLASH2, "scales": SCALES}
+    if plant is not None:
+        plant(monkeypatch)
+    results, watch = drafted_with(tmp_path, 4, **form)
+    assert texts_of(results) == plain("greedy"), "the text is the target's, however wrong the drafter"
+    assert bool(wrong_blocks(watch, drafter_of(**form), whole("greedy"))) == (plant is not None)
+
+
+def test_rows_of_other_sequences_change_a_block_only_in_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a convolution that stops at the first row of a call alone."""
+    across_sequences(monkeypatch)
+    path = write_dflash(tmp_path, deep_model().config, **FLASH2)
+    for requests, red in ((requests_of("greedy")[1:2], False), (requests_of("greedy")[1:4], True)):
+        watch = watch_blocks(plain("greedy"))
+        write(requests, folder_of(path), ask(4))
+        assert bool(wrong_blocks(watch, drafter_of(**FLASH2), whole("greedy"))) == red

@@ -1,0 +1,165 @@
+"""Drafts that are trees change no token: any shape, any method, alone or batched, preempted, in windows."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from speculon import SamplingParams
+from speculon.core.types import Draft
+from speculon.decoding.kv import store as store_module
+from speculon.decoding.kv.store import PageStore
+from speculon.decoding.sequence import Sequence
+from speculon.speculation.proposers.registry import register
+from tests.tiny.conftest import tiny_target
+from tests.tiny.recurrent import recurrent_target
+from tests.tiny.scripted import Key, Request, Result, Scripted, drain, make_engine, run
+from tests.tiny.test_parity import MODES, SETTINGS, Texts, assert_same, plain, requests_of
+
+NAME, K = "branching", 7
+# attention of all kinds: grouped heads, windows, sinks, compressed keys, chunks of positions
+TARGETS = ("llama", "gemma3", "gpt_oss", "deepseek_v3", "llama4")
+
+
+class ScriptedTrees(Scripted):
+    """A tree whose nodes follow each other at random; the true path is in it, as far as there is room."""
+
+    def propose_trees(
+        self, seqs: list[Sequence], budgets: list[int], depths: list[int], lease: Any
+    ) -> list[Draft]:
+        return [self.tree(seq, k, depth) for seq, k, depth in zip(seqs, budgets, depths, strict=True)]
+
+    def tree(self, seq: Sequence, k: int, depth: int) -> Draft:
+        at, truth = seq.num_output, self.truth[seq.request.id, seq.sample]
+        chance = random.Random(f"{seq.request.id} {seq.sample} {at}")
+        tokens: list[int] = []
+        parents: list[int] = []
+        depths = {-1: -1}
+        true_node, until = -1, chance.randrange(depth + 1)
+        for node in range(k):
+            after_truth = chance.random() < 0.6
+            open_nodes = [n for n, its in depths.items() if its < depth - 1]
+            parent = true_node if after_truth and true_node in open_nodes else chance.choice(open_nodes)
+            taken = {t for t, p in zip(tokens, parents, strict=True) if p == parent}
+            depths[node], position = depths[parent] + 1, at + depths[parent] + 1
+            true = truth[position] if position < len(truth) else 3
+            on_path = parent == true_node and depths[node] < until and chance.random() < 0.5
+            free = [t for t in range(3, self.vocab_size) if t not in taken and t != true]
+            tokens.append(true if on_path else chance.choice(free))
+            parents.append(parent)
+            true_node = node if on_path else true_node
+        draft = Draft(tuple(tokens), (NAME,) * k, parents=tuple(parents))
+        return draft.cut(k) if draft.parents != tuple(range(-1, k - 1)) else replace(draft, parents=None)
+
+
+def use_trees(truth: Texts) -> None:
+    proposer = ScriptedTrees(truth)
+    register(NAME, lambda config, target: proposer)
+
+
+def with_trees(requests: tuple[Request, ...], k: int = K, depth: int = 4) -> tuple[Request, ...]:
+    speculation = {"method": NAME, "num_speculative_tokens": k, "draft_depth": depth}
+    return tuple(replace(request, speculation=speculation) for request in requests)
+
+
+def moved(results: dict[Key, Result]) -> int:
+    return sum(result.stats.accepted for result in results.values())
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("mode", MODES)
+def test_trees_give_the_plain_output(mode: str, setting: str, depth: int) -> None:
+    truth = plain(mode)
+    use_trees(truth)
+    requests = with_trees(requests_of(mode), depth=depth)
+    results = run(tiny_target("llama"), [*requests], **SETTINGS[setting])
+    assert_same(requests, results, truth)
+    assert moved(results) > 20
+    assert (sum(r.stats.preemptions for r in results.values()) > 0) == (setting == "few pages")
+
+
+def check_target(name: str, mode: str = "greedy") -> dict[Key, Result]:
+    target = tiny_target(name)
+    truth = {key: r.tokens for key, r in run(target, [*requests_of(mode)]).items()}
+    use_trees(truth)
+    requests = with_trees(requests_of(mode))
+    results = run(target, [*requests])
+    for key, result in results.items():
+        assert result.tokens == truth[key], key
+    return results
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_attention_of_every_kind(name: str) -> None:
+    assert moved(check_target(name)) > 20
+
+
+def test_prefixes_are_found_again() -> None:
+    truth = plain("greedy", shared=14)
+    use_trees(truth)
+    engine = make_engine(tiny_target("llama"))
+    requests = with_trees(requests_of("greedy", shared=14))
+    for _ in range(2):
+        for request in requests:
+            engine.add_request(request.prompt, request.params, request.speculation, request.id)
+        results = drain(engine)
+        assert_same(requests, results, truth)
+    assert engine.counters.totals.cached_tokens > 0
+
+
+def test_logprobs_are_those_of_the_path() -> None:
+    requests = tuple(
+        replace(r, params=SamplingParams(**{**r.params.model_dump(), "logprobs": 2}))
+        for r in requests_of("greedy")[:3]
+    )
+    truth = run(tiny_target("llama"), [*requests])
+    use_trees({key: result.tokens for key, result in truth.items()})
+    results = run(tiny_target("llama"), [*with_trees(requests)])
+    for key, result in results.items():
+        ours, plainly = result.logprobs, truth[key].logprobs
+        assert [one.token for one in ours] == [one.token for one in plainly]
+        pairs = zip(ours, plainly, strict=True)
+        assert max(abs(a.logprob - b.logprob) for a, b in pairs) < 1e-4
+
+
+# planted errors
+
+
+def test_a_sibling_that_sees_its_sibling_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "branches", lambda parents: [([], 0, len(parents))])
+    with pytest.raises(AssertionError):
+        check_target("llama")
+
+
+def test_keys_of_the_wrong_branch_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PageStore, "move", lambda self, slots, to: None)
+    with pytest.raises(AssertionError):
+        check_target("llama")
+
+
+# where there are no trees
+
+
+def test_recurrent_targets_have_chains() -> None:
+    target = recurrent_target("qwen3_5")
+    truth = {key: r.tokens for key, r in run(target, [*requests_of("greedy")]).items()}
+    use_trees(truth)
+    engine = make_engine(target)
+    for request in with_trees(requests_of("greedy")[:2]):
+        engine.add_request(request.prompt, request.params, request.speculation, request.id)
+    assert all(not seq.branching for seq in engine.scheduler.waiting)
+    assert {key: r.tokens for key, r in drain(engine).items()} == {key: truth[key] for key in [*truth][:2]}
+
+
+def test_rules_with_q_have_chains() -> None:
+    use_trees({})
+    engine = make_engine(tiny_target("llama"))
+    sampled = SamplingParams(temperature=1.0, max_tokens=4)
+    engine.add_request([3, 4], sampled, {"method": NAME}, "block")
+    engine.add_request([3, 4], sampled, {"method": NAME, "acceptance": "matching"}, "matching")
+    branching = {seq.request.id: seq.branching for seq in engine.scheduler.waiting}
+    assert branching == {"block": frozenset(), "matching": frozenset({NAME})}
