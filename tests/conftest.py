@@ -42,6 +42,12 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def no_cache_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What somebody has downloaded is no test's."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(Path(__file__).with_name("nowhere")))
+
+
+@pytest.fixture(autouse=True)
 def registered_methods() -> Iterator[None]:
     """A method that a test registers is not the next test's."""
     table, before = registry.registered, dict(registry.registered)

@@ -79,7 +79,7 @@ class RoundLine(_Line):
     free_pages: int
     rows: int
     prompt_rows: int = 0
-    target_ms: float
+    target_ms: float | None
     ms: dict[str, float]
     repair_ms: float = 0.0
     proposals: dict[str, Proposal] = Field(default_factory=dict)

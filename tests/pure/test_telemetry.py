@@ -38,6 +38,8 @@ def plain(reason: Reason = Reason.NO_MATCH, method: str | None = "ngram") -> Cal
 def recorded(*rounds: Call) -> RequestStats:
     stats = RequestStats()
     for one in rounds:
+        for method in one[2] if len(one) > 2 else ():
+            stats.propose(method, one[0])
         stats.record(*one)
     return stats
 
@@ -77,6 +79,28 @@ def test_a_stop_token_is_generated_and_not_emitted(finish: Finish, stop_tokens: 
     assert stats.tokens_per_target_call == 1.0
     drafted = recorded((Draft((5, 2), ("ngram",) * 2), Verdict((5,), 1, finish=finish), ("ngram",), None))
     assert drafted.generated_from == {"ngram": 1 + stop_tokens}
+
+
+def test_each_call_of_a_method_is_a_draft_call() -> None:
+    """Not each round: a lookup without a match is asked before a model, and that is two calls."""
+    drafted = Draft((5, 2), ("draft_model",) * 2)
+    stats = recorded(
+        PROMPT,
+        (drafted, Verdict((5,), 1), ("ngram", "draft_model"), None),
+        (Draft(), Verdict((5,)), ("ngram", "draft_model"), Reason.NO_MATCH),
+        plain(Reason.COOLDOWN, None),
+    )
+    done = stats.speculation()
+    assert done is not None and (done.rounds, done.draft_calls, done.target_calls) == (1, 4, 4)
+
+
+def test_before_any_round_an_account_is_zeros() -> None:
+    """Of `LLM` there is none then, and `SpeculativeDecoder` has zeros."""
+    stats = RequestStats()
+    done = stats.account()
+    assert stats.speculation() is None
+    assert (done.rounds, done.drafted, done.draft_calls, done.target_calls) == (0, 0, 0, 0)
+    assert (done.acceptance_rate, done.tokens_per_target_call, done.saved_ms) == (0.0, 0.0, None)
 
 
 def test_the_figures_of_known_rounds() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,14 @@ def administered(
     loader: ScriptedLoader | None = None,
     models: tuple[str, ...] = ("a",),
     paths: dict[str, str] | None = None,
+    drafters: Mapping[str, str] | None = None,
     **settings: Any,
 ) -> Iterator[Inside]:
     serve = {"admin": True, **settings.pop("serve", {})}
     file = ModelSettingsFile(folder / "speculon-models.toml", methods())
     given = {"model": "path-a", "serve": serve, **settings}
     paths = paths or {name: f"path-{name}" for name in models}
-    catalogue = Catalogue(given, paths, file=file, writable=file)
+    catalogue = Catalogue(given, paths, drafters or {}, file=file, writable=file)
     with serving(catalogue, loader or ScriptedLoader()) as inside:
         yield inside
 

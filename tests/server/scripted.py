@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from speculon.core.config import EngineConfig, RequestSpeculation, SamplingParams
@@ -124,6 +124,12 @@ class ScriptedEngine:
     def facts(self) -> Ready:
         memory = {"held": 100, "pages": 50}
         return Ready(VOCAB, CONTEXT, self.config.max_num_seqs, PAGES, 16, "ngram", memory=memory)
+
+    def current_counters(self) -> EngineCounters:
+        totals = RequestStats()
+        for stats in (self.counters.totals, *(text.stats for text in self.running)):
+            totals.add(stats)
+        return replace(self.counters, totals=totals)
 
     def plain_costs(self) -> dict[int, float]:
         return {1: 2.5}

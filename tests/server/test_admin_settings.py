@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from speculon.cli.discover import find_models
 from speculon.core.config import SpeculationConfig
 from speculon.core.config.models import ModelSettingsFile
 from speculon.core.errors import ConfigError, ModelError
+from speculon.loading.locate import locate
 from speculon.server.model import OF_REQUESTS
 from speculon.server.pool.catalogue import Catalogue
 from speculon.server.pool.pool import ModelPool
@@ -230,6 +233,43 @@ def test_drafters_are_named_with_their_method_and_why_one_does_not_fit(
     assert all(one["refusal"] is None and not one["loaded"] for one in found.values())
     assert other["name"] == "broken" and other["refusal"]
     assert not [line for line in caplog.messages if line.startswith("draft ")]
+
+
+def test_drafters_in_the_cache_of_the_hub_have_the_name_of_their_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "hub" / "models--org--some-head" / "snapshots" / "a1b2"
+    shutil.copytree(Path("tests/models/demo-eagle3").resolve(), snapshot)
+    with administered(tmp_path, paths={"demo": "demo"}, model="demo") as inside:
+        before = {one["name"] for one in inside.client.get(f"{API}/drafters/demo").json()}
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+        found = {one["name"]: one for one in inside.client.get(f"{API}/drafters/demo").json()}
+    assert found.keys() - before == {"org/some-head"}
+    one = found["org/some-head"]
+    assert (one["method"], one["checkpoint"], one["refusal"]) == ("eagle3", str(snapshot), None)
+
+
+def test_a_relative_folder_of_models_lists_each_drafter_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the model they are found by whole paths."""
+    library = tmp_path / "library"
+    library.mkdir()
+    for name, path in (("coder", "demo"), ("little", "demo-draft"), ("head", "demo-eagle3")):
+        (library / name).symlink_to(locate(path))
+    monkeypatch.chdir(tmp_path)
+    folder = Path("library")
+    found = find_models([], folder)
+    paths, drafters, serve = found.models, found.drafters, {"models_dir": folder}
+    assert paths["coder"] == "library/coder"
+    with administered(tmp_path, paths=paths, drafters=drafters, model="library/coder", serve=serve) as inside:
+        listed = [one["name"] for one in inside.client.get(f"{API}/drafters/coder").json()]
+        loaded = {"draft": {"eagle3": "library/head"}}
+        assert change(inside, "coder", **loaded).status_code == 200
+        inside.state.pool.models["coder"].drafters = loaded["draft"]
+        shown = inside.client.get(f"{API}/drafters/coder").json()
+    assert sorted(listed) == ["head", "little"]
+    assert [one["name"] for one in shown] == ["head", "little"] and shown[0]["loaded"]
 
 
 def test_a_file_with_a_fault_is_reported_before_a_model_is_unloaded(tmp_path: Path) -> None:

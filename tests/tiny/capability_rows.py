@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 from speculon.core.config import MAX_PREDICTION, SamplingParams
 from speculon.core.errors import SpeculonError
@@ -14,8 +15,11 @@ from speculon.core.types import Capability, Reason
 from speculon.decoding import verify
 from speculon.decoding.kv import slots
 from speculon.drafters.draft_model.model_drafter import ModelDrafter
+from speculon.drafters.known import published_for
 from speculon.drafters.runner import CapturedDraft
 from speculon.engine.engine import Engine
+from speculon.engine.given import read_draft, verify_by
+from speculon.loading.hub import cached_models
 from speculon.speculation.proposers.base import Extending
 from speculon.speculation.proposers.registry import known_methods
 from speculon.target.block import Gated, Loop
@@ -90,6 +94,7 @@ SAMPLED: dict[str, Any] = {
     "bad_words": ["an"],
     "structured": {"choice": ["an apple", "a pear"]},
     "thinking": {"opened": True},
+    "logits_processor": lambda tokens, logits: logits.roll(1),
     "skip_special_tokens": False,
     "include_stop_str_in_output": True,
 }
@@ -333,8 +338,23 @@ def check_mode(engine: Engine, name: str, row: Capability) -> None:
         "captured": lambda: isinstance(target.runner.run, Captured),
         "batch_invariant": lambda: target.batch_invariant,
         "tokenizer": lambda: engine.tokenizer is not None,
+        "known_drafters": lambda: bool(cached_models().keys() & published(engine)),
+        "external_logits": lambda: judged_by_caller(engine) == ((5, 6), 1),
     }
     assert row.status == ("on" if found[name]() else "off")
+
+
+def published(engine: Engine) -> set[str]:
+    return {*published_for(engine.target.model.name_or_path, engine.config.speculation.known_drafters)}
+
+
+def judged_by_caller(engine: Engine) -> tuple[tuple[int, ...], int]:
+    """Tokens and accepted drafts where the caller's logits have 5 and then 6, and the drafts are 5 and 4."""
+    seq = engine.admission.admit("caller", PROMPT, SamplingParams(temperature=0, max_tokens=4))[0]
+    logits = torch.zeros(3, engine.target.vocab_size)
+    logits[[0, 1, 2], [5, 6, 7]] = 1.0
+    verdict = verify_by(engine, seq, read_draft([5, 4], engine.target.vocab_size), logits)
+    return verdict.tokens, verdict.accepted
 
 
 def check_programs(engine: Engine, name: str, row: Capability) -> None:

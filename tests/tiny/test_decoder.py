@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from speculon import SamplingParams, SpeculativeDecoder
+from speculon.core.telemetry import RequestStats
 from speculon.core.types import Draft, SpanOutcome
 from speculon.engine import decoder as decoder_module
 from tests.builders import spread
@@ -134,10 +135,10 @@ def test_rounds_without_the_prompts_length_draw_other_noise() -> None:
 def test_the_target_as_its_own_draft_is_always_accepted(params: SamplingParams) -> None:
     decoder = make(SAME)
     decoder.generate(PROMPT, params)
-    assert decoder.acceptance_rate == 1.0 and decoder.stats and decoder.stats.drafted > 0
+    assert decoder.acceptance_rate == 1.0 and decoder.stats.drafted > 0
     decoder.reset_stats()
     by_steps(decoder, params)
-    assert decoder.acceptance_rate == 1.0 and decoder.stats and decoder.stats.rounds == 6
+    assert decoder.acceptance_rate == 1.0 and decoder.stats.rounds == 6
     assert decoder.tokens_per_target_call == decoder.naive_speedup == K + 1
 
 
@@ -336,7 +337,7 @@ def test_a_step_says_what_it_did() -> None:
 
 def test_before_any_round_and_after_a_reset_there_is_nothing() -> None:
     decoder = make()
-    none = (None, 0.0, 0.0, 1.0, 1.0)
+    none = (RequestStats().account(), 0.0, 0.0, 1.0, 1.0)
 
     def figures() -> tuple[Any, ...]:
         speeds = decoder.naive_speedup, decoder.speedup_estimate
@@ -409,7 +410,7 @@ def test_a_request_with_several_samples_is_counted_but_not_timed() -> None:
     decoder = make()
     out = decoder.generate(PROMPT, SamplingParams(n=3, seed=1, max_tokens=8, ignore_eos=True))
     assert len({tuple(one.token_ids) for one in out.outputs}) == 3
-    assert decoder.stats and decoder.stats.emitted == 24 and decoder.speedup_estimate == 1.0
+    assert decoder.stats.emitted == 24 and decoder.speedup_estimate == 1.0
 
 
 def test_the_plain_cost_can_be_measured_at_the_end_of_the_context_and_of_the_pages() -> None:

@@ -90,7 +90,7 @@ def test_a_draft_with_more_ids_is_padded_and_one_with_fewer_is_refused() -> None
     target = tiny_model("llama")
     larger = build("llama", 1, vocab_size=VOCAB + 32)
     padded = SpeculativeDecoder(target, larger, method="draft_model", policy="fixed", block_size=4)
-    assert by_steps(padded, SEEDED) == plain(SEEDED) and padded.stats and padded.stats.drafted > 0
+    assert by_steps(padded, SEEDED) == plain(SEEDED) and padded.stats.drafted > 0
     with pytest.raises(ModelError, match=f"its vocabulary has {VOCAB - 1} ids, the target's {VOCAB}"):
         SpeculativeDecoder(target, build("llama", 1, vocab_size=VOCAB - 1), method="draft_model")
 
@@ -101,7 +101,7 @@ def test_a_draft_of_another_architecture_and_dtype_drafts_too() -> None:
         tiny_model("llama"), draft, method="draft_model", policy="fixed", block_size=4
     )
     assert proposer_of(decoder.engine, "draft_model").model.dtype is torch.bfloat16
-    assert by_steps(decoder, GREEDY) == plain(GREEDY) and decoder.stats and decoder.stats.drafted > 0
+    assert by_steps(decoder, GREEDY) == plain(GREEDY) and decoder.stats.drafted > 0
 
 
 def test_a_draft_on_another_device_is_refused_by_name() -> None:

@@ -132,7 +132,7 @@ def test_generate_uses_the_same_controller(config: AdaptiveConfig) -> None:
         _, follow = reference(config, rounds)
         room -= k + 1
     assert figures(decoder.adaptive) == figures(follow)
-    assert decoder.stats and decoder.stats.drafted == sum(k for _, k, _ in rounds)
+    assert decoder.stats.drafted == sum(k for _, k, _ in rounds)
 
 
 @pytest.mark.parametrize("params", MODES)
@@ -206,7 +206,7 @@ def test_another_policy_ends_with_the_sequence_so_far_and_comes_back() -> None:
     text += decoder.step(text, GREEDY, prompt_len=len(PROMPT)).emitted_tokens
     assert not unknown_to(decoder.engine)
     decoder.adaptive = AdaptiveLookahead(QUICK)
-    assert unknown_to(decoder.engine) and decoder.stats and decoder.stats.shadow["ngram"]["rounds"] == 1
+    assert unknown_to(decoder.engine) and decoder.stats.shadow["ngram"]["rounds"] == 1
     decoder.step(text, GREEDY, prompt_len=len(PROMPT))
     decoder.adaptive = None
     assert unknown_to(decoder.engine) and decoder.step(PROMPT, GREEDY).reason == "shadow"
@@ -263,7 +263,7 @@ def test_the_settings_decide_whether_there_is_a_controller(
 def test_the_number_of_the_settings_is_the_controllers_limit(way: str) -> None:
     decoder = make(policy="adaptive", num_speculative_tokens=3, adaptive_cooldown_steps=0)
     by_steps(decoder, GREEDY) if way == "step" else decoder.generate(PROMPT, GREEDY)
-    assert decoder.stats and len(decoder.stats.per_position) == 3 and decoder.acceptance_rate == 1.0
+    assert len(decoder.stats.per_position) == 3 and decoder.acceptance_rate == 1.0
 
 
 # a number that is set
@@ -294,7 +294,7 @@ def test_a_number_that_is_set_holds_for_every_call(k: int) -> None:
     decoder.lookahead = k
     assert decoder.lookahead == k == len(decoder.draft(PROMPT, params=GREEDY).tokens)
     assert decoder.generate(PROMPT, GREEDY).token_ids == plain(GREEDY)
-    assert len(decoder.stats.per_position if decoder.stats else ()) == k
+    assert len(decoder.stats.per_position) == k
     decoder.reset_stats()
     assert decoder.lookahead == k == len(decoder.step(PROMPT, GREEDY).draft_tokens)
 

@@ -12,7 +12,6 @@ import pytest
 
 from speculon.core.config import SamplingParams
 from speculon.core.telemetry import RequestStats
-from speculon.core.types import Reason
 from speculon.decoding.sequence import Sequence
 from speculon.engine.engine import Engine
 from tests.recording import Recording, SequenceRound, read
@@ -56,8 +55,7 @@ def add_up(entries: list[SequenceRound]) -> dict[str, Any]:
         "emitted": sum(one.tokens for one in entries),
         "rounds": len(drafted),
         "accepted": sum(one.accepted for one in drafted),
-        # a call that failed made no draft
-        "draft_calls": sum(bool(one.proposals) and one.reason != Reason.ERROR for one in entries),
+        "draft_calls": sum(len(one.proposals) for one in entries),
         "drafted_from": sources,
         "outcomes": Counter(one.outcome for one in drafted),
         "reasons": Counter(one.reason for one in entries if one.reason),
@@ -82,6 +80,9 @@ def disagreements(recording: Recording, engine: Engine, results: dict[Key, Resul
     for key, entries in by_text.items():
         stats: RequestStats = results[key].stats
         found += [f"{key} {name}" for name, value in add_up(entries).items() if value != getattr(stats, name)]
+        matches = [one.cold_matches for one in entries if one.cold_matches is not None]
+        if (prompt := stats.prompt()) is None or (matches or [0]) != [prompt["cold_matches"]]:
+            found.append(f"{key} cold_matches")
         ends = [one.finish for one in entries if one.finish]
         if ends != [f.reason for f in [results[key].finish] if f and f.reason != "abort"]:
             found.append(f"{key} finish")

@@ -159,7 +159,7 @@ def test_a_decoder_takes_a_recurrent_draft_object_for_a_transformer() -> None:
     request = requests()[1]
     decoder = SpeculativeDecoder(tiny_model("llama"), recurrent_model("mamba"), method=NAME, block_size=4)
     output = decoder.generate(request.prompt, request.params)
-    assert output.token_ids == texts_of(plain("llama", [request]))["q1", 0] and decoder.stats is not None
+    assert output.token_ids == texts_of(plain("llama", [request]))["q1", 0] and decoder.stats.rounds > 0
 
 
 # errors inside a step

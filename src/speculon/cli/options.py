@@ -19,6 +19,7 @@ from typer import Option
 
 from speculon.cli.app import COMMON, section_of, show_all
 from speculon.core.config import (
+    IN_PYTHON,
     VARIABLE,
     EngineConfig,
     ServeConfig,
@@ -29,7 +30,7 @@ from speculon.core.config import (
 )
 from speculon.core.errors import ConfigError, InvalidParameter
 
-NO_FLAG = {"speculation", "serve"}  # tables: their fields have flags
+NO_FLAG = {"speculation", "serve", *IN_PYTHON}  # tables: their fields have flags
 MONITOR = ("monitor_share", "monitor_max_tokens")  # of no effect in a command that ends with its texts
 NO_REQUESTS = (*MONITOR, "generation_config")  # of no effect in a command that sets how it samples
 NAMES = {float: "FLOAT", int: "INTEGER", str: "TEXT", SecretStr: "TEXT", Path: "FILE"}

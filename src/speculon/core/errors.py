@@ -140,6 +140,13 @@ class EngineError(SpeculonError, RuntimeError):
     """A fault inside the engine, which stays usable."""
 
 
+class LogitsProcessorError(EngineError):
+    """The logits processor of a request raised an error, which is the cause, or returned no row of logits.
+
+    It ends its sequence alone, with finish reason `error`.
+    """
+
+
 class NotReady(EngineError):
     """The model is being loaded, the engine hangs or is started again, or the server is about to end."""
 

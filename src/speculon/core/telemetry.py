@@ -41,14 +41,14 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """The account of one request (or of an engine); None instead where no round ran and none was watched."""
+    """The account of one request, or of an engine."""
 
     rounds: int  # target calls that verified a draft; where there is none, acceptance is 0.0
     drafted: int
     accepted: int
     rejected: int
     target_calls: int  # target calls that sampled, speculative or not
-    draft_calls: int  # proposals made
+    draft_calls: int  # calls of methods: proposals, empty ones too; a round may have several
     verified_positions: int  # rows scored: the drafts, and one more per call
     emitted: int  # tokens the caller sees
     stop_tokens: int  # generated too: they end texts, and are no part of them
@@ -80,7 +80,6 @@ class RequestStats:
     rounds: int = 0
     accepted: int = 0
     target_calls: int = 0
-    draft_calls: int = 0
     emitted: int = 0
     stop_tokens: int = 0
     verified_positions: int = 0
@@ -120,6 +119,11 @@ class RequestStats:
     @property
     def tokens_per_target_call(self) -> float:
         return self.generated / max(1, self.target_calls)
+
+    @property
+    def draft_calls(self) -> int:
+        """Calls of methods for it. Each is a proposal, empty or not, kept or not, with its continuation."""
+        return self.proposed.total()
 
     @property
     def accepted_prediction_tokens(self) -> int:
@@ -172,7 +176,6 @@ class RequestStats:
         self.verified_positions += k + 1
         if asked is None:
             return
-        self.draft_calls += bool(asked)
         self._change(draft, asked, reason)
         if reason is not None:
             self.reasons[reason.value] += 1
@@ -189,6 +192,14 @@ class RequestStats:
                 self.accepted_from[source] += 1
         if verdict.outcome is not None:
             self.outcomes[verdict.outcome.value] += 1
+
+    def see(self, tokens: int, drafted: int, accepted: int) -> None:
+        """One target call, as far as its event tells of it."""
+        self.target_calls += 1
+        self.emitted += tokens
+        self.rounds += drafted > 0
+        self.accepted += accepted
+        self.drafted_at.update(range(drafted))
 
     def watch(self, method: str, drafted: int, accepted: int) -> None:
         """A draft that nobody verified, when it is known how many of its tokens would have stood."""
@@ -243,8 +254,10 @@ class RequestStats:
         add_fields(self, other, ("last",))  # which a sum of texts has not
 
     def speculation(self) -> SpeculationStats | None:
-        if not self.rounds and not self.watched:
-            return None
+        """The account; None where no round ran and none was watched."""
+        return self.account() if self.rounds or self.watched else None
+
+    def account(self) -> SpeculationStats:
         drafted = self.drafted_at.total()
         return SpeculationStats(
             rounds=self.rounds,
@@ -335,11 +348,11 @@ def add_fields(counts: Any, other: Any, excluded: tuple[str, ...] = ()) -> None:
         before, added = getattr(counts, name), getattr(other, name)
         if name in excluded or added is None:
             continue
-        if isinstance(before, RequestStats | MonitorCounts):
-            before.add(added)
-        elif isinstance(before, dict):
+        if isinstance(before, dict):
             for key, value in added.items():
                 before[key] = before.get(key, 0) + value
+        elif isinstance(before, (RequestStats, MonitorCounts)):
+            before.add(added)
         else:
             setattr(counts, name, (before or 0) + added)
 

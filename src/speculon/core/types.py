@@ -15,6 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from speculon.core.config import Acceptance, SamplingParams
+from speculon.core.errors import SpeculonError
 from speculon.core.tree import ROOT, Parents, branches, depths, descend, or_chain, path, preorder
 
 if TYPE_CHECKING:
@@ -222,10 +223,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why a text ended; `matched` is the stop string or stop token id."""
+    """Why a text ended; `matched` is the stop string or stop token id, `error` the fault that ended it."""
 
     reason: FinishReason
     matched: str | int | None = None
+    error: SpeculonError | None = None  # None also where a grammar left no token
 
     @property
     def by_token(self) -> bool:

@@ -1,10 +1,10 @@
 """From the target's logits to tokens: adjustments, filters and keyed noise, row by row.
 
-One fixed order: penalties, bias, bad words, min_tokens, grammar, temperature, top-k, top-p, min-p. Ties go to
-the lowest id. A drawn token is argmax over the surviving tokens of p / E, with exponential noise E that is a
-pure function of (seed, sample, output position, token id): the Gumbel-max trick, argmax of log p + g, without
-its outer logarithm, since g = -log E (Gumbel 1954; Maddison et al. 2014). So a text depends on the model, the
-prompt and the seed alone, whatever else runs beside it.
+One fixed order: the request's own logits processor, penalties, bias, bad words, min_tokens, grammar,
+temperature, top-k, top-p, min-p. Ties go to the lowest id. A drawn token is argmax over the surviving tokens
+of p / E, with exponential noise E that is a pure function of (seed, sample, output position, token id): the
+Gumbel-max trick, argmax of log p + g, without its outer logarithm, since g = -log E (Gumbel 1954; Maddison et
+al. 2014). So a text depends on the model, the prompt and the seed alone, whatever else runs beside it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from speculon.core.config import SamplingParams
+from speculon.core.errors import LogitsProcessorError
 from speculon.core.types import TokenLogprobs
+from speculon.decoding.processor import call_processor
 from speculon.decoding.sequence import Rules, Sequence
 from speculon.decoding.text.bad_words import BadWords
 from speculon.decoding.token_counts import Counts, Ints
@@ -119,8 +121,11 @@ def best(weights: Tensor) -> Tensor:
 
 
 def adjust(logits: Tensor, rows: list[Row]) -> Tensor:
-    """Penalties, bias, bad words, min_tokens and grammar on a copy of `logits` [R, V], after each prefix."""
-    raw, logits = logits.contiguous(), logits.clone(memory_format=torch.contiguous_format)
+    """Processors, penalties, bias, bad words, min_tokens and grammar on a copy of `logits` [R, V], after each
+    prefix.
+    """
+    raw = process(logits.contiguous(), rows)
+    logits = raw.clone(memory_format=torch.contiguous_format)
     if any(row.rules.penalises for row in rows):
         penalise(logits, raw, rows)
     add_biases(logits, rows)
@@ -133,6 +138,24 @@ def adjust(logits: Tensor, rows: list[Row]) -> Tensor:
             constrain(logits[i], raw[i], row.forbidden)
     # an overflow is the best token; inf - inf would be none
     return logits.clamp_(max=torch.finfo(logits.dtype).max)
+
+
+def process(logits: Tensor, rows: list[Row]) -> Tensor:
+    """`logits` [R, V] after the processors of the requests that have one; the same tensor where none has.
+
+    A row whose processor fails stays as it is, and its sequence notes the fault: it ends there, if that is
+    where its text goes.
+    """
+    own = [i for i, row in enumerate(rows) if row.rules.params.logits_processor is not None]
+    logits = logits.clone() if own else logits
+    for i in own:
+        row = rows[i]
+        try:
+            tokens = [*row.seq.tokens, *row.prefix]
+            logits[i] = call_processor(row.rules.params.logits_processor, tokens, logits[i])
+        except LogitsProcessorError as fault:
+            row.seq.faults[row.prefix] = fault
+    return logits
 
 
 def add_biases(logits: Tensor, rows: list[Row]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from speculon.core.config import MAX_DRAFTS, SamplingParams
+from speculon.core.errors import SpeculonError
 from speculon.core.telemetry import RequestStats
 from speculon.core.types import (
     NO_DRAFT,
@@ -62,7 +63,8 @@ class Rules:
     ) -> Rules:
         p = params
         penalises = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
-        adjusts = bool(penalises or p.logit_bias or bad_words or (p.min_tokens and stop_ids) or p.structured)
+        masks = bad_words or (p.min_tokens and stop_ids) or p.structured
+        adjusts = bool(penalises or p.logit_bias or masks or p.logits_processor is not None)
         filters = p.top_k > 0 or p.top_p < 1 or p.min_p > 0
         return cls(p, p.greedy, p.greedy and not adjusts, adjusts, penalises, filters, bad_words, stop_ids)
 
@@ -124,8 +126,8 @@ class Sequence:
     stats: RequestStats
     sample: int = 0  # which of the request's n samples
     failed: bool = False  # whether a proposer raised an error for it: it goes on plainly
-    # continuations that must match before a lookup's drafts are verified, by its policy
-    cold_matches: int = 0
+    # continuations that must match before a lookup's drafts are verified; None until its policy has set it
+    cold_matches: int | None = None
     grammar: Matcher | None = None  # has consumed the output so far, always
     answer: AnswerStart | None = None  # by its request's ending, once it was needed
     committed: int = 0
@@ -136,6 +138,8 @@ class Sequence:
     released: int = 0  # first tokens whose pages were given back: no layer reads them again
     skipped: set[str] = field(default_factory=set)  # drafting methods that had not read all of these
     counts: Counts | None = None  # of its tokens, where the request has penalties
+    # drafts before a row of this round -> why its logits processor left no logits there
+    faults: dict[tuple[int, ...], SpeculonError] = field(default_factory=dict)
     # (stream, output position) -> [V], drawn ahead
     noise: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
@@ -292,7 +296,7 @@ class Round:
     spans: list[Span]
     calls: Mapping[str, Proposal]  # by method
     draft_ms: float
-    step_ms: float  # without the proposals
+    step_ms: float | None  # without the proposals; None: the target was not called
     repair_ms: float = 0.0  # of the step, to restore recurrent states after rejected drafts
 
     @property

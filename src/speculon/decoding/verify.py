@@ -54,6 +54,8 @@ def verify(batch: Batch, logits: Tensor, draw: Draw | None = None, coin: Coin | 
     `draw` and `coin` replace the keyed noise in tests.
     """
     sampled = [span for span in batch.spans if span.samples]
+    for span in sampled:
+        span.seq.faults = {}  # those of drafters, which may ask about other logits, count for nothing
     by_rule: dict[str, list[Span]] = {"matching": []}
     for span in sampled:
         by_rule.setdefault(judged_by(span), []).append(span)
@@ -341,6 +343,8 @@ def find_end(seq: Sequence, tokens: tuple[int, ...]) -> tuple[int, Finish | None
     stop_string = first_stop_string(seq, tokens)
     complete = seq.grammar.find_end(tokens) if seq.grammar else None
     for i, token in enumerate(tokens):
+        if tokens[:i] in seq.faults:
+            return i, Finish("error", error=seq.faults[tokens[:i]])
         if token in ending.stop_ids and seq.num_output + i >= ending.min_tokens:
             return i, Finish("stop", token)
         if stop_string and stop_string[0] == i:

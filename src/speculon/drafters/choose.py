@@ -20,7 +20,7 @@ from speculon.drafters.families import DRAFT_MODEL, PARD, family_of
 from speculon.drafters.mtp.tensors import MTP, find_mtp, mtp_of
 from speculon.drafters.pairing import AUTO, around, examine, is_search, search
 from speculon.loading.headers import Checkpoint, read_checkpoint
-from speculon.loading.locate import locate, refuse_missing, usual_drafters
+from speculon.loading.locate import locate, named, refuse_missing, usual_drafters
 from speculon.loading.spelling import compare
 from speculon.speculation.proposers.registry import WITH_CHECKPOINT
 
@@ -60,11 +60,13 @@ def by_method(draft: str) -> str | dict[str, str | ModelObject]:
 
 
 def find_drafts(config: EngineConfig, draft: str) -> dict[str, str | ModelObject]:
-    """Searches the target's own folder for MTP layers and those around it, with a log line for every one."""
+    """Searches the target's own folder for MTP layers, those around it and the hub's cache, with a log line
+    for every one.
+    """
     folder = locate(
         config.model, trust_remote_code=config.trust_remote_code, allow_pickle=config.allow_pickle
     )
-    result = search(draft, read_checkpoint(folder))
+    result = search(draft, read_checkpoint(folder), config.speculation.known_drafters)
     for line in result.lines:
         log.info("draft %s: %s", AUTO, line)
     own = {} if MTP in result.drafts else own_layers(folder)
@@ -85,15 +87,30 @@ class Fit:
 
 
 def fits(config: EngineConfig, drafts: Iterable[str]) -> list[Fit]:
-    """Drafters around the target that fit it, then each of `drafts`. Nothing is fetched or logged.
+    """Drafters around the target and in the hub's cache that fit it, then each of `drafts`. One that is
+    spelled in several ways is there once, as `drafts` spell it first. Nothing is fetched or logged.
 
     Raises `ModelError` for a target that is not here or cannot be read.
     """
     target = read_checkpoint(locate(config.model, fetch=False))
-    usual = usual_drafters(config.model).values()
-    near = [*usual, *(str(path) for path, _ in around(AUTO, target.path))]
-    fitting = [its_fit for draft in near if (its_fit := fit(draft, target)).refusal is None]
-    return [*own_fit(target), *fitting, *(fit(draft, target) for draft in drafts)]
+    usual, known = usual_drafters(config.model).values(), config.speculation.known_drafters
+    asked_for = by_place(drafts)
+    near = by_place([*usual, *(str(path) for path, _ in around(AUTO, target.path, known))])
+    beside = [draft for place, draft in near.items() if place not in asked_for]
+    fitting = [its_fit for draft in beside if (its_fit := fit(draft, target)).refusal is None]
+    return [*own_fit(target), *fitting, *(fit(draft, target) for draft in asked_for.values())]
+
+
+def by_place(drafts: Iterable[str]) -> dict[Path, str]:
+    """Where each draft lies -> its first spelling: a path may be relative, and a folder may have a name."""
+    places: dict[Path, str] = {}
+    for draft in drafts:
+        try:
+            place = named(draft) or Path(draft).expanduser()
+        except ModelNotFound:  # of a package that is not installed
+            place = Path(draft)
+        places.setdefault(place.resolve(), draft)
+    return places
 
 
 def own_fit(target: Checkpoint) -> list[Fit]:

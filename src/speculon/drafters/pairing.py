@@ -1,10 +1,11 @@
-"""Finds drafters that fit a target, from configs, headers and tokenizer files. Nothing is loaded."""
+"""Finds drafters that fit a target, from configs, headers and tokenizer files; loads nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from speculon.core.errors import ConfigError, ModelError, UnsupportedModel, WrongPair
 from speculon.drafters.config import (
@@ -15,11 +16,17 @@ from speculon.drafters.config import (
     read_offsets,
 )
 from speculon.drafters.families import Family, family_of
+from speculon.drafters.known import published_for
 from speculon.drafters.mtp.tensors import MtpConfig
 from speculon.loading.headers import Checkpoint, read_checkpoint, refuse_unsafe
+from speculon.loading.hub import cached_models, hub_id
 from speculon.loading.spelling import compare
 
 AUTO, ANOTHER = "auto", "another tokenizer"
+# distance from a target: in its folder or the named one, next to it, published for it and in the hub's cache,
+# another one in that cache
+WITHIN, BESIDE, PUBLISHED, CACHED = range(4)
+Known = Mapping[str, Iterable[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +34,15 @@ class Candidate:
     """A folder that was examined: its drafter, warnings about the pair, and the reason for refusal."""
 
     path: Path
-    distance: int  # 0: in the target's folder or the named one; 1: next to the target
+    distance: int  # WITHIN, BESIDE, PUBLISHED or CACHED
     family: Family | None = None
     warnings: tuple[str, ...] = ()
     refusal: str | None = None
+
+    @property
+    def name(self) -> str:
+        name = hub_id(self.path)
+        return str(self.path) if name is None else f"{name} (in the hub's cache)"
 
     @property
     def rank(self) -> tuple[int, int, int, str]:
@@ -52,31 +64,43 @@ def is_search(draft: str) -> bool:
     return draft == AUTO or draft.startswith(f"{AUTO}:")
 
 
-def search(draft: str, target: Checkpoint) -> Search:
-    """The best drafter for each method. Raises `ConfigError` for a folder that does not exist."""
-    seen = [candidate(path, distance, target) for path, distance in around(draft, target.path)]
+def search(draft: str, target: Checkpoint, known: Known = MappingProxyType({})) -> Search:
+    """The best drafter for each method; `known` adds to the table of published ones.
+
+    Raises `ConfigError` for a folder that does not exist.
+    """
+    seen = [candidate(path, distance, target) for path, distance in around(draft, target.path, known)]
     taken: dict[str, Candidate] = {}
     for best in sorted((fit for fit in seen if fit.refusal is None), key=lambda fit: fit.rank):
         assert best.family is not None
         assert best.family.method is not None
         taken.setdefault(best.family.method, best)
     lines = tuple(log_line(examined, taken) for examined in seen)
+    if draft == AUTO:
+        cached = cached_models()
+        absent = (name for name in published_for(target.path, known) if name not in cached)
+        lines += tuple(f"{name}: published for this target, and not in the hub's cache" for name in absent)
     return Search({method: str(best.path) for method, best in taken.items()}, lines)
 
 
-def around(draft: str, target: Path) -> Iterator[tuple[Path, int]]:
-    """Folders with a config, without the target's own, and the distance of each."""
+def around(draft: str, target: Path, known: Known = MappingProxyType({})) -> Iterator[tuple[Path, int]]:
+    """Folders with a config, without the target's own, and the distance of each; the hub's cache is searched
+    where no folder is named.
+    """
     named = draft.removeprefix(AUTO).removeprefix(":")
     here = Path(named).expanduser() if named else target
     if draft != AUTO and (not named or not here.is_dir()):
         raise ConfigError(f"draft = {draft!r}: {AUTO}:FOLDER needs a folder that is there")
-    places = [(here, 0), *((path, 0) for path in below(here))]
+    places = [(here, WITHIN), *((path, WITHIN) for path in below(here))]
     if not named:
-        places += [(path, 1) for path in below(target.absolute().parent)]
-    known = {target.resolve()}
+        beside = [] if hub_id(target) else below(target.absolute().parent)  # those are its other versions
+        cached, published = cached_models(), published_for(target, known)
+        places += [(path, BESIDE) for path in beside]
+        places += [(path, PUBLISHED if name in published else CACHED) for name, path in cached.items()]
+    seen = {target.resolve()}
     for path, distance in places:
-        if path.resolve() not in known and (path / "config.json").is_file():
-            known.add(path.resolve())
+        if path.resolve() not in seen and (path / "config.json").is_file():
+            seen.add(path.resolve())
             yield path, distance
 
 
@@ -102,7 +126,7 @@ def examine(path: Path, distance: int, target: Checkpoint) -> Candidate:
         family = family_of(path)
         warnings = check_fit(family, target)
         return Candidate(path, distance, family.for_target(target.num_layers), warnings)
-    except ModelError as error:
+    except (ModelError, OSError) as error:  # of one folder: the others may be read
         return Candidate(path, distance, family, refusal=str(error).removeprefix(f"{path}: "))
 
 
@@ -151,8 +175,8 @@ def check_model(draft: Checkpoint, target: Checkpoint) -> tuple[str, ...]:
 def log_line(examined: Candidate, taken: dict[str, Candidate]) -> str:
     family, refusal = examined.family, examined.refusal
     if refusal is not None or family is None:
-        return f"{examined.path}: left out: {refusal}"
+        return f"{examined.name}: left out: {refusal}"
     best = taken[family.method or ""]
-    left_out = f"left out: fits, but {best.path} is preferred"
+    left_out = f"left out: fits, but {best.name} is preferred"
     verdict = f"taken as {family.method}" if best is examined else left_out
-    return f"{examined.path}: {'; '.join((family.summary, *examined.warnings))}: {verdict}"
+    return f"{examined.name}: {'; '.join((family.summary, *examined.warnings))}: {verdict}"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from speculon.core.config import (
     GIVEN_DRAFTS,
+    IN_PYTHON,
     MAX_DRAFTS,
     MAX_PREDICTION,
     USUAL_DRAFTS,
@@ -23,7 +24,9 @@ from speculon.core.errors import InvalidParameter, SpeculonError
 from speculon.core.types import Capability, Reason, Status, ceil_div
 from speculon.decoding.kv.states import KEPT_BYTES
 from speculon.decoding.sequence import Sequence
+from speculon.drafters.known import published_for
 from speculon.engine.admission import OF_VOCABULARY
+from speculon.loading.hub import cached_models
 from speculon.speculation.proposers.base import Extending, Remembering, RunsModel
 from speculon.speculation.proposers.registry import (
     AUTO,
@@ -80,6 +83,7 @@ EXAMPLES: Mapping[str, Any] = {
     "bad_words": ("a",),
     "structured": {"regex": "(?s:.+)"},
     "thinking": {"opened": True},
+    "logits_processor": lambda tokens, logits: logits,
     "skip_special_tokens": False,
     "include_stop_str_in_output": True,
 }
@@ -138,6 +142,8 @@ def modes(engine: EngineParts) -> Rows:
         yield "tokenizer", row("off", "none, token ids only")
     else:
         yield "tokenizer", row("on", f"{type(text.inner).__name__}, {len(text.inner)} tokens")
+    why = "SpeculativeDecoder alone: verify and step judge drafts by the caller's logits (target_logits)"
+    yield "external_logits", row("on", why)
 
 
 def prefix_cache(engine: EngineParts) -> Capability:
@@ -173,6 +179,18 @@ def methods(engine: EngineParts) -> Rows:
     yield "parameters.method", row("on", known)
     for name in names:
         yield f"methods.{name}", method(name, engine)
+    yield "known_drafters", known_drafters(engine)
+
+
+def known_drafters(engine: EngineParts) -> Capability:
+    """Which drafters are published for the target, and whether any is in the hub's cache."""
+    name = getattr(engine.target.model, "name_or_path", "")
+    published, cached = published_for(name, engine.config.speculation.known_drafters), cached_models()
+    if not published:
+        return row("off", "none is known for this target; known_drafters adds some")
+    if here := [drafter for drafter in published if drafter in cached]:
+        return row("on", f"draft = auto takes those that fit, from the hub's cache: {', '.join(here)}")
+    return row("off", f"published, and not in the hub's cache: {', '.join(published)}")
 
 
 def method(name: str, engine: EngineParts) -> Capability:
@@ -277,6 +295,7 @@ def sampling(engine: EngineParts) -> Rows:
             continue
         changes = differences(plain, seq, engine)
         why = "; ".join(changes) or "drafts are verified under it"
+        why += "; in Python alone, where the engine is in the caller's process" * (name in IN_PYTHON)
         limits = parameter_limit(name, engine.target.vocab_size)
         yield f"parameters.{name}", row("changed" if changes else "on", why, **limits)
 

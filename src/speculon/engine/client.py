@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from speculon.core.config import EngineConfig
+from speculon.core.config import IN_PYTHON, EngineConfig, SamplingParams
 from speculon.core.errors import InvalidParameter, SpeculonError
 from speculon.core.telemetry import EngineCounters
 from speculon.core.types import Load
@@ -63,6 +63,8 @@ class EngineClient(ABC):
         """Queues all of these requests or none, until the queue is closed; raises what cannot be served."""
         if self.error is not None:
             raise self.error
+        for add in adds:
+            refuse_functions(add.params)
         if taken := next((add.request_id for add in adds if self._requests.get(add.request_id)), None):
             raise InvalidParameter("request_id", taken, "is in use")
         queue = OutputQueue(self)
@@ -123,3 +125,11 @@ class EngineClient(ABC):
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def refuse_functions(params: SamplingParams) -> None:
+    """Raises by name for what cannot be sent to another process."""
+    for name in IN_PYTHON:
+        if (value := getattr(params, name)) is not None:
+            limit = "a function cannot be sent to the engine's process; LLM takes it"
+            raise InvalidParameter(name, value, limit).about(f"parameters.{name}")

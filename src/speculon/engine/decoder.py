@@ -19,11 +19,11 @@ from speculon.core.telemetry import RequestStats, SpeculationStats, Stopwatch
 from speculon.core.types import Ask, Decision, Draft, Verdict
 from speculon.decoding.sequence import Event, Sequence, Span
 from speculon.decoding.text.tokenizer import Tokenizer
-from speculon.decoding.verify import read_logits, verify_given
 from speculon.drafters.choose import by_method
 from speculon.drafters.pairing import is_search
-from speculon.engine.admission import check_draft, check_room, read_ids
+from speculon.engine.admission import check_room, read_ids
 from speculon.engine.engine import Engine
+from speculon.engine.given import GIVEN, read_draft, round_by, verify_by
 from speculon.engine.outputs import Completion, RequestOutput, StepResult, absorb, write_texts
 from speculon.loading.ends import add_ends
 from speculon.loading.load import wrap_model
@@ -42,7 +42,6 @@ OF_CHECKPOINTS = (
     "quantization",
 )
 PLAIN_CALLS = 8  # guess: plain calls whose median is the plain cost
-GIVEN = "given"  # source of drafts that came from the caller
 ROUND = "round"  # id of the requests that are made for one round
 
 Ids = str | Seq[int] | Tensor
@@ -214,12 +213,10 @@ class SpeculativeDecoder:
         `InvalidParameter` for logits that are no float tensor of such a shape, for a NaN or +inf in them, and
         for `prompt_logprobs`, which need the prompt's rows.
         """
-        tokens = () if isinstance(drafts, Draft) else tuple(read_ids("drafts", drafts))
-        draft = drafts if isinstance(drafts, Draft) else Draft(tokens, (GIVEN,) * len(tokens))
-        check_draft(draft, self.engine.target.vocab_size)
+        draft = read_draft(drafts, self.engine.target.vocab_size)
         k = len(draft.tokens)
         if target_logits is not None:
-            return self._verify_by(target_logits, self._prepare(ids, params, prompt_len), draft)
+            return verify_by(self.engine, self._prepare(ids, params, prompt_len), draft, target_logits)
         with self._last_span(ids, params, prompt_len) as span:
             check_room(span.seq, k)
             span.decision = Decision.of([Ask(GIVEN, k)])
@@ -230,15 +227,6 @@ class SpeculativeDecoder:
                 self.engine.ask_target([span], lease, Stopwatch())
         return span.verdict
 
-    def _verify_by(self, target_logits: Tensor, seq: Sequence, draft: Draft) -> Verdict:
-        k, prompt_logprobs = len(draft.tokens), seq.request.params.prompt_logprobs
-        check_room(seq, k)
-        if prompt_logprobs is not None:
-            limit = "target_logits have no rows of the prompt"
-            raise InvalidParameter("prompt_logprobs", prompt_logprobs, limit)
-        logits = read_logits(target_logits, k, self.engine.target.vocab_size).to(self.engine.target.device)
-        return verify_given(Span(seq, len(seq.tokens) - 1, 1, draft), logits)
-
     def step(
         self,
         ids: Ids,
@@ -246,22 +234,33 @@ class SpeculativeDecoder:
         *,
         k: int | None = None,
         prompt_len: int | None = None,
+        target_logits: Tensor | None = None,
     ) -> StepResult:
         """Drafts and verifies one round after `ids`, and counts it.
 
         `k` limits the drafts of this round alone (None: as `lookahead` says); a policy, or the controller,
         may choose fewer. What has been computed for an earlier beginning of `ids` is found again, except for
         the last, unfinished page.
+
+        With `target_logits`, as `verify` takes them, they judge what `draft` returns for the same ids, k and
+        params, and the target is not called for it. The round counts and teaches as any other, but is not in
+        `speedup_estimate`. Raises also where a model would draft anew: sampled, without a seed.
         """
+        if target_logits is not None and k is None and self._adaptive is not None:
+            k = self._adaptive.lookahead
         with self._last_span(ids, params, prompt_len, k, goes_on=True) as span:
             self._last, stats = (list(span.seq.tokens), span.seq.request.params), span.seq.stats
             began = perf_counter()
-            self.engine.round([span])
+            if target_logits is None:
+                self.engine.round([span])
+            else:
+                round_by(self.engine, span, target_logits)
             ms = (perf_counter() - began) * 1e3
         self._stats.add(stats)
         if span.verdict.finish:
             self._forget_sequence()
-        self._clock(ms, len(span.verdict.tokens))
+        if target_logits is None:
+            self._clock(ms, len(span.verdict.tokens))
         reason = next(iter(stats.reasons), None)
         return StepResult(span.draft, span.verdict, reason, stats.draft_ms, ms - stats.draft_ms)
 
@@ -296,14 +295,14 @@ class SpeculativeDecoder:
     # accounts
 
     @property
-    def stats(self) -> SpeculationStats | None:
-        """The account of all steps and texts since the last reset; None where no round ran or was watched."""
-        return self._stats.speculation()
+    def stats(self) -> SpeculationStats:
+        """The account of all steps and texts since the last reset; zeros before the first round."""
+        return self._stats.account()
 
     @property
     def acceptance_rate(self) -> float:
         """Accepted / drafted; 0.0 before any draft."""
-        return self.stats.acceptance_rate if self.stats else 0.0
+        return self.stats.acceptance_rate
 
     @property
     def tokens_per_target_call(self) -> float:
@@ -318,7 +317,7 @@ class SpeculativeDecoder:
         It takes drafting for free, a call over K + 1 rows for as cheap as one over a single row, and leaves
         out the calls that had no draft. `speedup_estimate` is below it by what these cost.
         """
-        return 1.0 + (self.stats.mean_accepted_per_round if self.stats else 0.0)
+        return 1.0 + self.stats.mean_accepted_per_round
 
     @property
     def speedup_estimate(self) -> float:

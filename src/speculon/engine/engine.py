@@ -8,7 +8,7 @@ import itertools
 import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -118,7 +118,7 @@ class Engine:
             self.max_context,
             config.max_batch_tokens,
         )
-        self.counters = EngineCounters()
+        self.counters = EngineCounters()  # `totals`: of ended sequences; `current_counters` has all
         self.events = Events.of(
             config, device=facts.device, dtype=facts.dtype, max_context=self.max_context, pages=pages
         )
@@ -169,6 +169,17 @@ class Engine:
     def plain_costs(self) -> dict[int, float]:
         """Sequences -> ms of a plain step, for the batch sizes that were measured."""
         return self.policy.costs.plain_steps()
+
+    def current_counters(self) -> EngineCounters:
+        """The counters as of now: `totals` with what sequences have so far that have not ended.
+
+        Summed up when asked for: to record each round twice would double what its account takes.
+        """
+        totals = RequestStats()
+        totals.add(self.counters.totals)
+        for seq in self.scheduler.begun:
+            totals.add(seq.stats)
+        return replace(self.counters, totals=totals)
 
     def capabilities(self) -> dict[str, Capability]:
         """What it does and what a request may ask of it, by feature, with the reasons."""
@@ -339,7 +350,8 @@ class Engine:
             self.proposers.release(seq)
             self.policy.forget(seq)
             self.counters.finished[finish.reason] += 1
-            seq.stats.prompts[seq.request.shape.name, seq.request.shape.marker, seq.cold_matches] += 1
+            shape = seq.request.shape
+            seq.stats.prompts[shape.name, shape.marker, seq.cold_matches or 0] += 1
             self.counters.totals.add(seq.stats)
             request = self._requests[seq.request.id]
             request.stats.add(seq.stats)

@@ -106,7 +106,8 @@ class LLM:
         """Continues every prompt (text, or token ids), all at once, in the order given.
 
         `params` and `speculation` are one for all or one per prompt. `on_token(prompt index, new tokens)` is
-        called as texts grow. When one prompt is refused nothing is written for any.
+        called as texts grow. When one prompt is refused nothing is written for any. A text whose logits
+        processor fails ends there, with finish reason `error` and the `LogitsProcessorError` as its `error`.
         """
         calls, outputs = self._read(prompts, params, speculation)
         with self._stepper.requests(calls) as queue:
@@ -195,6 +196,8 @@ class LLM:
                 for event in events:
                     if new := new_text(text, event):
                         yield new
+                    if event.finish and event.finish.error is not None:
+                        raise event.finish.error
 
     def events(
         self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: Speculation = None
@@ -245,6 +248,8 @@ class LLM:
                 for event in queue.unread:
                     absorb(output, event)
                 write_texts(output, self.engine.tokenizer, params)
+        if output.error is not None:
+            raise output.error
 
     def _read(
         self,

@@ -100,7 +100,9 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """The engine's counters and load, a few times a second while it has work; also its heartbeat."""
+    """The engine's counters, those of running sequences included, and its load, a few times a second while
+    it has work; also its heartbeat.
+    """
 
     counters: EngineCounters
     load: Load

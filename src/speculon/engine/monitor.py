@@ -189,7 +189,8 @@ class Monitor:
         request = seq.request
         fixed = request.params.greedy or request.params.seed is not None
         ended = finish.reason in ("stop", "length") and (seq.num_output > 0 or finish.matched is not None)
-        return fixed and ended and not request.needs_q and len(seq.tokens) <= self._max_tokens
+        repeats = fixed and not request.needs_q and request.params.logits_processor is None
+        return repeats and ended and len(seq.tokens) <= self._max_tokens
 
     def step(self) -> None:
         """One forward of a replay. An error costs this replay, and nothing else."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from speculon.core.errors import SpeculonError
 from speculon.core.telemetry import RequestStats, SpeculationStats
 from speculon.core.types import Draft, FinishReason, TokenLogprobs, Verdict
 from speculon.decoding.sequence import Event, Fate
@@ -22,6 +23,7 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)  # without the stop token
     finish_reason: FinishReason | None = None
     stop: str | int | None = None  # the stop string or token that ended it
+    error: SpeculonError | None = None  # with finish reason "error": the fault, of its logits processor
     logprobs: list[TokenLogprobs] | None = None  # one per token
     # one per token: the method that drafted it; None is the target itself
     sources: list[str | None] = field(default_factory=list)
@@ -64,6 +66,10 @@ class RequestOutput:
     @property
     def finish_reason(self) -> FinishReason | None:
         return self.outputs[0].finish_reason
+
+    @property
+    def error(self) -> SpeculonError | None:
+        return self.outputs[0].error
 
     @property
     def logprobs(self) -> list[TokenLogprobs] | None:
@@ -144,6 +150,7 @@ def absorb(output: RequestOutput, event: Event) -> None:
         output.prompt_logprobs = [*known, *event.prompt_logprobs]
     if event.finish:
         completion.finish_reason, completion.stop = event.finish.reason, event.finish.matched
+        completion.error = event.finish.error
     if event.stats is not None:
         completion.stats = event.stats
 

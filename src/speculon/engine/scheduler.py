@@ -58,6 +58,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
+    @property
+    def begun(self) -> list[Sequence]:
+        """Those that have run and have not ended: the running ones, and preempted ones."""
+        return [*self.running, *(seq for seq in self.waiting if seq.stats.preemptions)]
+
     def add(self, samples: list[Sequence]) -> None:
         """Queues the first of a request's samples; the others follow once its prompt is in pages."""
         first, *others = samples

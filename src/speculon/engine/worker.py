@@ -179,6 +179,5 @@ class Worker:
 
     def _send_statistics(self) -> None:
         self._statistics_at = monotonic()
-        self._pipe.send(
-            Statistics(self.engine.counters, self.engine.load, self._read, self.engine.plain_costs())
-        )
+        engine = self.engine
+        self._pipe.send(Statistics(engine.current_counters(), engine.load, self._read, engine.plain_costs()))

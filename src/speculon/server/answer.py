@@ -23,6 +23,8 @@ from speculon.server.request import GenerationRequest
 
 # guess: seconds that a request beyond its time limit waits for the engine's last events
 ABORT_SECONDS = 1.0
+# of `SpeculationStats`, what is known before the end
+IN_PROGRESS = ("rounds", "drafted", "accepted", "target_calls", "tokens_per_target_call")
 
 
 class Answer:
@@ -118,6 +120,15 @@ class Answer:
             if choice.stats is not None:
                 total.add(choice.stats)
         return total
+
+    def progress(self) -> dict[str, Any]:
+        """What `speculation` has at the end, as far as events tell it while the answer is written."""
+        total = RequestStats()
+        for choice in self.choices:
+            total.add(choice.stats or choice.so_far)
+        done = total.account()
+        figures = {name: getattr(done, name) for name in IN_PROGRESS}
+        return {"method": self.request.method, **figures}
 
     @property
     def tokens(self) -> int:

@@ -45,7 +45,8 @@ class Choice:
         params = request.params
         self.index, self.tokens = index, 0
         self.finish: Finish | None = None
-        self.stats: RequestStats | None = None
+        self.stats: RequestStats | None = None  # of the engine, with the end
+        self.so_far = RequestStats()  # what its events have told
         self.echoed = 0  # characters of the prompt that the text begins with
         self.deltas: list[Delta] = []  # all so far, where they are captured
         self.finish_reason: str | None = None  # in the API's words
@@ -64,6 +65,7 @@ class Choice:
 
     def push(self, event: Event) -> ChoiceDelta:
         self.tokens += len(event.tokens)
+        self.so_far.see(len(event.tokens), event.drafted, len(event.sources))
         answers = [self._answer is None or self._answer.push(token) is not None for token in event.tokens]
         self.reasoning_tokens += answers.count(False)
         echo, logprobs = self._take_echo() if self._echo is not None else ("", None)

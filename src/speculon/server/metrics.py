@@ -123,7 +123,7 @@ def with_labels(sample: Sample, model: str, more: Mapping[str, str]) -> Sample:
 
 
 def engine_metrics(engine: Engine, model: str) -> Iterator[Metric]:
-    """The engine's cumulative counters; the tokens and rounds of a sequence count once it has ended."""
+    """The engine's cumulative counters, with what running sequences have so far."""
     counters = engine.counters
     yield from vllm_metrics(counters.totals, model)
     yield from sum_metrics(counters)
@@ -187,7 +187,8 @@ def draft_metrics(totals: RequestStats) -> Iterator[Metric]:
 
 
 def proposal_metrics(counters: EngineCounters) -> Iterator[Metric]:
-    yield counter("proposals", "proposals, one per sequence", counters.proposals, "method")
+    text = "proposals: calls of a method, one per sequence"
+    yield counter("proposals", text, counters.proposals, "method")
     seconds = {method: ms / 1e3 for method, ms in counters.proposal_ms.items()}
     yield counter("proposal_seconds", "time of proposals", seconds, "method")
     stops = {

@@ -157,6 +157,7 @@ class Events:
     def __init__(self, writer: Writer, began: float):
         self.writer, self._began = writer, began
         self._known: set[int] = set()  # texts whose methods this part tells
+        self._matches_told: set[int] = set()  # and whose `cold_matches`, which a policy sets in a later round
         self._part = 0
         self._lost = 0  # rounds since the last line
         self._ms: dict[str, float] = {}  # the profile at the last line
@@ -171,6 +172,7 @@ class Events:
             if self._part != self.writer.part:
                 self._part = self.writer.part
                 self._known.clear()
+                self._matches_told.clear()
             line = self._line(done, profile)
             self._ms = dict(profile)
             taken = self.writer.put(as_line({**line, "lost": self._lost} if self._lost else line))
@@ -187,7 +189,7 @@ class Events:
             "free_pages": done.load.free_pages,
             "rows": done.rows,
             "prompt_rows": done.rows - sum(1 + len(span.draft.tokens) for span in done.decoding),
-            "target_ms": round(done.step_ms, 4),
+            "target_ms": None if done.step_ms is None else round(done.step_ms, 4),
             "ms": {part: round(ms - self._ms.get(part, 0.0), 4) for part, ms in profile.items()},
             **({"repair_ms": round(done.repair_ms, 4)} if done.repair_ms else {}),
             "proposals": {method: call._replace(ms=round(call.ms, 4)) for method, call in done.calls.items()},
@@ -203,6 +205,8 @@ class Events:
             self._known.add(seq.id)
             fields["methods"] = {method: request.max_drafts[method] for method in seq.methods}
             fields |= {"prompt_class": request.shape.name, "marker": request.shape.marker}
+        if seq.cold_matches is not None and seq.id not in self._matches_told:
+            self._matches_told.add(seq.id)
             fields["cold_matches"] = seq.cold_matches
         fields |= drafted_fields(span) if span.decodes else {"prompt": span.length}
         fields |= {"outcome": verdict.outcome} if verdict.outcome else {}

@@ -8,10 +8,12 @@ from speculon.core.config.engine import EngineConfig as EngineConfig
 from speculon.core.config.file import MODELS as MODELS
 from speculon.core.config.file import VARIABLE as VARIABLE
 from speculon.core.config.file import settings_file as settings_file
+from speculon.core.config.sampling import IN_PYTHON as IN_PYTHON
 from speculon.core.config.sampling import MAX_BIASES as MAX_BIASES
 from speculon.core.config.sampling import MAX_GRAMMAR as MAX_GRAMMAR
 from speculon.core.config.sampling import MAX_LOGPROBS as MAX_LOGPROBS
 from speculon.core.config.sampling import MAX_SAMPLES as MAX_SAMPLES
+from speculon.core.config.sampling import LogitsProcessor as LogitsProcessor
 from speculon.core.config.sampling import SamplingParams as SamplingParams
 from speculon.core.config.sampling import Structured as Structured
 from speculon.core.config.sampling import Thinking as Thinking

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
@@ -20,6 +21,9 @@ MAX_SAMPLES = 64
 MAX_GRAMMAR = 2**16
 MAX_CHOICES = 1024
 SEEDS = range(-(2**63), 2**63)  # as OpenAI
+# (token ids of prompt, output and the drafts before a row; logits [V]) -> logits [V]
+LogitsProcessor = Callable[[list[int], Any], Any]
+IN_PYTHON = ("logits_processor",)  # parameters that have no flag, no setting and no field of a body
 SEED_SCHEMA = {"type": "integer", "minimum": SEEDS[0], "maximum": SEEDS[-1]}
 
 
@@ -153,6 +157,9 @@ class SamplingParams(Checked):
     )
     thinking: Thinking | None = Field(
         None, description="tags of a thinking: stop strings and the form begin after it"
+    )
+    logits_processor: Annotated[LogitsProcessor, WithJsonSchema({"type": "null"})] | None = Field(
+        None, description="function of (token ids so far, logits) that returns the logits to sample from"
     )
     skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
     include_stop_str_in_output: bool = Field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -12,6 +13,7 @@ from speculon.core.checked import Checked
 from speculon.core.errors import InvalidParameter
 
 OFF, AUTO = "off", "auto"  # names that are no method of their own
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 MAX_DRAFTS = 64
 MAX_PREDICTION = 2**20  # characters or token ids; a search for the place in so many takes a millisecond
 REMEMBERED_BYTES = 21  # of a token in a pool: 12, what arrays keep in reserve, 8 of its slots
@@ -95,6 +97,11 @@ class SpeculationConfig(Checked):
         None,
         description="drafter: a checkpoint, a table {method: path}, or auto[:FOLDER] to search for one; "
         "in Python also a model object",
+    )
+    known_drafters: dict[str, tuple[str, ...]] = Field(
+        default_factory=dict,
+        description="drafters that draft = auto looks for in the hub's cache, beside the published ones it "
+        "knows: {target: [hub ids]}",
     )
     draft_quantization: Quantization = Field(
         "auto",
@@ -194,6 +201,15 @@ class SpeculationConfig(Checked):
     def drafts(self) -> dict[str, str | ModelObject]:
         """Draft checkpoints, or model objects, by method."""
         return dict(self.draft or {}) if isinstance(self.draft, dict | None) else {"draft_model": self.draft}
+
+    @field_validator("known_drafters")
+    @classmethod
+    def _hub_ids(cls, value: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        for target, drafters in value.items():
+            for name in drafters:
+                if target == name or not (target.strip() and HUB_ID.fullmatch(name)):
+                    raise ValueError(f"{target!r} -> {name!r}: needs another model's name, as org/name")
+        return value
 
     @model_validator(mode="after")
     def _orders(self) -> SpeculationConfig:

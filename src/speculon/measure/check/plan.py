@@ -9,14 +9,16 @@ from typing import Any
 from pydantic import Field
 
 from speculon.core.checked import Checked
-from speculon.core.config import MAX_SAMPLES, SamplingParams
+from speculon.core.config import IN_PYTHON, MAX_SAMPLES, SamplingParams
 from speculon.core.errors import InvalidParameter
 from speculon.measure.bench.data import Prompt
 
 Q = 0.05  # false discoveries among the rejected cells of a comparison
 OVERALL = 0.01  # level of the test of all cells together
 LEAST = {"max_tokens": 2, "runs": 16, "positions": 2, "cases": 1, "seeds": 1}
-OWN_PARAMETERS = "n seed max_tokens stop structured logprobs prompt_logprobs min_tokens".split()
+OWN_PARAMETERS = "n seed max_tokens stop structured logprobs prompt_logprobs min_tokens".split() + [
+    *IN_PYTHON
+]
 
 # Each begins something twice, so that lookups have a match, and has more than one continuation.
 PROMPTS = (

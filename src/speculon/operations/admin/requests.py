@@ -164,7 +164,7 @@ class RequestLog:
             prompt_tokens=sum(map(len, answer.request.prompts)),
             tokens=answer.tokens,
             explained=answer.request.explain,
-            speculation=answer.speculation() if ended else None,
+            speculation=answer.speculation() if ended else answer.progress(),
         )
 
 

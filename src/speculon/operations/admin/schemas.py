@@ -21,7 +21,7 @@ class MethodCounts(BaseModel):
 
 
 class Counts(BaseModel):
-    """What rounds gave, of sequences that have ended."""
+    """What rounds gave, those of running sequences too."""
 
     emitted: int  # tokens
     stop_tokens: int  # generated too: they end texts, and are no part of them
@@ -145,7 +145,7 @@ class RequestView(BaseModel):
     prompt_tokens: int
     tokens: int
     explained: bool  # whether its tokens can be shown
-    speculation: dict[str, Any] | None  # the account, once it has ended
+    speculation: dict[str, Any]  # the account; while it runs, what the events have told of it
     prompt: str | None = None  # None: texts are not shown
     answer: str | None = None
 

@@ -18,6 +18,7 @@ from speculon.core.config.models import HOMES, Methods, ModelSettings, ModelSett
 from speculon.core.config.models.fields import default_value, home_of
 from speculon.core.config.speculation import AUTO, USUAL_DRAFTS
 from speculon.core.errors import ConfigError, InvalidParameter, InvalidRequest, LoadFailed, SpeculonError
+from speculon.loading.hub import hub_id
 from speculon.operations.admin.figures import Figures, engine_view, sum_counts
 from speculon.operations.admin.requests import RequestLog
 from speculon.operations.admin.schemas import (
@@ -156,7 +157,7 @@ class Admin:
         loaded = {path: method for method, path in model.drafters.items()}
         views = {
             fit.path: Drafter(
-                name=Path(fit.path).name,
+                name=hub_id(fit.path) or Path(fit.path).name,
                 method=loaded.get(fit.path, fit.method),
                 checkpoint=fit.path,
                 loaded=fit.path in loaded,

@@ -412,7 +412,7 @@ class Goodput(Policy):
 
     def _row_ms(self, lengths: list[int]) -> float:
         """A draft's share of what the round's drafts have added to the step."""
-        if not (rows := sum(lengths)):
+        if not (rows := sum(lengths)) or not self.costs.known:
             return 0.0
         batch, drafting = self._now.batch, sum(map(bool, lengths))
         return max(0.0, self.costs.step(batch, drafting, rows) - self.costs.step(batch)) / rows

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from speculon.core.checked import Checked, invalid_parameter, nearest
 from speculon.core.config.engine import TABLES, EngineConfig
-from speculon.core.config.sampling import SamplingParams
+from speculon.core.config.sampling import IN_PYTHON, SamplingParams
 from speculon.core.config.serve import ServeConfig
 from speculon.core.config.speculation import RequestSpeculation, SpeculationConfig
 from speculon.core.errors import InvalidParameter
@@ -56,7 +56,7 @@ HOMES: Mapping[str, Home] = MappingProxyType(
     {name: Home(EngineConfig, "") for name in EngineConfig.model_fields if name not in TABLES}
     | {name: Home(SpeculationConfig, "speculation") for name in SpeculationConfig.model_fields}
     | {name: Home(ServeConfig, "serve") for name in OF_SERVER}
-    | {name: Home(SamplingParams, SAMPLING) for name in SamplingParams.model_fields}
+    | {name: Home(SamplingParams, SAMPLING) for name in SamplingParams.model_fields if name not in IN_PYTHON}
     | {name: Home(PoolSettings, POOL) for name in PoolSettings.model_fields}
 )
 

@@ -39,7 +39,6 @@ async def build(view: View) -> None:
     table = ui.table(columns=columns, rows=[], row_key="method").classes("w-full").props("dense")
     table.props["aria-label"] = words("overview.method")
     table.props["no-data-label"] = words("overview.no_method")
-    ui.label(words("overview.note")).classes("text-sm opacity-80")
 
     def update() -> None:
         now = figures.refresh()

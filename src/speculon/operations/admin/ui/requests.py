@@ -12,14 +12,14 @@ from speculon.operations.admin.schemas import RequestView
 from speculon.operations.admin.ui.shell import View
 from speculon.operations.admin.ui.words import Words
 
-SECONDS = 2.0
+SECONDS = 1.0
 COLUMNS = ("model", "state", "started", "seconds", "tokens", "account")
 
 
 def account(view: RequestView, words: Words) -> str:
-    """Its main figures; those of rounds only where there were some; empty while the request runs."""
-    figures = view.speculation or {}
-    text = str(figures.get("method", ""))
+    """Its main figures, so far while it runs; those of rounds only where there were some."""
+    figures = view.speculation
+    text = str(figures["method"])
     if figures.get("rounds"):
         per_call = f"{figures['tokens_per_target_call']:.2f}"
         counts = {name: figures[name] for name in ("rounds", "drafted", "accepted")}
