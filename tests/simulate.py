@@ -42,7 +42,6 @@ class SimulatedSequence:
     off: Reason | None = None
     chained: bool | None = None
     shape: PromptShape = PromptShape()
-    cold_matches: int = 0
     from_request: tuple[str, ...] = ()
     lookups: frozenset[str] = frozenset()
     max_context: Mapping[str, int] = field(default_factory=dict)

@@ -121,8 +121,6 @@ class Sequence:
     stats: RequestStats
     sample: int = 0  # which of the request's n samples
     failed: bool = False  # whether a proposer raised an error for it: it goes on plainly
-    # continuations that must match before a lookup's drafts are verified, by its policy
-    cold_matches: int = 0
     grammar: Matcher | None = None  # has consumed the output so far, always
     answer: AnswerStart | None = None  # by its request's ending, once it was needed
     committed: int = 0

@@ -338,7 +338,7 @@ class Engine:
             self.proposers.release(seq)
             self.policy.forget(seq)
             self.counters.finished[finish.reason] += 1
-            seq.stats.prompts[seq.request.shape.name, seq.request.shape.marker, seq.cold_matches] += 1
+            seq.stats.prompts[seq.request.shape.name, seq.request.shape.marker] += 1
             self.counters.totals.add(seq.stats)
             request = self._requests[seq.request.id]
             request.stats.add(seq.stats)

@@ -203,7 +203,6 @@ class Events:
             self._known.add(seq.id)
             fields["methods"] = {method: request.max_drafts[method] for method in seq.methods}
             fields |= {"prompt_class": request.shape.name, "marker": request.shape.marker}
-            fields["cold_matches"] = seq.cold_matches
         fields |= drafted_fields(span) if span.decodes else {"prompt": span.length}
         fields |= {"outcome": verdict.outcome} if verdict.outcome else {}
         return fields | ({"finish": verdict.finish.reason} if verdict.finish else {})
