@@ -52,7 +52,6 @@ class SequenceRound(_Line):
     methods: dict[str, int] | None = None
     prompt_class: str | None = None
     marker: str | None = None
-    cold_matches: int | None = None
     prompt: int = 0
     proposals: tuple[ProposalLine, ...] = ()
     drafts: tuple[tuple[str, int], ...] = ()

@@ -44,7 +44,6 @@ class SimulatedSequence:
     branching: frozenset[str] = frozenset()
     depth: int | None = None
     shape: PromptShape = PromptShape()
-    cold_matches: int = 0
     from_request: tuple[str, ...] = ()
     lookups: frozenset[str] = frozenset()
     max_context: Mapping[str, int] = field(default_factory=dict)

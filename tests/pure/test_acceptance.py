@@ -31,6 +31,17 @@ def test_what_was_never_judged_counts_for_nothing() -> None:
     assert known.chance(0) > 0.9 and known.chance(2) < 0.1
 
 
+def test_an_accepted_draft_lengthens_the_match_of_the_next() -> None:
+    """So the second draft after a match of two, and the first one after three, are one place."""
+    known, long = Acceptance(), Acceptance()
+    for _ in range(60):
+        known.observe(2, 1, match=2)
+        long.observe(1, 1, match=40)
+    assert known.chances(1, match=3) == [known.chances(2, match=2)[1]]
+    assert known.chances(1, match=3)[0] < 0.1 < 0.9 < known.chances(1, match=2)[0]
+    assert long.chances(16, match=63) == long.chances(16, match=40), "a long match has one place"
+
+
 def test_optimism_ends_with_experience() -> None:
     first, known = Acceptance().survival()[0], learned(0.5, 4000, k=1)
     assert first > PRIOR + 0.1, "nothing is known: it is tried"
@@ -56,16 +67,16 @@ def test_a_class_begins_with_what_is_known_of_all() -> None:
 def test_a_sequence_that_departs_from_its_class_is_found_out() -> None:
     known, good, bad = learned(0.8, 1000), SequenceAcceptance(), SequenceAcceptance()
     for number in range(60):
-        bad.observe(known, 1, int(number % 5 == 4))
-        good.observe(known, 4, 4)
+        bad.observe(known.chances(1), int(number % 5 == 4))
+        good.observe(known.chances(4), 4)
     assert bad.shift < 0 < good.shift
-    assert known.chances(1, bad.shift)[0] < 0.5 < 0.85 < known.chances(1, good.shift)[0]
-    assert known.chances(1, SequenceAcceptance().shift)[0] == known.chance(0)
+    assert known.chances(1, shift=bad.shift)[0] < 0.5 < 0.85 < known.chances(1, shift=good.shift)[0]
+    assert known.chances(1, shift=SequenceAcceptance().shift)[0] == known.chance(0)
 
 
 def test_one_draft_of_a_sequence_hardly_moves_it() -> None:
     one = SequenceAcceptance()
-    one.observe(learned(0.8), 1, 0)
+    one.observe(learned(0.8).chances(1), 0)
     assert -1 <= one.shift <= 0
 
 

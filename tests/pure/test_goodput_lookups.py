@@ -6,7 +6,9 @@ from random import Random
 
 import pytest
 
-from speculon.core.types import Draft
+from speculon.core.types import Draft, Estimate, Timing
+from speculon.decoding.sequence import Span
+from speculon.speculation.control import acceptance
 from speculon.speculation.control import goodput as module
 from speculon.speculation.control.cost import Costs
 from speculon.speculation.control.goodput import Goodput
@@ -39,10 +41,20 @@ def drafted_after_a_full_batch() -> int:
     return min(sum(map(bool, run(scene, 110, seed).drafted[80:])) for seed in range(16))
 
 
-def test_lookups_are_asked_anew_when_the_batch_has_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert drafted_after_a_full_batch() > 13
-    monkeypatch.setattr(module.Running, "price", lambda *_: None)
-    assert drafted_after_a_full_batch() < 10, "without it they stay in back-off"
+class Realised(Goodput):
+    """Planted: a lookup gains what its drafts brought in the end, so a rejected one begins a back-off."""
+
+    def observe(self, spans: list[Span], timing: Timing) -> None:
+        for span in spans:
+            if (estimate := span.estimate) is not None:
+                span.estimate = Estimate(span.verdict.accepted, 8 * estimate.price)
+        super().observe(spans, timing)
+
+
+def test_rejected_drafts_beside_others_do_not_keep_lookups_out_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert drafted_after_a_full_batch() > 20
+    monkeypatch.setattr("tests.pure.test_goodput.Goodput", Realised)
+    assert drafted_after_a_full_batch() < 20, "they stay in back-off"
 
 
 class Matched(SyntheticEnvironment):
@@ -57,7 +69,7 @@ class Matched(SyntheticEnvironment):
 def test_drafts_of_long_and_short_matches_are_learned_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     lookup = SimulatedMethod(lambda *_: 0.0, LOOKUP, lookup=True)
     separate = run(Matched(STEP, {"lookup": lookup}, lambda _: 8), 600).rate(200)
-    monkeypatch.setattr(module, "MATCHES", ())
+    monkeypatch.setattr(acceptance, "PLACES", (0,) * 48)
     assert separate > 1.05 * run(Matched(STEP, {"lookup": lookup}, lambda _: 8), 600).rate(200)
 
 

@@ -97,7 +97,7 @@ class RequestStats:
     watched_at: Counter[tuple[str, int]] = field(default_factory=Counter)
     stood_at: Counter[tuple[str, int]] = field(default_factory=Counter)  # of these, as the text went on
     # method, stop, tokens matched -> proposals
-    proposed: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    proposed: Counter[tuple[str, str]] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     # (from, to, reason): changes of mind
@@ -107,8 +107,8 @@ class RequestStats:
     saved_ms: float | None = None
     expected: float = 0.0  # accepted drafts, as the policy estimated before they were verified
     price: float = 0.0  # tokens that the time of the drafts' rows was worth to it
-    # class, marker, cold matches -> sequences that ended
-    prompts: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    # class, marker -> sequences that ended
+    prompts: Counter[tuple[str, str]] = field(default_factory=Counter)
     # how the last round went, and why so: of one text
     last: tuple[str, str] | None = field(default=None, compare=False)
 
@@ -238,10 +238,8 @@ class RequestStats:
             self.price += estimate.price
 
     def prompt(self) -> dict[str, Any] | None:
-        """Class, marker and cold matches of the prompt; None at first."""
-        return next(
-            ({"class": name, "marker": marker, "cold_matches": n} for name, marker, n in self.prompts), None
-        )
+        """Class and marker of the prompt; None at first."""
+        return next(({"class": name, "marker": marker} for name, marker in self.prompts), None)
 
     def spend(self, draft_ms: float, verify_ms: float, plain_ms: float | None) -> None:
         """Its shares of a round's ms where any sequence drafted; `plain_ms`: of its tokens without drafts."""

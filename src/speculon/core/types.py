@@ -389,7 +389,6 @@ class PromptShape:
 
     name: str = ""  # sequences of one class are believed to fare alike until they show otherwise
     marker: str = "no_signal"
-    favourable: bool = False  # whether the answer is likely to repeat the prompt
 
 
 class Estimate(NamedTuple):

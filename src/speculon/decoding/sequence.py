@@ -126,8 +126,6 @@ class Sequence:
     stats: RequestStats
     sample: int = 0  # which of the request's n samples
     failed: bool = False  # whether a proposer raised an error for it: it goes on plainly
-    # continuations that must match before a lookup's drafts are verified; None until its policy has set it
-    cold_matches: int | None = None
     grammar: Matcher | None = None  # has consumed the output so far, always
     answer: AnswerStart | None = None  # by its request's ending, once it was needed
     committed: int = 0

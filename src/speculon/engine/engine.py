@@ -350,8 +350,7 @@ class Engine:
             self.proposers.release(seq)
             self.policy.forget(seq)
             self.counters.finished[finish.reason] += 1
-            shape = seq.request.shape
-            seq.stats.prompts[shape.name, shape.marker, seq.cold_matches or 0] += 1
+            seq.stats.prompts[seq.request.shape.name, seq.request.shape.marker] += 1
             self.counters.totals.add(seq.stats)
             request = self._requests[seq.request.id]
             request.stats.add(seq.stats)

@@ -209,7 +209,7 @@ def decision_metrics(totals: RequestStats) -> Iterator[Metric]:
     yield counter("expected_accepted_tokens", text, totals.expected)
     yield counter("draft_price_tokens", "cost of these drafts' rows, in tokens", totals.price)
     text = "sequences that ended, by prompt class, its marker, and matches before lookups are verified"
-    yield counter("prompts", text, totals.prompts, "class", "marker", "cold_matches")
+    yield counter("prompts", text, totals.prompts, "class", "marker")
     saved = (totals.saved_ms or 0.0) / 1e3  # a gauge: a counter that falls is taken for a restart
     yield gauge("saved_seconds", "estimate of the time saved by speculation; may be negative", saved)
 

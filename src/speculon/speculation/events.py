@@ -205,9 +205,6 @@ class Events:
             self._known.add(seq.id)
             fields["methods"] = {method: request.max_drafts[method] for method in seq.methods}
             fields |= {"prompt_class": request.shape.name, "marker": request.shape.marker}
-        if seq.cold_matches is not None and seq.id not in self._matches_told:
-            self._matches_told.add(seq.id)
-            fields["cold_matches"] = seq.cold_matches
         fields |= drafted_fields(span) if span.decodes else {"prompt": span.length}
         fields |= {"outcome": verdict.outcome} if verdict.outcome else {}
         return fields | ({"finish": verdict.finish.reason} if verdict.finish else {})

@@ -16,7 +16,8 @@ from speculon.speculation.control.trees import Shape, best_tree
 
 POSITIONS = 16  # the most drafts of a round under policy goodput
 # of a draft, by the tokens before it that agree: matched by a lookup, or drafted; from 8 on four an octave
-PLACES = (*range(8), *(min(15, 8 + int(4 * log2(n / 8))) for n in range(8, 64)))
+LONG = 32  # a match that is as long as one can be
+PLACES = (*range(8), *(min(15, 8 + int(4 * log2(n / 8))) for n in range(8, LONG + POSITIONS)))
 PRIOR = 0.6  # acceptance before anything is known: between prose and edits (docs/benchmarks/2-cores)
 PRIOR_DRAFTS = 4.0  # judged drafts that a prior weighs; that of a sequence too, its class
 # weight left to earlier drafts by a judged one at the same place: prose alone gains 5 % over 0.98
@@ -76,7 +77,7 @@ class Acceptance:
 
     def chances(self, count: int, match: int = 0, shift: int = 0) -> list[float]:
         """Of the first drafts after a match, in a sequence of this shift."""
-        return shifted([self.chance(place) for place in PLACES[match : match + count]], shift)
+        return shifted(map(self.chance, places(match, count)), shift)
 
     def survival(self, shift: int = 0) -> tuple[float, ...]:
         """S_1..S_POSITIONS, S_j = P(d_1..d_j accepted), before anything is drafted.
@@ -117,7 +118,7 @@ class Acceptance:
         self.seen += judged
         self._survivals.clear()
         self._trees.clear()
-        for i, at in enumerate(PLACES[match : match + judged]):
+        for i, at in enumerate(places(match, judged)):
             for place in (ANY, at):
                 self._at[place].observe(float(i < accepted), 1.0, self._prior(place), self._fade)
 
@@ -150,6 +151,12 @@ class SequenceAcceptance:
 
     def _odds(self, hits: float) -> float:
         return (hits + PRIOR_DRAFTS) / (self.judged - hits + PRIOR_DRAFTS)
+
+
+def places(match: int, count: int) -> tuple[int, ...]:
+    """Of so many drafts after a match."""
+    first = min(match, LONG)
+    return tuple(PLACES[min(n, len(PLACES) - 1)] for n in range(first, first + count))
 
 
 def shifted(chances: Iterable[float], shift: int) -> list[float]:

@@ -65,8 +65,8 @@ def classify_prompt(greedy: bool, prompt: str) -> PromptShape:
     >>> classify_prompt(True, "Repeat:\n```\nx = 1\n```").name
     'greedy, repeating'
     """
-    favourable, marker = prompt_shape(prompt)
-    return PromptShape(("greedy" if greedy else "sampled") + ", repeating" * favourable, marker, favourable)
+    repeating, marker = prompt_shape(prompt)
+    return PromptShape(("greedy" if greedy else "sampled") + ", repeating" * repeating, marker)
 
 
 def weakly(word: str) -> tuple[str | None, str]:

@@ -18,8 +18,10 @@ follows what drafts must bring:
              that is > 0; d is the mean of the j-th rows of all n
 
 Lookups, whose P is next to nothing, are asked first, for it is not known before whether they find anything:
-in every round while what they gained of late exceeds r P, else ever more rarely. What came with a request
-is verified whole until a draft of it is rejected. `confirm` weighs the model again for the sequences that
+in every round while what they are expected to gain, of late, exceeds r P, else ever more rarely. A draft that
+trim drops is compared with the tokens of its round. The chance of a draft depends on the tokens that agree
+before it, matched or drafted (`acceptance`). What came with a request is verified whole until a draft of it
+is rejected. `confirm` weighs the model again for the sequences that
 lookups left. S carries the bonus of UCB; a model out of use gets single proposals, for a fixed share of all
 time.
 """
@@ -57,7 +59,7 @@ LONGEST_GAP = 16  # rounds between two proposals of a lookup that finds nothing
 # rounds between two weighings of models while none pays: each takes 0.1 ms for 8 sequences and two models
 WEIGH_GAP = 2
 PROBE_SHARE = 0.005  # of all time, for single proposals of models out of use
-# judged drafts of a model before it is out of use: in scenes with two, 0 chose the worse one in 7 %, 4 in 0 %
+# judged drafts of a model before it is out of use: in scenes with two, 0 chose the worse one in 5 %, 4 in 2 %
 TRIED = 4
 
 
@@ -68,7 +70,7 @@ class Added:
     tokens: float = 0.0
     ms: float = 0.0
     copied: float = 0.0  # tokens of a round, its correction or bonus too, where a lookup drafted; else 0
-    gain: float = PRIOR  # tokens that a lookup's proposal brings, less the price of its rows
+    gain: float = PRIOR  # tokens that a lookup's drafts are expected to bring, less their price; 0 of none
 
     def move(self, to: Added, weight: float = OF_LATE) -> None:
         for name in self.__slots__:
@@ -103,7 +105,6 @@ class Running:
     mean: Added = field(default_factory=lambda: Added(gain=0.0))  # of its rounds
     rounds: int = 0
     looked: bool = False  # whether lookups were asked in this round
-    rate: float = 0.0  # the highest r of its rounds, until r is less than half of it
     rejected: set[str] = field(default_factory=set)  # methods that had a draft rejected
 
     @property
@@ -118,12 +119,6 @@ class Running:
         usual = self.cls.length if self.cls.ended else self.seq.room
         share = 1 - self.added.copied / (1 + self.added.tokens)  # of tokens that lookups have no part in
         return max(1.0, share * min(self.seq.room, max(usual / 2, usual - self.seq.num_output)))
-
-    def price(self, rate: float) -> None:
-        """What lookups gained in a full batch says little once others have left: they are asked anew."""
-        if 2 * rate < self.rate:
-            self.rate, self.added.gain = rate, max(OF_LATE, self.added.gain)
-        self.rate = max(rate, self.rate)
 
     def book(self, added: Added) -> None:
         self.rounds += 1
@@ -224,7 +219,6 @@ class Goodput(Policy):
         # rows of prompts, and of other policies' sequences, are in the step, too
         now.rows = BENDS[-1] if batch > len(running) else 0
         for stats in running:
-            stats.price(now.rate)
             methods = stats.seq.methods if unable(stats.span) is None else ()
             stats.max_drafts = {method: stats.span.max_drafts(method) for method in methods}
             for method, k in stats.max_drafts.items():
@@ -487,7 +481,7 @@ def draft_gains(curve: tuple[float, ...], prices: list[float], first: float, rea
 
 
 def parts(seq: Sequence, draft: Draft, method: str) -> Iterator[tuple[str, int, int, int]]:
-    """(name, drafts before it, drafts, match) of a proposal and of what was chained to it, under its own name."""
+    """(name, drafts before it, drafts, match) of a proposal and of what was chained to it, under its name."""
     own, count = draft.unchained(seq.methods), len(draft.tokens)
     yield method, 0, own, draft.match
     if own < count:
