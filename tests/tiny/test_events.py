@@ -80,9 +80,6 @@ def disagreements(recording: Recording, engine: Engine, results: dict[Key, Resul
     for key, entries in by_text.items():
         stats: RequestStats = results[key].stats
         found += [f"{key} {name}" for name, value in add_up(entries).items() if value != getattr(stats, name)]
-        matches = [one.cold_matches for one in entries if one.cold_matches is not None]
-        if (prompt := stats.prompt()) is None or (matches or [0]) != [prompt["cold_matches"]]:
-            found.append(f"{key} cold_matches")
         ends = [one.finish for one in entries if one.finish]
         if ends != [f.reason for f in [results[key].finish] if f and f.reason != "abort"]:
             found.append(f"{key} finish")

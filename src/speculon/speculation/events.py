@@ -157,7 +157,6 @@ class Events:
     def __init__(self, writer: Writer, began: float):
         self.writer, self._began = writer, began
         self._known: set[int] = set()  # texts whose methods this part tells
-        self._matches_told: set[int] = set()  # and whose `cold_matches`, which a policy sets in a later round
         self._part = 0
         self._lost = 0  # rounds since the last line
         self._ms: dict[str, float] = {}  # the profile at the last line
@@ -172,7 +171,6 @@ class Events:
             if self._part != self.writer.part:
                 self._part = self.writer.part
                 self._known.clear()
-                self._matches_told.clear()
             line = self._line(done, profile)
             self._ms = dict(profile)
             taken = self.writer.put(as_line({**line, "lost": self._lost} if self._lost else line))
