@@ -56,7 +56,7 @@ def unknown_to(engine: Engine) -> bool:
     kept: dict[str, Callable[[Any], list[dict[int, Any]]]] = {
         "adaptive": lambda policy: [policy.lookaheads],
         "shadow": lambda policy: [policy.shadow._texts],
-        "goodput": lambda policy: [policy._running, policy._shadow._texts],
+        "goodput": lambda policy: [policy._running],
     }
     made = engine.policy._made
     return not any(remembered for name in made if name in kept for remembered in kept[name](made[name]))

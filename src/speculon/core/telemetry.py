@@ -97,7 +97,7 @@ class RequestStats:
     watched_at: Counter[tuple[str, int]] = field(default_factory=Counter)
     stood_at: Counter[tuple[str, int]] = field(default_factory=Counter)  # of these, as the text went on
     # method, stop, tokens matched -> proposals
-    proposed: Counter[tuple[str, str]] = field(default_factory=Counter)
+    proposed: Counter[tuple[str, str, int]] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     # (from, to, reason): changes of mind
