@@ -12,11 +12,13 @@ from speculon.drafters.config import DTYPE_NAMES, DrafterConfig
 from speculon.drafters.dflash.config import CONTEXT_NORM, DFlashConfig, is_dflash, read_dflash
 from speculon.drafters.eagle3.config import Eagle3Config, read_eagle3
 from speculon.drafters.formats import FIRST_Q, Source, open_source
+from speculon.drafters.gemma4_assistant.config import PARTS, TYPES, AssistantConfig, read_assistant
 from speculon.drafters.mtp.tensors import MTP, MtpConfig, mtp_alone
 from speculon.loading.gguf import is_gguf
 from speculon.loading.headers import Checkpoint, read_checkpoint
 
 EAGLE3, DFLASH, DRAFT_MODEL, PARD = "eagle3", "dflash", "draft_model", "pard"
+ASSISTANT = "gemma4_assistant"
 SPECULATORS_TYPES = (EAGLE3, DFLASH, "dspark")
 MASK_TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")  # names of the token that PARD masks with
 # what a config or header with values of unexpected types raises
@@ -178,11 +180,6 @@ UNSUPPORTED = (
         any_of(has_type("mlp_speculator"), named("mlpspeculator")),
     ),
     UnsupportedFamily("LSTM speculator", "one recurrent cell per position", named("lstmspeculator")),
-    UnsupportedFamily(
-        "Gemma 4 assistant",
-        "reads its target's own keys and values",
-        any_of(has_type("gemma4_assistant"), named("gemma4assistant")),
-    ),
     UnsupportedFamily("an EAGLE-3 head with latent attention", "MLA, as DeepSeek's", named("eagle3deepseek")),
     UnsupportedFamily(
         "an EAGLE-3 head with latent attention",
@@ -225,6 +222,11 @@ def classify(folder: Path) -> Family:
     if source.speculators_type not in (None, *SPECULATORS_TYPES):
         summary = f"speculators_model_type {source.speculators_type!r}"
         return Family(folder, None, summary, refusal=f"{summary} is not known here")
+    if has_type(*TYPES)(source):
+        if not {*PARTS} <= source.shapes.keys():
+            raise missing_parts(source, "a Gemma 4 assistant's", PARTS)
+        assistant = read_assistant(source)
+        return Family(folder, ASSISTANT, assistant.summary(), head=assistant)
     if is_dflash(source):
         block = read_dflash(source)
         return Family(folder, DFLASH, block.summary(), head=block)
@@ -253,6 +255,14 @@ def read_dflash_config(path: str | Path) -> DFlashConfig:
     family = family_of(path)
     if not isinstance(family.head, DFlashConfig):
         raise another(family, "no DFlash drafter")
+    return family.head
+
+
+def read_assistant_config(path: str | Path) -> AssistantConfig:
+    """The config of a Gemma 4 assistant. Raises `UnsupportedModel` for anything else."""
+    family = family_of(path)
+    if not isinstance(family.head, AssistantConfig):
+        raise another(family, "no Gemma 4 assistant")
     return family.head
 
 

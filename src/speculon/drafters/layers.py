@@ -20,7 +20,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from speculon.core.config.speculation import Quantization
-from speculon.core.errors import MissingWeights, UnsupportedModel
+from speculon.core.errors import CorruptWeights, MissingWeights, UnsupportedModel
 from speculon.drafters.config import DrafterConfig, check_offsets
 from speculon.loading.headers import read_header
 from speculon.loading.quantization import BITS, HEAD_BITS, layer_bytes
@@ -32,7 +32,8 @@ from speculon.target.quantized import fits, quantize
 if TYPE_CHECKING:
     from speculon.target.target import Target
 
-NOT_WEIGHTS = {"d2t", "t2d"}
+ORDER = "masked_embedding.token_ordering"
+NOT_WEIGHTS = {"d2t", "t2d", ORDER}
 
 Bits = Mapping[int, int | None]  # of each linear layer, by its id; None: they stay numbers
 
@@ -282,9 +283,12 @@ def load_network(
     with torch.device("meta"):
         network = network_class(config)
     weights: dict[str, Tensor] = {}
-    for name in network.state_dict():
+    for name, parameter in network.state_dict().items():
         if name not in tensors:
             raise MissingWeights(f"{config.path}: tensor {name} is missing")
+        if (shape := tensors[name].shape) != parameter.shape:
+            sizes = f"{list(shape)}, not {list(parameter.shape)}"
+            raise CorruptWeights(f"{config.path}: {config.names[name]} is {sizes}")
         weights[name] = tensors.pop(name).to(target.device, target.dtype)
     network.load_state_dict(weights, assign=True)
     weights.clear()

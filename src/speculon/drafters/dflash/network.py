@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from speculon.core.errors import WrongPair
 from speculon.decoding.kv.store import View
-from speculon.drafters.dflash.attention import Sight, attend_blocks
+from speculon.target.draft_blocks import Sight, attend_blocks
 from speculon.drafters.dflash.config import DFlashConfig, MarkovType
 from speculon.drafters.layers import DecoderLayer, Joined, Network, Norm, load_network
 from speculon.target.block import Tables, rotate

@@ -19,6 +19,7 @@ from speculon.core.types import NO_PADDING, LayerSpec, Needs
 from speculon.decoding.kv.store import PageStore, SpanView
 from speculon.drafters.mtp.network import Module, MtpHead, Operation
 from speculon.drafters.mtp.tensors import PARTS, MtpConfig
+from speculon.drafters.state_drafter import final_norm
 from speculon.loading.load_check import LOOSE, TOLERANCE
 from speculon.target import attention
 from speculon.target.block import UNKNOWN, CannotReplace, Fused, FusedLayer, fused_block, fused_norm
@@ -27,7 +28,6 @@ from speculon.target.footprint import scratch_bytes
 from speculon.target.target import Target
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 EXPERTS = "experts."
 # parameters of all experts -> their parts, where experts are stored one by one
 JOINED = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
@@ -248,14 +248,6 @@ def layer_config(target: Target, config: MtpConfig, number: int) -> Any:
     made.num_hidden_layers = count
     made._attn_implementation = attention.NAME
     return made
-
-
-def final_norm(target: Target) -> Operation:
-    decoder = target.model.get_decoder()
-    norm = next((getattr(decoder, name) for name in FINAL_NORMS if hasattr(decoder, name)), None)
-    if norm is None:
-        raise UnsupportedModel(f"{target.name}: no module is its final norm, which MTP reads")
-    return norm
 
 
 def target_rotary(target: Target, layers: tuple[LayerSpec, ...]) -> Callable[[Tensor, Tensor], Any]:
