@@ -1,5 +1,5 @@
-"""Gemma 4 targets and their assistants: random checkpoints, transformers' own forwards over them, and a record
-of each row that the library's assistant computes.
+"""Gemma 4 targets and their assistants: random checkpoints, what transformers computes with them, and a
+record of each row of the library's own assistant.
 """
 
 from __future__ import annotations
@@ -88,13 +88,17 @@ def nested(model_type: str, text: dict[str, Any]) -> dict[str, Any]:
     """The settings of a model, or of the text part of a multimodal one."""
     if model_type.endswith("_text"):
         return text
-    return {"text_config": {**text, "model_type": f"{model_type}_text"}, "vision_config": None, "audio_config": None}
+    return {
+        "text_config": {**text, "model_type": f"{model_type}_text"},
+        "vision_config": None,
+        "audio_config": None,
+    }
 
 
 def randomised(model: PreTrainedModel, seed: int, scale: float) -> PreTrainedModel:
     """With weights that all matter."""
     chance = torch.Generator().manual_seed(seed)
-    for name, weight in model.named_parameters():
+    for weight in model.parameters():
         noise = torch.randn(weight.shape, generator=chance)
         weight.data = noise * scale if weight.ndim > 1 else 1 + noise * 0.3
     for name, buffer in model.named_buffers():
@@ -284,9 +288,15 @@ class Watched(Gemma4Assistant):
             return drafts
         return [true_draft(NAME, self.truth, seq, draft) for seq, draft in zip(seqs, drafts, strict=True)]
 
-    def _forward(self, *arguments: Any) -> Tensor:
-        self.calls.append(super()._forward(*arguments))
-        return self.calls[-1]
+    def load(self) -> None:
+        super().load()
+        run = self.runner.run
+
+        def recorded(*arguments: Any) -> Tensor:
+            self.calls.append(run(*arguments))
+            return self.calls[-1]
+
+        self.runner.run = recorded
 
 
 def watch_assistants(truth: Texts | None = None, watched: type[Watched] = Watched) -> list[Round]:
@@ -296,9 +306,7 @@ def watch_assistants(truth: Texts | None = None, watched: type[Watched] = Watche
     return watch
 
 
-def wrong_rows(
-    form: str, watch: list[Round], texts: Texts, atol: float = 1e-3, **planted: Any
-) -> list[str]:
+def wrong_rows(form: str, watch: list[Round], texts: Texts, atol: float = 1e-3, **planted: Any) -> list[str]:
     """Rows that are not those of transformers; `texts` are prompts with what was written."""
     wrong = []
     for one in watch:

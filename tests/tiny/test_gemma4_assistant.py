@@ -1,4 +1,6 @@
-"""Gemma 4's assistants change no token, and their rows are those of transformers, whatever happens to pages."""
+"""Gemma 4's assistants change no token, and their rows are those of transformers, whatever happens to their
+pages.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from torch import Tensor
 from transformers.generation import candidate_generator
 
 from speculon.core.config import SamplingParams
+from speculon.core.types import Draft
 from speculon.decoding.kv.store import PageStore, as_index
 from speculon.drafters.families import read_assistant_config
 from speculon.drafters.gemma4_assistant.network import load_assistant, make_sources
@@ -195,13 +198,22 @@ def test_it_reads_no_prompt() -> None:
 @pytest.mark.parametrize("acceptance", ["matching", "rejection", "block"])
 def test_drafts_carry_their_distribution_where_it_is_used(acceptance: str) -> None:
     watch = watch_assistants()
-    params, drafts = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, seed=1), []
+    params, all_drafts = (
+        SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, seed=1),
+        list[Draft](),
+    )
     engine = make_engine(target_of("small"), speculation=ask("small") | {"acceptance": acceptance})
     propose = proposer_of(engine, NAME).propose
-    proposer_of(engine, NAME).propose = lambda *a: drafts.extend(propose(*a)) or drafts[-1:]
+
+    def recorded(*arguments: Any) -> list[Draft]:
+        drafts = propose(*arguments)
+        all_drafts.extend(drafts)
+        return drafts
+
+    proposer_of(engine, NAME).propose = recorded
     engine.add_request([5, 6, 7], params)
     drain(engine)
-    drafts = [draft for draft in drafts if draft.tokens]
+    drafts = [draft for draft in all_drafts if draft.tokens]
     assert all((draft.probs is not None) == (acceptance != "matching") for draft in drafts) and drafts
     for one, draft in zip(watch, drafts, strict=False):
         if draft.probs is not None:

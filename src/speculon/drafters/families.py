@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from speculon.core.errors import MissingWeights, ModelError, SpeculonError, UnsafeCheckpoint, UnsupportedModel
 from speculon.drafters.config import DTYPE_NAMES, DrafterConfig
@@ -23,6 +25,9 @@ SPECULATORS_TYPES = (EAGLE3, DFLASH, "dspark")
 MASK_TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")  # names of the token that PARD masks with
 # what a config or header with values of unexpected types raises
 WRONG_TYPES = (TypeError, ValueError, LookupError, AttributeError, OverflowError)
+
+
+AnyConfig = TypeVar("AnyConfig", bound=DrafterConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,28 +247,17 @@ def classify(folder: Path) -> Family:
     return Family(folder, method, summary + model_summary(checkpoint), checkpoint=checkpoint)
 
 
-def read_eagle3_config(path: str | Path) -> Eagle3Config:
-    """The config of an EAGLE-3 head. Raises `UnsupportedModel` for anything else."""
+def read_head(kind: type[AnyConfig], name: str, path: str | Path) -> AnyConfig:
+    """The config of a drafter of this kind. Raises `UnsupportedModel` for anything else."""
     family = family_of(path)
-    if not isinstance(family.head, Eagle3Config):
-        raise another(family, "no EAGLE-3 head")
+    if not isinstance(family.head, kind):
+        raise another(family, f"no {name}")
     return family.head
 
 
-def read_dflash_config(path: str | Path) -> DFlashConfig:
-    """The config of a DFlash or DSpark drafter. Raises `UnsupportedModel` for anything else."""
-    family = family_of(path)
-    if not isinstance(family.head, DFlashConfig):
-        raise another(family, "no DFlash drafter")
-    return family.head
-
-
-def read_assistant_config(path: str | Path) -> AssistantConfig:
-    """The config of a Gemma 4 assistant. Raises `UnsupportedModel` for anything else."""
-    family = family_of(path)
-    if not isinstance(family.head, AssistantConfig):
-        raise another(family, "no Gemma 4 assistant")
-    return family.head
+read_eagle3_config = partial(read_head, Eagle3Config, "EAGLE-3 head")
+read_dflash_config = partial(read_head, DFlashConfig, "DFlash drafter")
+read_assistant_config = partial(read_head, AssistantConfig, "Gemma 4 assistant")
 
 
 def another(family: Family, what: str) -> UnsupportedModel:

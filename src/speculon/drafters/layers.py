@@ -163,21 +163,6 @@ class Network(nn.Module):
         self.ids: Tensor | None
         self.register_buffer("ids", None, persistent=False)
 
-    @torch.no_grad()
-    def start_from(self, embed: Tensor, norm: Tensor | None) -> None:
-        """Small random matrices; embeddings and last norm are the target's.
-
-        Matrices that end a layer are zero, so that it adds nothing at first.
-        """
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=0.02)
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                nn.init.zeros_(parameter)
-        self.embed = embed.detach().float()
-        if norm is not None:
-            self.norm.weight.copy_(norm)
-
     def forward(self, *arguments: Any) -> Tensor:
         """The states [T, H] after rows: from the arguments of `begin`, [T, ...] each, and a view."""
         *inputs, view = arguments

@@ -8,12 +8,12 @@ from typing import Any
 
 from speculon.core.errors import ModelError, WrongPair
 from speculon.drafters.config import AUTHORS, DrafterConfig
-from speculon.drafters.formats import Source, count_layers, read_rope, read_windows
+from speculon.drafters.formats import FIRST_Q, Source, count_layers, read_rope, read_windows
 
 TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 TARGETS = "gemma4"  # what the architectures of its targets begin with
 HEAD, CENTROIDS = "embed_tokens.weight", "masked_embedding.centroids.weight"
-PARTS = ("pre_projection.weight", "post_projection.weight", HEAD, "layers.0.self_attn.q_norm.weight")
+PARTS = ("pre_projection.weight", "post_projection.weight", HEAD, FIRST_Q)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +52,11 @@ def read_assistant(source: Source) -> AssistantConfig:
     text, layers = source.part("text_config"), count_layers(source)
     windows = read_windows(source, layers, text.get("layer_types") or [], text.get("sliding_window"))
     types = tuple(text["layer_types"][:layers])
-    ropes = {kind: rope_of(source, text, kind) for kind in dict.fromkeys(types)}
-    queries = [query_shape(source, number) for number in range(layers)]
+    tables = {kind: text["rope_parameters"][kind] for kind in types}
+    ropes = {k: read_rope(replace(source, config={"rope_parameters": x})) for k, x in tables.items()}
+    dims = [source.shape(f"layers.{number}.self_attn.q_norm.weight")[0] for number in range(layers)]
+    rows = [source.shape(f"layers.{number}.self_attn.q_proj.weight")[0] for number in range(layers)]
+    queries = tuple((all_heads // dim, dim) for all_heads, dim in zip(rows, dims, strict=True))
     hidden, width = source.shape("pre_projection.weight")
     groups, best = token_groups(source)
     names = dict(source.names)
@@ -82,27 +85,11 @@ def read_assistant(source: Source) -> AssistantConfig:
         dtype=source.sizes.most_common(1)[0][0],
         num_bytes=sum(file.stat().st_size for file in source.files),
         types=types,
-        queries=tuple(queries),
+        queries=queries,
         ropes=ropes,
         groups=groups,
         best=best,
     )
-
-
-def rope_of(source: Source, text: dict[str, Any], kind: str) -> dict[str, Any]:
-    tables = text.get("rope_parameters")
-    if not isinstance(tables, dict) or not isinstance(tables.get(kind), dict):
-        raise ModelError(f"{source.folder}: no rope_parameters for layers of {kind}")
-    return read_rope(replace(source, config={"rope_parameters": tables[kind]}))
-
-
-def query_shape(source: Source, number: int) -> tuple[int, int]:
-    """Heads of a layer's queries, and the width of one."""
-    at = f"layers.{number}.self_attn"
-    (dim,), rows = source.shape(f"{at}.q_norm.weight"), source.shape(f"{at}.q_proj.weight")[0]
-    if rows % dim:
-        raise ModelError(f"{source.folder}: q_proj of layer {number} yields {rows}, no heads of {dim}")
-    return rows // dim, dim
 
 
 def token_groups(source: Source) -> tuple[int, int]:

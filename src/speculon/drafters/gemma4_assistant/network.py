@@ -68,7 +68,7 @@ class AssistantLayer(nn.Module):
 
     def __init__(self, config: AssistantConfig, number: int):
         super().__init__()
-        self.kind = config.types[number]
+        self.layer_type = config.types[number]
         self.self_attn = Queries(config.hidden, *config.queries[number], config.eps)
         self.mlp = MLP(config)
         for norm in AROUND:
@@ -77,7 +77,7 @@ class AssistantLayer(nn.Module):
 
     def forward(self, x: Tensor, tables: Mapping[str, Tables], sources: Sources) -> Tensor:
         before, after, before_mlp, after_mlp = (getattr(self, norm) for norm in AROUND)
-        x = x + after(self.self_attn(before(x), tables[self.kind], *sources[self.kind]))
+        x = x + after(self.self_attn(before(x), tables[self.layer_type], *sources[self.layer_type]))
         return (x + after_mlp(self.mlp(before_mlp(x)))) * self.layer_scalar
 
 
@@ -113,6 +113,7 @@ class AssistantNetwork(Network):
             self.masked_embedding = MaskedEmbedding(config)
         else:
             self.lm_head = nn.Linear(config.hidden, config.vocab_size, bias=False)
+        self.rotaries: Any = {}  # by type of attention
 
     def forward(self, embedded: Tensor, states: Tensor, positions: Tensor, sources: Sources) -> Tensor:
         """The states [B, H] of rows with the target's embedding and states [B, Ht]."""

@@ -66,8 +66,8 @@ class Gemma4Assistant(StateDrafter):
     @torch.inference_mode()
     def _propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
         at = [len(seq.tokens) - 1 for seq in seqs]  # of the last token, whose keys the target lacks yet
-        before = lease.taps([(seq, n - 1, n) for seq, n in zip(seqs, at, strict=True)])
-        states = dict(enumerate(self.final_norm(before)))  # by index [Ht]
+        last = self.final_norm(lease.taps([(seq, n - 1, n) for seq, n in zip(seqs, at, strict=True)]))
+        states = dict(enumerate(last))  # by index [Ht]
         device, embedding = self.target.device, self.target.model.get_input_embeddings()  # which scales
 
         @cache  # in a round the same keys are read from the same position, until a sequence has its drafts
@@ -78,16 +78,14 @@ class Gemma4Assistant(StateDrafter):
         def forward(which: list[int], drafts: list[list[int]]) -> Tensor:
             ids = [drafts[i][-1] if drafts[i] else seqs[i].tokens[-1] for i in which]
             embedded = embedding(torch.tensor(ids, device=device))
-            after = self._forward(embedded, torch.stack([states[i] for i in which]), *seen(tuple(which)))
+            before = torch.stack([states[i] for i in which])
+            after = self.runner.run(embedded, before, *seen(tuple(which)))
             states.update(zip(which, self.network.post_projection(after), strict=True))
             return self.network.logits(after, self.vocab_size)
 
         drafts = draft_chain(NAME, seqs, budgets, forward, self.min_confidence)
         mark(NAME, [(seq, 0, len(seq.tokens)) for seq in seqs])  # nothing is left to read
         return drafts
-
-    def _forward(self, embedded: Tensor, states: Tensor, positions: Tensor, sources: Sources) -> Tensor:
-        return self.runner.run(embedded, states, positions, sources)
 
 
 def layers_read(config: AssistantConfig, target: Target) -> Layers:

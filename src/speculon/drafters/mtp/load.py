@@ -18,7 +18,7 @@ from speculon.core.errors import CorruptWeights, MissingWeights, ModelError, Uns
 from speculon.core.types import NO_PADDING, LayerSpec, Needs
 from speculon.decoding.kv.store import PageStore, SpanView
 from speculon.drafters.mtp.network import Module, MtpHead, Operation
-from speculon.drafters.mtp.tensors import PARTS, MtpConfig
+from speculon.drafters.mtp.tensors import MtpConfig
 from speculon.drafters.state_drafter import final_norm
 from speculon.loading.load_check import LOOSE, TOLERANCE
 from speculon.target import attention
@@ -209,26 +209,6 @@ class Loader:
         with torch.inference_mode():
             mine, theirs = (head(x.to(self.tensors["head.weight"])).float() for head in (own, shared))
         return shared if mine.shape == theirs.shape and difference(mine, theirs) <= 1e-5 else own
-
-
-def stored_tensors(module: Module, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """A module's tensors by stored name, without embedding and head: the inverse of `Loader`."""
-    own = {f"{part}.weight": getattr(module, part).weight for part in PARTS}
-    own |= {f"layer.{name}": tensor for name, tensor in module.layer.state_dict().items()}
-    parts = {name: part for joined, tensor in own.items() for name, part in separate(joined, tensor, names)}
-    return {names[name]: part for name, part in parts.items()}
-
-
-def separate(name: str, tensor: Tensor, names: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """A tensor itself, or those of single experts where they are stored one by one."""
-    if name in names:
-        yield name, tensor
-        return
-    at, _, last = name.rpartition(EXPERTS)
-    parts = JOINED[EXPERTS + last]
-    for i, expert in enumerate(tensor):
-        for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
-            yield f"{at}{EXPERTS}{i}.{part}.weight", weight
 
 
 def layer_config(target: Target, config: MtpConfig, number: int) -> Any:

@@ -29,7 +29,8 @@ TABLE: dict[str, str] = {
     "synthetic": "speculon.speculation.proposers.synthetic:Synthetic.build",
 }
 LOOKUPS = ("suffix",)  # what `auto` asks before any model; docs/decisions/014 says why not ngram too
-WITH_CHECKPOINT = ("draft_model", "pard", "eagle3", "dflash", "gemma4_assistant")  # methods that need a `draft`
+# methods that need a `draft`
+WITH_CHECKPOINT = ("draft_model", "pard", "eagle3", "dflash", "gemma4_assistant")
 OF_TARGET = ("mtp",)  # methods whose weights are in the target's checkpoint, where no `draft` is named
 registered: dict[str, Factory] = {}
 
