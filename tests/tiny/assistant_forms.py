@@ -23,7 +23,6 @@ from speculon.decoding.sequence import Sequence
 from speculon.drafters.gemma4_assistant.proposer import NAME, Gemma4Assistant
 from speculon.loading.load import wrap_model
 from speculon.target.target import Target
-from tests.tiny.checkpoint import byte_tokenizer
 from tests.tiny.conftest import BASE, MOE, VOCAB, WINDOW
 from tests.tiny.heads import register_watched, true_draft
 from tests.tiny.scripted import Key
@@ -164,7 +163,6 @@ def folder_of(form: str) -> Path:
     atexit.register(place.cleanup)
     home = Path(place.name)
     stock(form).save_pretrained(home / form)
-    byte_tokenizer().save_pretrained(home / form)
     assistant(form).save_pretrained(home / f"{form}-assistant")
     return home / f"{form}-assistant"
 
