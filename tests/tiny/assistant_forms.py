@@ -72,11 +72,12 @@ class Form:
     assistant: dict[str, Any] = field(default_factory=dict)  # beside its text config
     layer_types: tuple[str, ...] = (SLIDING, SLIDING, FULL)
     window: int = WINDOW
+    hidden: int = 24  # of the assistant
 
 
 FORMS: dict[str, Form] = {
     "small": Form("gemma4_text", SMALL, assistant=CENTROIDS),
-    "large": Form("gemma4_text", LARGE),
+    "large": Form("gemma4_text", LARGE, hidden=64),
     "experts": Form("gemma4_text", {**LARGE, **EXPERTS}, window=3),
     "multimodal": Form("gemma4", SMALL, assistant=CENTROIDS),
     "unified": Form("gemma4_unified", UNIFIED, "gemma4_unified_assistant", CENTROIDS),
@@ -137,7 +138,7 @@ def assistant(form: str) -> PreTrainedModel:
         **COMMON,
         **heads,
         "model_type": "gemma4_unified_text" if "unified" in one.assistant_type else "gemma4_text",
-        "hidden_size": 24,
+        "hidden_size": one.hidden,
         "num_hidden_layers": len(one.layer_types),
         "num_kv_shared_layers": len(one.layer_types),
         "layer_types": list(one.layer_types),

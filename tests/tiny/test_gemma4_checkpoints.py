@@ -33,7 +33,7 @@ from speculon.loading.load import wrap_model
 from tests.tiny.assistant_forms import FULL, LARGE, NAME, folder_of, stock, target_of
 from tests.tiny.conftest import build, tiny_target
 from tests.tiny.recurrent import recurrent_target
-from tests.tiny.scripted import make_engine, proposer_of
+from tests.tiny.scripted import drain, make_engine, proposer_of
 from tests.tiny.test_gemma4_assistant import PROMPTS, ask
 
 WEIGHTS = "model.safetensors"
@@ -103,6 +103,18 @@ def test_the_memory_estimate_is_what_it_takes(form: str) -> None:
     assert drafter.needs.bytes_fixed == stored
     assert [(layer.kind, layer.k_dim) for layer in drafter.needs.layers] == [("taps", 32)]
     assert drafter.needs.taps == (5,)
+
+
+def test_its_layers_are_rounded_where_that_is_asked_for() -> None:
+    sizes, texts = [], []
+    for quantization in ("none", "int8", "int4"):
+        speculation = {**ask("large"), "draft_quantization": quantization}
+        engine = make_engine(target_of("large"), speculation=speculation)
+        engine.add_request(PROMPTS[-1], GREEDY)
+        sizes.append(proposer_of(engine, NAME).needs.bytes_fixed)
+        texts += [result.tokens for result in drain(engine).values()]
+    assert sizes[0] > 1.5 * sizes[1] > 1.5 * sizes[2]
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_another_target_is_refused() -> None:
