@@ -194,10 +194,10 @@ class Seen:
     layers: dict[int, tuple[Tensor, Tensor]]  # [1, Hkv, n, Dh]
     types: list[str]
 
-    def shared(self, n: int, layers: Mapping[str, int] | None = None) -> dict[str, tuple[Tensor, Tensor]]:
+    def shared(self, n: int) -> dict[str, tuple[Tensor, ...]]:
         """Of the first n tokens: what transformers gives to an assistant."""
-        chosen = layers or {kind: i for i, kind in enumerate(self.types)}  # the last one of each type
-        return {kind: tuple(x[:, :, :n] for x in self.layers[layer]) for kind, layer in chosen.items()}  # type: ignore[misc]
+        last = {kind: layer for layer, kind in enumerate(self.types)}
+        return {kind: tuple(x[:, :, :n] for x in self.layers[layer]) for kind, layer in last.items()}
 
 
 @cache
@@ -229,13 +229,9 @@ def reference_steps(
     length: int,
     drafts: tuple[int, ...],
     before: list[Tensor] | None = None,
-    layers: Mapping[str, int] | None = None,
-    moving: int = 0,
 ) -> list[Step]:
     """transformers' assistant after the first `length` of these tokens, where `drafts` are drafted; each step
     reads its own last state, or those `before` [Ht].
-
-    Errors are planted by other `layers` of the target, and by positions that move by so many per draft.
     """
     n, whole = length - 1, seen(form, tuple(ids))
     model, embed = assistant(form), stock(form).get_input_embeddings()
@@ -245,8 +241,8 @@ def reference_steps(
             state = before[j - 1]
         out = model(
             inputs_embeds=torch.cat([embed(torch.tensor([[token]])), state[None, None]], -1),
-            position_ids=torch.tensor([[n + moving * j]]),
-            shared_kv_states=whole.shared(n, layers),
+            position_ids=torch.tensor([[n]]),
+            shared_kv_states=whole.shared(n),
         )
         state = out.last_hidden_state[0, 0]
         steps.append(Step(out.logits[0, 0], state))
@@ -305,12 +301,12 @@ def watch_assistants(truth: Texts | None = None, watched: type[Watched] = Watche
     return watch
 
 
-def wrong_rows(form: str, watch: list[Round], texts: Texts, atol: float = 1e-3, **planted: Any) -> list[str]:
+def wrong_rows(form: str, watch: list[Round], texts: Texts, atol: float = 1e-3) -> list[str]:
     """Rows that are not those of transformers; `texts` are prompts with what was written."""
     wrong = []
     for one in watch:
         before = [step.state for step in one.steps]
-        steps = reference_steps(form, texts[one.key], one.length, one.drafts, before, **planted)
+        steps = reference_steps(form, texts[one.key], one.length, one.drafts, before)
         for j, (ours, theirs) in enumerate(zip(one.steps, steps, strict=True)):
             off = max(distance(ours.logits, theirs.logits), distance(ours.state, theirs.state))
             if not off < atol:
