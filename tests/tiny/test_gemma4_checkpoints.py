@@ -25,6 +25,7 @@ from speculon.core.errors import (
     UnsupportedModel,
     WrongPair,
 )
+from speculon.core.types import LayerSpec
 from speculon.decoding.kv.store import PageStore
 from speculon.drafters.families import family_of
 from speculon.drafters.pairing import search
@@ -101,7 +102,7 @@ def test_the_memory_estimate_is_what_it_takes(form: str) -> None:
     drafter = proposer_of(make_engine(target_of(form), speculation=ask(form)), NAME)
     stored = sum(tensor.nbytes for tensor in load_file(folder_of(form) / WEIGHTS).values())
     assert drafter.needs.bytes_fixed == stored
-    assert [(layer.kind, layer.k_dim) for layer in drafter.needs.layers] == [("taps", 32)]
+    assert drafter.needs.layers == (LayerSpec("taps", 1, 32, 0, torch.float32),)
     assert drafter.needs.taps == (5,)
 
 
