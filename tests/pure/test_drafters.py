@@ -247,12 +247,6 @@ FAMILIES: list[Any] = [
         id="lstm",
     ),
     pytest.param(
-        "Gemma 4 assistant",
-        {"model_type": "gemma4_assistant"},
-        {"pre_projection.weight": (H, H)},
-        id="gemma4",
-    ),
-    pytest.param(
         "an EAGLE-3 head with latent attention",
         {"architectures": ["Eagle3DeepseekV2ForCausalLM"]},
         EAGLE3,
