@@ -1,4 +1,4 @@
-"""What the nodes of a tree bring, by their depth and by their place among siblings (Chen et al. 2024, Sequoia).
+"""What the nodes of a tree bring, by depth and place among siblings (Chen et al. 2024, Sequoia).
 
 The first child at depth j is accepted with chance c_j, as draft j of a chain is; the m-th one, where no better
 sibling was, with chance h_m. A node's value is the chance that its path is accepted, and the sum of values is
