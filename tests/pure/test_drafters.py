@@ -18,9 +18,9 @@ from speculon.core.errors import (
     UnsupportedModel,
     WrongPair,
 )
-from speculon.drafters.config import TargetShape, check_offsets, check_pair
 from speculon.drafters.eagle3.config import Eagle3Config
 from speculon.drafters.families import UNSUPPORTED, family_of, read_eagle3_config
+from speculon.loading.drafter_config import TargetShape, check_offsets, check_pair
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -245,12 +245,6 @@ FAMILIES: list[Any] = [
         {"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"]},
         {"projs.0": (H, H)},
         id="lstm",
-    ),
-    pytest.param(
-        "Gemma 4 assistant",
-        {"model_type": "gemma4_assistant"},
-        {"pre_projection.weight": (H, H)},
-        id="gemma4",
     ),
     pytest.param(
         "an EAGLE-3 head with latent attention",

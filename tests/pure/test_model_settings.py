@@ -399,7 +399,7 @@ def test_a_warning_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_the_registry_knows_which_methods_read_drafters() -> None:
     assert isinstance(METHODS, Methods) and {"off", "auto", "suffix", "eagle3"} <= METHODS.known
-    assert METHODS.with_draft == {"draft_model", "pard", "eagle3", "dflash"}
+    assert METHODS.with_draft == {"draft_model", "pard", "eagle3", "dflash", "gemma4_assistant"}
     assert {"off", "suffix", "ngram"} <= METHODS.without_draft
     assert not METHODS.without_draft & (METHODS.with_draft | {"auto", "mtp"})
 

@@ -84,7 +84,8 @@ def test_names_resolve_to_methods():
         None,
         Reason.NO_DRAFTER,
     ]
-    known = "off, auto, dflash, draft_model, eagle3, grammar, mtp, ngram, pard, prediction, suffix, synthetic"
+    known = "off, auto, dflash, draft_model, eagle3, gemma4_assistant, grammar, mtp, ngram, pard, prediction"
+    known += ", suffix, synthetic"
     with pytest.raises(UnknownMethod, match=f"method = 'eagle9': known are {known}"):
         proposers.lacking("eagle9")
 

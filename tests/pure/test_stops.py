@@ -290,5 +290,5 @@ def test_every_stop_is_seen_here_or_where_models_draft() -> None:
     seen = {case.values[3][2] for case in LOOKUPS}  # type: ignore[index]
     models = {Stop.CONFIDENCE, Stop.GRAMMAR, Stop.NOT_READY}  # tests/tiny/test_reasons.py, with a model
     assert seen | models == set(Stop) and not seen & models
-    drafters = {"draft_model", "pard", "eagle3", "dflash", "mtp"}
+    drafters = {"draft_model", "pard", "eagle3", "dflash", "mtp", "gemma4_assistant"}
     assert {"ngram", "suffix", "prediction", "grammar", "synthetic"} | drafters == set(TABLE)

@@ -173,10 +173,10 @@ def test_a_recurrent_head_that_forgets_is_found(
 ) -> None:
     def forgetful(head: RecurrentMarkovHead, tokens: Tensor, hidden: Tensor) -> Tensor:
         rows = range(tokens.shape[-1])
-        return torch.cat([forward(head, tokens[..., i : i + 1], hidden[..., i : i + 1, :]) for i in rows], -2)
+        return torch.cat([latents(head, tokens[..., i : i + 1], hidden[..., i : i + 1, :]) for i in rows], -2)
 
-    forward = RecurrentMarkovHead.forward
-    monkeypatch.setattr(RecurrentMarkovHead, "forward", forgetful)
+    latents = dflash.markov_latents
+    monkeypatch.setattr(dflash, "markov_latents", forgetful)
     with pytest.raises(AssertionError, match="not close"):
         compare_with_the_formulas(world, "dspark", {"markov_head": "rnn"}, tmp_path)
 

@@ -32,6 +32,7 @@ COLOURS: Mapping[str, str] = {
     "pard": "bright_cyan",
     "dflash": "bright_magenta",
     "mtp": "bright_green",
+    "gemma4_assistant": "red",
     "prediction": "magenta",
     "suffix": "yellow",
 }

@@ -5,22 +5,29 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from speculon.core.errors import MissingWeights, ModelError, SpeculonError, UnsafeCheckpoint, UnsupportedModel
-from speculon.drafters.config import DTYPE_NAMES, DrafterConfig
 from speculon.drafters.dflash.config import CONTEXT_NORM, DFlashConfig, is_dflash, read_dflash
 from speculon.drafters.eagle3.config import Eagle3Config, read_eagle3
-from speculon.drafters.formats import FIRST_Q, Source, open_source
+from speculon.drafters.gemma4_assistant.config import PARTS, TYPES, AssistantConfig, read_assistant
 from speculon.drafters.mtp.tensors import MTP, MtpConfig, mtp_alone
+from speculon.loading.drafter_config import DTYPE_NAMES, DrafterConfig
+from speculon.loading.drafter_formats import FIRST_Q, Source, open_source
 from speculon.loading.gguf import is_gguf
 from speculon.loading.headers import Checkpoint, read_checkpoint
 
 EAGLE3, DFLASH, DRAFT_MODEL, PARD = "eagle3", "dflash", "draft_model", "pard"
+ASSISTANT = "gemma4_assistant"
 SPECULATORS_TYPES = (EAGLE3, DFLASH, "dflash2", "dspark")
 MASK_TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")  # names of the token that PARD masks with
 # what a config or header with values of unexpected types raises
 WRONG_TYPES = (TypeError, ValueError, LookupError, AttributeError, OverflowError)
+
+
+AnyConfig = TypeVar("AnyConfig", bound=DrafterConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +185,6 @@ UNSUPPORTED = (
         any_of(has_type("mlp_speculator"), named("mlpspeculator")),
     ),
     UnsupportedFamily("LSTM speculator", "one recurrent cell per position", named("lstmspeculator")),
-    UnsupportedFamily(
-        "Gemma 4 assistant",
-        "reads its target's own keys and values",
-        any_of(has_type("gemma4_assistant"), named("gemma4assistant")),
-    ),
     UnsupportedFamily("an EAGLE-3 head with latent attention", "MLA, as DeepSeek's", named("eagle3deepseek")),
     UnsupportedFamily(
         "an EAGLE-3 head with latent attention",
@@ -225,6 +227,11 @@ def classify(folder: Path) -> Family:
     if source.speculators_type not in (None, *SPECULATORS_TYPES):
         summary = f"speculators_model_type {source.speculators_type!r}"
         return Family(folder, None, summary, refusal=f"{summary} is not known here")
+    if has_type(*TYPES)(source):
+        if not {*PARTS} <= source.shapes.keys():
+            raise missing_parts(source, "a Gemma 4 assistant's", PARTS)
+        assistant = read_assistant(source)
+        return Family(folder, ASSISTANT, assistant.summary(), head=assistant)
     if is_dflash(source):
         block = read_dflash(source)
         return Family(folder, DFLASH, block.summary(), head=block)
@@ -240,20 +247,17 @@ def classify(folder: Path) -> Family:
     return Family(folder, method, summary + model_summary(checkpoint), checkpoint=checkpoint)
 
 
-def read_eagle3_config(path: str | Path) -> Eagle3Config:
-    """The config of an EAGLE-3 head. Raises `UnsupportedModel` for anything else."""
+def read_head(kind: type[AnyConfig], name: str, path: str | Path) -> AnyConfig:
+    """The config of a drafter of this kind. Raises `UnsupportedModel` for anything else."""
     family = family_of(path)
-    if not isinstance(family.head, Eagle3Config):
-        raise another(family, "no EAGLE-3 head")
+    if not isinstance(family.head, kind):
+        raise another(family, f"no {name}")
     return family.head
 
 
-def read_dflash_config(path: str | Path) -> DFlashConfig:
-    """The config of a DFlash or DSpark drafter. Raises `UnsupportedModel` for anything else."""
-    family = family_of(path)
-    if not isinstance(family.head, DFlashConfig):
-        raise another(family, "no DFlash drafter")
-    return family.head
+read_eagle3_config = partial(read_head, Eagle3Config, "EAGLE-3 head")
+read_dflash_config = partial(read_head, DFlashConfig, "DFlash drafter")
+read_assistant_config = partial(read_head, AssistantConfig, "Gemma 4 assistant")
 
 
 def another(family: Family, what: str) -> UnsupportedModel:

@@ -20,8 +20,8 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from speculon.core.config.speculation import Quantization
-from speculon.core.errors import MissingWeights, UnsupportedModel
-from speculon.drafters.config import DrafterConfig, check_offsets
+from speculon.core.errors import CorruptWeights, MissingWeights, UnsupportedModel
+from speculon.loading.drafter_config import DrafterConfig, check_offsets
 from speculon.loading.headers import read_header
 from speculon.loading.quantization import BITS, HEAD_BITS, layer_bytes
 from speculon.target import block
@@ -32,7 +32,8 @@ from speculon.target.quantized import fits, quantize
 if TYPE_CHECKING:
     from speculon.target.target import Target
 
-NOT_WEIGHTS = {"d2t", "t2d"}
+ORDER = "masked_embedding.token_ordering"
+NOT_WEIGHTS = {"d2t", "t2d", ORDER}
 
 Bits = Mapping[int, int | None]  # of each linear layer, by its id; None: they stay numbers
 
@@ -162,21 +163,6 @@ class Network(nn.Module):
         self.ids: Tensor | None
         self.register_buffer("ids", None, persistent=False)
 
-    @torch.no_grad()
-    def start_from(self, embed: Tensor, norm: Tensor | None) -> None:
-        """Small random matrices; embeddings and last norm are the target's.
-
-        Matrices that end a layer are zero, so that it adds nothing at first.
-        """
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=0.02)
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                nn.init.zeros_(parameter)
-        self.embed = embed.detach().float()
-        if norm is not None:
-            self.norm.weight.copy_(norm)
-
     def forward(self, *arguments: Any) -> Tensor:
         """The states [T, H] after rows: from the arguments of `begin`, [T, ...] each, and a view."""
         *inputs, view = arguments
@@ -282,9 +268,12 @@ def load_network(
     with torch.device("meta"):
         network = network_class(config)
     weights: dict[str, Tensor] = {}
-    for name in network.state_dict():
+    for name, parameter in network.state_dict().items():
         if name not in tensors:
             raise MissingWeights(f"{config.path}: tensor {name} is missing")
+        if (shape := tensors[name].shape) != parameter.shape:
+            sizes = f"{list(shape)}, not {list(parameter.shape)}"
+            raise CorruptWeights(f"{config.path}: {config.names[name]} is {sizes}")
         weights[name] = tensors.pop(name).to(target.device, target.dtype)
     network.load_state_dict(weights, assign=True)
     weights.clear()

@@ -8,16 +8,16 @@ from pathlib import Path
 from types import MappingProxyType
 
 from speculon.core.errors import ConfigError, ModelError, UnsupportedModel, WrongPair
-from speculon.drafters.config import (
+from speculon.drafters.families import Family, family_of
+from speculon.drafters.known import published_for
+from speculon.drafters.mtp.tensors import MtpConfig
+from speculon.loading.drafter_config import (
     DrafterConfig,
     TargetShape,
     check_offsets,
     check_pair,
     read_offsets,
 )
-from speculon.drafters.families import Family, family_of
-from speculon.drafters.known import published_for
-from speculon.drafters.mtp.tensors import MtpConfig
 from speculon.loading.headers import Checkpoint, read_checkpoint, refuse_unsafe
 from speculon.loading.hub import cached_models, hub_id
 from speculon.loading.spelling import compare
@@ -38,6 +38,7 @@ class Candidate:
     family: Family | None = None
     warnings: tuple[str, ...] = ()
     refusal: str | None = None
+    namesake: bool = False  # its name begins with the target's, as `X-assistant` does
 
     @property
     def name(self) -> str:
@@ -45,10 +46,11 @@ class Candidate:
         return str(self.path) if name is None else f"{name} (in the hub's cache)"
 
     @property
-    def rank(self) -> tuple[int, int, int, str]:
+    def rank(self) -> tuple[int, int, bool, int, str]:
         assert self.family is not None
         weights = self.family.head or self.family.checkpoint
-        return len(self.warnings), self.distance, weights.num_bytes if weights else 0, str(self.path)
+        size = weights.num_bytes if weights else 0
+        return len(self.warnings), self.distance, not self.namesake, size, str(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,8 @@ def examine(path: Path, distance: int, target: Checkpoint) -> Candidate:
     try:
         family = family_of(path)
         warnings = check_fit(family, target)
-        return Candidate(path, distance, family.for_target(target.num_layers), warnings)
+        namesake = path.name.startswith(f"{target.path.resolve().name}-")
+        return Candidate(path, distance, family.for_target(target.num_layers), warnings, None, namesake)
     except (ModelError, OSError) as error:  # of one folder: the others may be read
         return Candidate(path, distance, family, refusal=str(error).removeprefix(f"{path}: "))
 

@@ -16,10 +16,10 @@ from itertools import compress
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from speculon.core.config import SpeculationConfig
-from speculon.core.errors import ConfigError
+from speculon.core.errors import ConfigError, UnsupportedModel
 from speculon.core.types import Draft, Needs, Stop, no_draft
 from speculon.decoding.sequence import Sequence
-from speculon.drafters.config import DrafterConfig, TargetShape, check_pair
+from speculon.loading.drafter_config import DrafterConfig, TargetShape, check_pair
 from speculon.loading.locate import locate
 from speculon.loading.quantization import BITS
 from speculon.speculation.proposers.base import Proposer, TargetFacts
@@ -27,10 +27,13 @@ from speculon.target.quantized import supported
 from speculon.target.target import Runner, Target
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from speculon.decoding.kv.lease import DraftLease
 
 NOT_READY = no_draft(Stop.NOT_READY)
 TAPS = "taps"  # the option
+FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 
 AnyConfig = TypeVar("AnyConfig", bound=DrafterConfig)
 
@@ -70,6 +73,15 @@ def required_target(method: str, target: TargetFacts) -> Target:
     if target.model is None:
         raise ConfigError(f"{method} reads the target's states, and there is no target")
     return target.model
+
+
+def final_norm(target: Target) -> Callable[[Tensor], Tensor]:
+    """The norm that taps have not passed. Raises `UnsupportedModel` where none is known."""
+    decoder = target.model.get_decoder()
+    norm = next((getattr(decoder, name) for name in FINAL_NORMS if hasattr(decoder, name)), None)
+    if norm is None:
+        raise UnsupportedModel(f"{target.name}: no module is its final norm, which its drafter reads")
+    return norm
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,7 @@ def discover(model: PreTrainedModel) -> tuple[tuple[LayerSpec, ...], int, tuple[
     tokens.
     """
     refuse_unsupported(model)
+    read_text_alone(model)
     recurrent = recurrent_part(model)
     use_attention(model, NAME)
     token = _record.set(record := Record())
@@ -193,6 +194,13 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     for argument in ("input_ids", *positions, "logits_to_keep"):
         if argument not in accepted:
             raise UnsupportedModel(f"{name} takes no `{argument}`")
+
+
+def read_text_alone(model: PreTrainedModel) -> None:
+    """Attention in both directions within an image has no meaning here: without images it masks nothing."""
+    config: Any = model.config.get_text_config()
+    if getattr(config, "use_bidirectional_attention", None) == "vision":
+        config.use_bidirectional_attention = None
 
 
 def use_attention(model: PreTrainedModel, name: str) -> None:

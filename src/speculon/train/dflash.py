@@ -9,16 +9,16 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from speculon.core.errors import InvalidParameter, UnsupportedModel
 from speculon.drafters.dflash.config import DFlashConfig
-from speculon.drafters.dflash.network import DFlashNetwork
+from speculon.drafters.dflash.network import DFlashNetwork, MarkovHead, RecurrentMarkovHead
 from speculon.train.data import Rows
 from speculon.train.losses import TINY, cross_entropy, kl
 from speculon.train.settings import BlockShape, FlashSettings, SparkSettings
 from speculon.train.teacher import Batch, Teacher
-from speculon.train.training import Training, network_sizes, write_network
+from speculon.train.training import Training, begin, network_sizes, write_network
 
 TAPS = 5  # evenly spread over the target's layers, as published
 HEAD_NORMS = ("q_norm", "k_norm")
@@ -142,7 +142,8 @@ class DSparkDrafter(DFlashDrafter):
 
     def _logits(self, hidden: Tensor, batch: Batch, blocks: Blocks) -> Tensor:
         head = self.markov_head
-        return F.linear(hidden, self.head) + head.markov_w2(head(blocks.of(batch.ids), hidden))
+        latents = markov_latents(head, blocks.of(batch.ids), hidden)
+        return F.linear(hidden, self.head) + head.markov_w2(latents)
 
 
 def block_attention(
@@ -240,14 +241,38 @@ class DSparkTraining(BlockTraining[SparkSettings, DSparkDrafter]):
         config = block_config(settings, teacher)
         drafter = DSparkDrafter(config, settings.anchors, settings.decay_length, soft, settings.confidence)
         drafter = started(drafter, teacher)
-        with torch.no_grad():
-            drafter.markov_head.start_from(drafter.embed, drafter.head)
+        start_markov(drafter.markov_head, drafter.embed, drafter.head)
         return drafter
+
+
+def markov_latents(markov: MarkovHead, tokens: Tensor, hidden: Tensor) -> Tensor:
+    """m [..., K, r] of drafts with states [..., K, H] after `tokens` [..., K]."""
+    e = markov.markov_w1(tokens)
+    if not isinstance(markov, RecurrentMarkovHead):
+        return markov.step(e, hidden, e)[0]
+    state, rows = e.new_zeros(*e.shape[:-2], markov.rank), []
+    for each, h in zip(e.unbind(-2), hidden.unbind(-2), strict=True):
+        latent, state = markov.step(each, h, state)
+        rows.append(latent)
+    return torch.stack(rows, -2)
+
+
+@torch.no_grad()
+def start_markov(markov: MarkovHead, embed: Tensor, head: Tensor) -> None:
+    """No bias at first: w2 is 0, or m is, where w1 and w2 can start as embeddings and output head."""
+    if not isinstance(markov, RecurrentMarkovHead):
+        nn.init.zeros_(markov.markov_w2.weight)
+        return
+    nn.init.zeros_(markov.joint_proj.weight)
+    nn.init.zeros_(markov.joint_proj.bias)
+    if embed.shape == markov.markov_w1.weight.shape:
+        markov.markov_w1.weight.copy_(embed)
+        markov.markov_w2.weight.copy_(head)
 
 
 def started(drafter: Drafter, teacher: Teacher) -> Drafter:
     drafter = drafter.to(teacher.device)
-    drafter.start_from(teacher.embed, teacher.norm)
+    begin(drafter, teacher.embed, teacher.norm)
     drafter.head = teacher.head.weight.detach().float()
     return drafter
 

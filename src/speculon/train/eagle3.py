@@ -23,7 +23,7 @@ from speculon.train.data import Rows
 from speculon.train.losses import StepDrafter, attention
 from speculon.train.settings import HeadSettings
 from speculon.train.teacher import Batch, Teacher
-from speculon.train.training import WEIGHTS, Training, network_sizes, write_network
+from speculon.train.training import WEIGHTS, Training, begin, network_sizes, write_network
 
 Past = list[tuple[Tensor, Tensor]]  # keys and values [B, KV, N, D] of each step so far
 
@@ -103,7 +103,7 @@ class Eagle3Training(Training[HeadSettings, Eagle3Head]):
             used = offsets + torch.arange(len(offsets))
         teacher.used = used.to(teacher.device)
         head = Eagle3Head(config_of(settings, teacher), settings.ttt, settings.decay).to(teacher.device)
-        head.start_from(teacher.embed, teacher.norm)
+        begin(head, teacher.embed, teacher.norm)
         head.ids = teacher.used
         with torch.no_grad():
             head.lm_head.weight.copy_(teacher.head.weight[teacher.used.to(teacher.head.weight.device)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,16 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from speculon.core.errors import InvalidParameter, UnsupportedModel
-from speculon.drafters.mtp.load import load_modules, mtp_needs, read_tensors, stored_tensors, target_rotary
+from speculon.drafters.mtp.load import (
+    EXPERTS,
+    JOINED,
+    load_modules,
+    mtp_needs,
+    read_tensors,
+    target_rotary,
+)
 from speculon.drafters.mtp.network import Module
-from speculon.drafters.mtp.tensors import MTP, MtpConfig, find_mtp
+from speculon.drafters.mtp.tensors import MTP, PARTS, MtpConfig, find_mtp
 from speculon.loading.locate import locate
 from speculon.loading.probe import discover, use_attention
 from speculon.target.target import Target
@@ -166,3 +173,23 @@ def refuse_other_heads(modules: Sequence[Module], teacher: Teacher) -> None:
         if not isinstance(head, nn.Linear) or head.bias is not None or head.weight.shape != expected:
             what = f"a matrix {list(expected)} without bias as its output head"
             raise UnsupportedModel(f"{teacher.folder}: MTP module {number} needs {what}")
+
+
+def stored_tensors(module: Module, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """A module's tensors by stored name, without embedding and head: the inverse of its loader."""
+    own = {f"{part}.weight": getattr(module, part).weight for part in PARTS}
+    own |= {f"layer.{name}": tensor for name, tensor in module.layer.state_dict().items()}
+    parts = {name: part for joined, tensor in own.items() for name, part in separate(joined, tensor, names)}
+    return {names[name]: part for name, part in parts.items()}
+
+
+def separate(name: str, tensor: Tensor, names: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """A tensor itself, or those of single experts where they are stored one by one."""
+    if name in names:
+        yield name, tensor
+        return
+    at, _, last = name.rpartition(EXPERTS)
+    parts = JOINED[EXPERTS + last]
+    for i, expert in enumerate(tensor):
+        for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
+            yield f"{at}{EXPERTS}{i}.{part}.weight", weight

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from speculon.core.errors import InvalidParameter
+from speculon.drafters.layers import Network
 from speculon.train.data import Rows
 from speculon.train.record import write_json
 from speculon.train.settings import BlockShape, HeadSettings
@@ -101,3 +102,19 @@ def write_network(
     save_file({**tensors, **(tables or {})}, folder / WEIGHTS, {"format": "pt"})
     known = {**config, "dtype": "bfloat16", "transformers_version": transformers.__version__}
     write_json(folder / "config.json", known)
+
+
+@torch.no_grad()
+def begin(network: Network, embed: Tensor, norm: Tensor | None) -> None:
+    """Small random matrices; embeddings and last norm are the target's.
+
+    Matrices that end a layer are zero, so that it adds nothing at first.
+    """
+    for name, parameter in network.named_parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=0.02)
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            nn.init.zeros_(parameter)
+    network.embed = embed.detach().float()
+    if norm is not None:
+        network.norm.weight.copy_(norm)

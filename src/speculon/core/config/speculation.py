@@ -85,8 +85,8 @@ class SpeculationConfig(Checked):
 
     method: str = Field(
         "auto",
-        description="what drafts: auto | off | suffix | ngram | draft_model | pard | eagle3 | dflash | mtp, "
-        "or a plug-in",
+        description="what drafts: auto | off | suffix | ngram | draft_model | pard | eagle3 | dflash | mtp | "
+        "gemma4_assistant, or a plug-in",
     )
     policy: PolicyName = Field(
         "goodput",

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from speculon.core.errors import WrongPair
 from speculon.decoding.kv.store import View
-from speculon.drafters.dflash.attention import Sight, attend_blocks
 from speculon.drafters.dflash.config import DFlashConfig, MarkovType
 from speculon.drafters.dflash.dflash2 import BlockConvolution, BlockRows, CandidateSelector
 from speculon.drafters.layers import DecoderLayer, Joined, Network, Norm, load_network
 from speculon.target.block import Tables, rotate
+from speculon.target.draft_blocks import Sight, attend_blocks
 from speculon.target.linear import Product
 from speculon.target.target import Target
 
@@ -37,10 +37,6 @@ class MarkovHead(nn.Module):
         self.markov_w1 = nn.Embedding(config.vocab_size, self.rank)
         self.markov_w2 = nn.Linear(self.rank, config.draft_vocab_size, bias=False)
 
-    def start_from(self, embed: Tensor, head: Tensor) -> None:
-        """No bias at first."""
-        nn.init.zeros_(self.markov_w2.weight)
-
     def start(self, sequences: int) -> Tensor:  # [B, r]
         """The state before the first row."""
         return self.markov_w1.weight.new_zeros(sequences, self.rank)
@@ -48,11 +44,6 @@ class MarkovHead(nn.Module):
     def step(self, e: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """m [..., r] of rows with states h [..., H] after e [..., r], and the next state [..., r]."""
         return e, state
-
-    def forward(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """m [..., K, r] of drafts with states [..., K, H] after `tokens` [..., K]."""
-        e = self.markov_w1(tokens)
-        return self.step(e, hidden, e)[0]
 
 
 class GatedMarkovHead(MarkovHead):
@@ -77,26 +68,10 @@ class RecurrentMarkovHead(MarkovHead):
         super().__init__(config)
         self.joint_proj = nn.Linear(2 * self.rank + config.hidden, 3 * self.rank)
 
-    def start_from(self, embed: Tensor, head: Tensor) -> None:
-        """No bias at first, since m is 0."""
-        nn.init.zeros_(self.joint_proj.weight)
-        nn.init.zeros_(self.joint_proj.bias)
-        if embed.shape == self.markov_w1.weight.shape:
-            self.markov_w1.weight.copy_(embed)
-            self.markov_w2.weight.copy_(head)
-
     def step(self, e: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         g, c, o = self.joint_proj(torch.cat([state, e, h], -1)).chunk(3, -1)
         keep = g.sigmoid()
         return o.tanh(), keep * state + (1 - keep) * c.tanh()
-
-    def forward(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        e = self.markov_w1(tokens)
-        state, rows = e.new_zeros(*e.shape[:-2], self.rank), []
-        for each, h in zip(e.unbind(-2), hidden.unbind(-2), strict=True):
-            latent, state = self.step(each, h, state)
-            rows.append(latent)
-        return torch.stack(rows, -2)
 
 
 MARKOV_HEADS: Mapping[MarkovType, type[MarkovHead]] = {

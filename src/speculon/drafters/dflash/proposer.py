@@ -15,7 +15,6 @@ import torch
 from speculon.core.config import SpeculationConfig
 from speculon.core.types import Draft, Needs
 from speculon.decoding.sequence import Sequence
-from speculon.drafters.dflash.attention import block_view
 from speculon.drafters.dflash.config import DFlashConfig
 from speculon.drafters.dflash.network import DFlashNetwork, Drawing, load_dflash
 from speculon.drafters.families import read_dflash_config
@@ -30,6 +29,7 @@ from speculon.speculation.proposers.chain import (
     independent,
     mark,
 )
+from speculon.target.draft_blocks import block_view
 
 if TYPE_CHECKING:
     from torch import Tensor

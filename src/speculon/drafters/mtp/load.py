@@ -18,7 +18,8 @@ from speculon.core.errors import CorruptWeights, MissingWeights, ModelError, Uns
 from speculon.core.types import NO_PADDING, LayerSpec, Needs
 from speculon.decoding.kv.store import PageStore, SpanView
 from speculon.drafters.mtp.network import Module, MtpHead, Operation
-from speculon.drafters.mtp.tensors import PARTS, MtpConfig
+from speculon.drafters.mtp.tensors import MtpConfig
+from speculon.drafters.state_drafter import final_norm
 from speculon.loading.load_check import LOOSE, TOLERANCE
 from speculon.target import attention
 from speculon.target.block import UNKNOWN, CannotReplace, Fused, FusedLayer, fused_block, fused_norm
@@ -27,7 +28,6 @@ from speculon.target.footprint import scratch_bytes
 from speculon.target.target import Target
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 EXPERTS = "experts."
 # parameters of all experts -> their parts, where experts are stored one by one
 JOINED = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
@@ -211,26 +211,6 @@ class Loader:
         return shared if mine.shape == theirs.shape and difference(mine, theirs) <= 1e-5 else own
 
 
-def stored_tensors(module: Module, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """A module's tensors by stored name, without embedding and head: the inverse of `Loader`."""
-    own = {f"{part}.weight": getattr(module, part).weight for part in PARTS}
-    own |= {f"layer.{name}": tensor for name, tensor in module.layer.state_dict().items()}
-    parts = {name: part for joined, tensor in own.items() for name, part in separate(joined, tensor, names)}
-    return {names[name]: part for name, part in parts.items()}
-
-
-def separate(name: str, tensor: Tensor, names: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """A tensor itself, or those of single experts where they are stored one by one."""
-    if name in names:
-        yield name, tensor
-        return
-    at, _, last = name.rpartition(EXPERTS)
-    parts = JOINED[EXPERTS + last]
-    for i, expert in enumerate(tensor):
-        for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
-            yield f"{at}{EXPERTS}{i}.{part}.weight", weight
-
-
 def layer_config(target: Target, config: MtpConfig, number: int) -> Any:
     """A copy of the target's config in which the modules are all layers that there are."""
     made: Any = copy.deepcopy(target.model.config.get_text_config())
@@ -248,14 +228,6 @@ def layer_config(target: Target, config: MtpConfig, number: int) -> Any:
     made.num_hidden_layers = count
     made._attn_implementation = attention.NAME
     return made
-
-
-def final_norm(target: Target) -> Operation:
-    decoder = target.model.get_decoder()
-    norm = next((getattr(decoder, name) for name in FINAL_NORMS if hasattr(decoder, name)), None)
-    if norm is None:
-        raise UnsupportedModel(f"{target.name}: no module is its final norm, which MTP reads")
-    return norm
 
 
 def target_rotary(target: Target, layers: tuple[LayerSpec, ...]) -> Callable[[Tensor, Tensor], Any]:

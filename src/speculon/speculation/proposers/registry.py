@@ -25,10 +25,12 @@ TABLE: dict[str, str] = {
     "eagle3": "speculon.drafters.eagle3.proposer:Eagle3Drafter.build",
     "dflash": "speculon.drafters.dflash.proposer:DFlashDrafter.build",
     "mtp": "speculon.drafters.mtp.proposer:Mtp.build",
+    "gemma4_assistant": "speculon.drafters.gemma4_assistant.proposer:Gemma4Assistant.build",
     "synthetic": "speculon.speculation.proposers.synthetic:Synthetic.build",
 }
 LOOKUPS = ("suffix",)  # what `auto` asks before any model; docs/decisions/014 says why not ngram too
-WITH_CHECKPOINT = ("draft_model", "pard", "eagle3", "dflash")  # methods that need a `draft`
+# methods that need a `draft`
+WITH_CHECKPOINT = ("draft_model", "pard", "eagle3", "dflash", "gemma4_assistant")
 OF_TARGET = ("mtp",)  # methods whose weights are in the target's checkpoint, where no `draft` is named
 registered: dict[str, Factory] = {}
 

@@ -12,6 +12,7 @@ METHODS = (
     "eagle3",
     "dflash",
     "mtp",
+    "gemma4_assistant",
     "pard",
     "prediction",
     "grammar",

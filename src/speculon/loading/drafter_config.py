@@ -25,6 +25,7 @@ AUTHORS = {
     "z-lab": "z-lab",
     "deepspec": "DeepSpec",
     "meta": "Meta",
+    "google": "Google",
 }
 DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 INTEGERS = {"I64": "q", "I32": "i"}
@@ -93,6 +94,12 @@ class DrafterConfig:
     def _likely_layouts(self, num_layers: int) -> tuple[tuple[int, ...], ...]:
         raise NotImplementedError
 
+    def check_architecture(self, name: str) -> tuple[str, ...]:
+        """Warnings about the class of a target."""
+        if self.verifier and name not in self.verifier:
+            return (f"made for {', '.join(self.verifier)}, the target is {name}",)
+        return ()
+
     def summary(self, num_layers: int | None = None) -> str:
         """One line for people; `num_layers` is the target's, where it is known."""
         raise NotImplementedError
@@ -145,9 +152,7 @@ def check_pair(config: DrafterConfig, target: TargetShape) -> tuple[str, ...]:
         sizes = f"{config.vocab_size:,}, the target's is {target.vocab_size:,}"
         raise WrongPair(f"{config.path}: made for a vocabulary of {sizes}")
     config.tap_layouts(target.num_layers)
-    if config.verifier and target.architecture not in config.verifier:
-        return (f"made for {', '.join(config.verifier)}, the target is {target.architecture}",)
-    return ()
+    return config.check_architecture(target.architecture)
 
 
 def read_offsets(config: DrafterConfig) -> list[int]:

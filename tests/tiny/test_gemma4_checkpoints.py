@@ -1,0 +1,226 @@
+"""Assistants of Gemma 4 are recognised and paired by name, those that do not fit are refused, and so are
+damaged ones; the memory estimate is what they take.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from speculon import LLM, SamplingParams
+from speculon.cli import app
+from speculon.core.errors import (
+    CorruptWeights,
+    MissingWeights,
+    ModelError,
+    UnsafeCheckpoint,
+    UnsupportedModel,
+    WrongPair,
+)
+from speculon.core.types import LayerSpec
+from speculon.decoding.kv.store import PageStore
+from speculon.drafters.families import family_of
+from speculon.drafters.pairing import search
+from speculon.loading.headers import read_checkpoint
+from speculon.loading.load import wrap_model
+from tests.tiny.assistant_forms import FULL, LARGE, NAME, folder_of, stock, target_of
+from tests.tiny.conftest import build, tiny_target
+from tests.tiny.recurrent import recurrent_target
+from tests.tiny.scripted import drain, make_engine, proposer_of
+from tests.tiny.test_gemma4_assistant import PROMPTS, ask
+
+WEIGHTS = "model.safetensors"
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.9, seed=3, max_tokens=16, ignore_eos=True)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A target `small`, its assistant, and copies of that under other names."""
+    shutil.copytree(folder_of("small").parent, tmp_path / "home")
+    for name in ("assistant", "smaller-assistant"):
+        shutil.copytree(tmp_path / "home" / "small-assistant", tmp_path / "home" / name)
+    return tmp_path / "home"
+
+
+def change_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+
+
+def test_auto_pairs_a_target_with_the_assistant_of_its_name(home: Path, caplog: Any) -> None:
+    found = search("auto", read_checkpoint(home / "small"))
+    assert found.drafts == {NAME: str(home / "small-assistant")}
+    shutil.rmtree(home / "small-assistant")
+    assert search("auto", read_checkpoint(home / "small")).drafts == {NAME: str(home / "assistant")}
+
+
+def test_a_model_drafts_with_the_assistant_that_auto_finds(home: Path) -> None:
+    llm = LLM(str(home / "small"), tokenizer=None, speculation={"draft": "auto", "method": NAME})
+    plain = llm.generate(PROMPTS, GREEDY, speculation={"method": "off"})
+    drafted = llm.generate(PROMPTS, GREEDY, speculation={"policy": "fixed"})
+    assert [out.token_ids for out in drafted] == [out.token_ids for out in plain]
+    assert sum(out.speculation.by_source[NAME]["drafted"] for out in drafted if out.speculation) > 20
+    assert llm.engine.capabilities()[f"methods.{NAME}"].status == "on"
+
+
+def test_inspect_says_what_it_is_and_whether_it_fits(home: Path) -> None:
+    def inspect(*words: str) -> Any:
+        done = CliRunner().invoke(app, ["inspect", str(home / "small-assistant"), *words, "--json"])
+        return done.exit_code, json.loads(done.stdout)
+
+    code, facts = inspect("--target", str(home / "small"))
+    assert (code, facts["method"], facts["fits"]) == (0, NAME, True)
+    assert facts["found"].startswith(
+        "Gemma 4 assistant by Google: 3 layers of 24, states of width 32 and keys and values of the target, "
+        "24 of 96 tokens; fp32"
+    )
+    assert facts["taps"] == "after layer 5, normed; keys and values of the last layer of each type"
+    build("llama").save_pretrained(home / "llama")
+    code, facts = inspect("--target", str(home / "llama"))
+    expected = "reads keys and values of a Gemma 4, the target is LlamaForCausalLM"
+    assert code == 2 and facts["error"]["message"].endswith(expected)
+
+
+@pytest.mark.parametrize("form", ["small", "large"])
+def test_the_memory_estimate_is_what_it_takes(form: str) -> None:
+    drafter = proposer_of(make_engine(target_of(form), speculation=ask(form)), NAME)
+    stored = sum(tensor.nbytes for tensor in load_file(folder_of(form) / WEIGHTS).values())
+    assert drafter.needs.bytes_fixed == stored
+    assert drafter.needs.layers == (LayerSpec("taps", 1, 32, 0, torch.float32),)
+    assert drafter.needs.taps == (5,)
+
+
+def test_its_layers_are_rounded_where_that_is_asked_for() -> None:
+    sizes, texts = [], []
+    for quantization in ("none", "int8", "int4"):
+        speculation = {**ask("large"), "draft_quantization": quantization}
+        engine = make_engine(target_of("large"), speculation=speculation)
+        engine.add_request(PROMPTS[-1], GREEDY)
+        sizes.append(proposer_of(engine, NAME).needs.bytes_fixed)
+        texts += [result.tokens for result in drain(engine).values()]
+    assert sizes[0] > 1.5 * sizes[1] > 1.5 * sizes[2]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_another_target_is_refused() -> None:
+    with pytest.raises(WrongPair, match="reads keys and values of a Gemma 4, the target is LlamaForCausalLM"):
+        make_engine(tiny_target("llama"), speculation=ask("large"))
+    with pytest.raises(WrongPair, match="the target is Qwen3NextForCausalLM"):  # a recurrent one
+        make_engine(recurrent_target("qwen3_next"), speculation=ask("large"))
+    wide = build("gemma4_text", **{**LARGE, "global_head_dim": 32})
+    with pytest.raises(
+        WrongPair, match="4 heads of 16 read full_attention, but the target's layer 5 has 1 he"
+    ):
+        make_engine(wrap_model(wide, share=False), speculation=ask("large"))
+    flat = build("gemma4_text", **{**LARGE, "layer_types": [FULL] * 6})
+    with pytest.raises(WrongPair, match="reads a layer of sliding_attention, which flat does not have"):
+        make_engine(wrap_model(flat, name="flat", share=False), speculation=ask("large"))
+
+
+def set_text(**values: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda config: config["text_config"].update(values)
+
+
+CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], Any], type[ModelError], str]] = {
+    "no layer types": (set_text(layer_types=[]), ModelError, "layer_types of 3 layers"),
+    "another type": (set_text(layer_types=["linear_attention"] * 3), ModelError, "layer_types of 3 layers"),
+    "no window": (set_text(sliding_window=None), ModelError, "sliding_window, which is None"),
+    "no RoPE": (set_text(rope_parameters={}), ModelError, "KeyError: 'sliding_attention'"),
+    "no best groups": (
+        lambda config: config.update(centroid_intermediate_top_k=13),
+        ModelError,
+        "96 tokens in 12 groups, centroid_intermediate_top_k = 13",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_wrong_config_is_refused(name: str, home: Path) -> None:
+    change, error, expected = CONFIGS[name]
+    change_config(home / "assistant", change)
+    with pytest.raises(error, match=expected):
+        family_of(home / "assistant")
+
+
+def cut(name: str) -> Callable[[dict[str, torch.Tensor]], Any]:
+    return lambda tensors: tensors.update({name: tensors[name][:-1].clone()})
+
+
+LAYER = "model.layers.1"
+ORDER = "masked_embedding.token_ordering"
+TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], type[ModelError], str]] = {
+    "no projection": (lambda t: t.pop("post_projection.weight"), MissingWeights, "no tensor post_projection"),
+    "no norm": (lambda t: t.pop("model.norm.weight"), MissingWeights, "norm.weight is missing"),
+    "no layer": (
+        lambda t: [t.pop(name) for name in [*t] if name.startswith(LAYER)],
+        MissingWeights,
+        r"layers \[0, 2\]",
+    ),
+    "a short layer": (
+        cut(f"{LAYER}.self_attn.o_proj.weight"),
+        CorruptWeights,
+        r"o_proj.weight is \[23, 32\]",
+    ),
+    "uneven heads": (cut(f"{LAYER}.self_attn.q_proj.weight"), WrongPair, "3 heads of 8 read sliding"),
+    "a token twice": (lambda t: t[ORDER].fill_(3), CorruptWeights, "does not name each token once"),
+    "no order": (lambda t: t.pop(ORDER), CorruptWeights, "does not name each token once"),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_wrong_tensors_are_refused(name: str, home: Path) -> None:
+    change, error, expected = TENSORS[name]
+    change_tensors(home / "assistant", change)
+    speculation = {**ask("small"), "draft": {NAME: str(home / "assistant")}}
+    with pytest.raises(error, match=expected):
+        make_engine(target_of("small"), speculation=speculation)
+
+
+def test_pickled_weights_are_refused(home: Path) -> None:
+    tensors = load_file(home / "assistant" / WEIGHTS)
+    (home / "assistant" / WEIGHTS).unlink()
+    torch.save(tensors, home / "assistant" / "pytorch_model.bin")
+    with pytest.raises(UnsafeCheckpoint, match="pickle weights can run code"):
+        family_of(home / "assistant")
+
+
+@torch.inference_mode()
+def test_a_unified_target_reads_text_as_the_stock_model_does() -> None:
+    """Its config asks for attention in both directions within images."""
+    assert stock("unified").config.get_text_config().use_bidirectional_attention == "vision"
+    target = target_of("unified")
+    ids = torch.tensor(PROMPTS[-1])
+    logits, _ = target.tapped(ids, PageStore(target.layers, 1, len(ids), "cpu"), (5,))
+    expected = stock("unified")(ids[None]).logits[0]
+    assert torch.allclose(logits, expected, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_in_bf16_texts_are_equal_alone_in_batches_and_with_drafts(home: Path, params: SamplingParams) -> None:
+    speculation = {"draft": {NAME: str(home / "small-assistant")}, "policy": "fixed", "method": NAME}
+    settings: dict[str, Any] = {"dtype": "bfloat16", "batch_invariant": True, "speculation": speculation}
+    try:
+        llm = LLM(str(home / "small"), tokenizer=None, **settings)
+    except UnsupportedModel as refusal:
+        pytest.skip(str(refusal))  # of this CPU
+    alone = [llm.generate([ids], params, speculation={"method": "off"})[0].token_ids for ids in PROMPTS]
+    for k in (1, 3, 7):
+        outputs = llm.generate(PROMPTS, params, speculation={"num_speculative_tokens": k})
+        assert [out.token_ids for out in outputs] == alone
+        assert all(out.speculation and out.speculation.by_source[NAME]["drafted"] for out in outputs)
