@@ -13,7 +13,7 @@ import pytest
 
 from speculon.core.types import Decision, Draft, Load, Reason
 from speculon.decoding.sequence import Span
-from speculon.speculation.control import goodput as module
+from speculon.speculation.control import statistics
 from speculon.speculation.control.acceptance import Acceptance
 from speculon.speculation.control.cost import Costs, Prices
 from speculon.speculation.control.fixed import Fixed
@@ -213,7 +213,7 @@ class Unjudged(Acceptance):
 def test_counting_positions_that_were_not_judged_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     scene, best = world(lambda *_: 0.8), best_fixed([0.8])
     right = run(scene, 2000).rate(200)
-    monkeypatch.setattr(module, "Acceptance", Unjudged)
+    monkeypatch.setattr(statistics, "Acceptance", Unjudged)
     wrong = run(scene, 2000).rate(200)
     assert right > 0.96 * best and wrong < 0.93 * best
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import ceil, log2
@@ -372,7 +373,7 @@ class Goodput(Policy):
                 (cls.of(method) if cls else self._methods[method]).restore(told)
 
 
-def draft_gains(curve: tuple[float, ...], prices: list[float], first: float, read: float) -> list[float]:
+def draft_gains(curve: Seq[float], prices: list[float], first: float, read: float) -> list[float]:
     """What 1, 2, .. drafts of survival S gain, at the price of each, of any, and of reading per token."""
     net, gains = -first - read, list[float]()
     for survival, price in zip(curve, prices, strict=False):
