@@ -17,13 +17,14 @@ follows what drafts must bring:
              u_i = r f unread / tokens left; m is asked for  k = argmax of  sum_i G_i(k) - r (a + b k), where
              that is > 0; d is the mean of the j-th rows of all n
 
+Of a tree, S_ij is the chance that the path of node j is accepted, and k in P its depth (`trees`).
+
 Lookups, whose P is next to nothing, are asked first, for it is not known before whether they find anything:
 in every round while what they are expected to gain, of late, exceeds r P, else ever more rarely. A draft that
 trim drops is compared with the tokens of its round. The chance of a draft depends on the tokens that agree
 before it, matched or drafted (`acceptance`). What came with a request is verified whole until a draft of it
-is rejected. `confirm` weighs the model again for the sequences that
-lookups left. S carries the bonus of UCB; a model out of use gets single proposals, for a fixed share of all
-time.
+is rejected. `confirm` weighs the model again for the sequences that lookups left. S carries the bonus of UCB;
+a model out of use gets single proposals, for a fixed share of all time.
 """
 
 from __future__ import annotations
