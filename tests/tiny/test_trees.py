@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from speculon import SamplingParams
+from speculon import SamplingParams, SpeculativeDecoder
+from speculon.core.errors import InvalidParameter
 from speculon.core.types import Draft
 from speculon.decoding.kv import store as store_module
 from speculon.decoding.kv.store import PageStore
 from speculon.decoding.sequence import Sequence
 from speculon.speculation.proposers.registry import register
-from tests.tiny.conftest import tiny_target
+from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.recurrent import recurrent_target
 from tests.tiny.scripted import Key, Request, Result, Scripted, drain, make_engine, run
 from tests.tiny.test_parity import MODES, SETTINGS, Texts, assert_same, plain, requests_of
@@ -55,8 +56,11 @@ class ScriptedTrees(Scripted):
         return draft.cut(k) if draft.parents != tuple(range(-1, k - 1)) else replace(draft, parents=None)
 
 
-def use_trees(truth: Texts) -> None:
+def use_trees(truth: Texts, tree: Draft | None = None) -> None:
+    """Makes a drafter of random trees, or of this one, known by its name."""
     proposer = ScriptedTrees(truth)
+    if tree is not None:
+        proposer.tree = lambda seq, k, depth: tree.cut(k)  # type: ignore[method-assign]
     register(NAME, lambda config, target: proposer)
 
 
@@ -164,3 +168,31 @@ def test_rules_with_q_have_chains() -> None:
     engine.add_request([3, 4], sampled, {"method": NAME, "acceptance": "matching"}, "matching")
     branching = {seq.request.id: seq.branching for seq in engine.scheduler.waiting}
     assert branching == {"block": frozenset(), "matching": frozenset({NAME})}
+
+
+@pytest.mark.parametrize(
+    ("draft", "limit"),
+    [
+        (Draft((5, 6, 7), (NAME,) * 3, parents=(-1, 0, 0)), ""),
+        (Draft((5, 6, 7), (NAME,) * 3, parents=(-1, 0, 3)), "a node's parent comes before it"),
+        (Draft((5, 6, 7, 8), (NAME,) * 4, parents=(-1, 0, 1, 0)), "2 are its limit"),
+    ],
+)
+def test_a_tree_that_is_none_costs_its_sequence_the_drafts(
+    draft: Draft, limit: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    truth = plain("greedy")
+    use_trees(truth, draft)
+    engine = make_engine(tiny_target("llama"))
+    requests = with_trees(requests_of("greedy")[:1], depth=2)
+    for request in requests:
+        engine.add_request(request.prompt, request.params, request.speculation, request.id)
+    assert_same(requests, drain(engine), {key: truth[key] for key in truth if key[0] == requests[0].id})
+    assert (limit in caplog.text) if limit else not caplog.records
+
+
+def test_given_drafts_are_chains() -> None:
+    decoder = SpeculativeDecoder(tiny_model("llama"), method="off")
+    tree = Draft((5, 6), (NAME,) * 2, parents=(-1, -1))
+    with pytest.raises(InvalidParameter, match="drafts that are given are chains"):
+        decoder.verify([3, 4, 5], tree)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from speculon.core.config import Acceptance, SamplingParams
 from speculon.core.errors import SpeculonError
-from speculon.core.tree import ROOT, Parents, branches, depths, descend, or_chain, path, preorder
+from speculon.core.tree import ROOT, Parents, depths, descend, or_chain, path, preorder
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -151,14 +151,6 @@ class Draft:
     def in_preorder(self) -> Draft:
         """As it is laid out in a forward; a chain stays as it is."""
         return self if self.parents is None else self.in_order(preorder(self.parents))
-
-    def first_branch(self) -> Draft:
-        """The chain of the first child of each node."""
-        if self.parents is None:
-            return self
-        ahead = self.in_preorder()
-        assert ahead.parents is not None
-        return ahead.cut(branches(ahead.parents)[0][2])
 
     def cut(self, k: int, stop: Stop | None = None) -> Draft:
         """The first `k` drafts, of a tree too; `stop` where that changes why the proposal ends."""

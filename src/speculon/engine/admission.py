@@ -217,6 +217,8 @@ def check_draft(draft: Draft, vocab_size: int) -> None:
     k = len(draft.tokens)
     if k > MAX_DRAFTS:
         raise InvalidParameter("drafts", k, f"at most {MAX_DRAFTS} in one round")
+    if draft.parents is not None:
+        raise InvalidParameter("drafts.parents", draft.parents, "is None: drafts that are given are chains")
     check_ids("drafts", draft.tokens, vocab_size)
     if draft.probs is not None and draft.probs.shape != (k, vocab_size):
         raise InvalidParameter("drafts.probs", tuple(draft.probs.shape), f"needs shape ({k}, {vocab_size})")

@@ -161,10 +161,14 @@ class SpeculativeDecoder:
         self._k = k
 
     def _asked(self, k: int | None) -> dict[str, Any]:
-        """What a sequence asks of the engine: at most `k` drafts a round (None: as set), and its policy."""
-        if self._adaptive is None:
-            return {"num_speculative_tokens": self._k if k is None else k, "policy": self._policy}
-        return {"num_speculative_tokens": self._adaptive.config.max if k is None else k, "policy": "adaptive"}
+        """What a sequence asks of the engine: at most `k` drafts a round (None: as set), and its policy.
+
+        Drafts are chains: a caller's logits have a row for each of them.
+        """
+        most, policy = self._k, self._policy
+        if self._adaptive is not None:
+            most, policy = self._adaptive.config.max, "adaptive"
+        return {"num_speculative_tokens": most if k is None else k, "policy": policy, "draft_depth": 0}
 
     # one round
 

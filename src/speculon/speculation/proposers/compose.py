@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from speculon.core.config import SpeculationConfig
 from speculon.core.errors import MemoryExceeded
+from speculon.core.tree import ROOT
 from speculon.core.types import Draft, Needs, Proposal, Reason, Stop
 from speculon.decoding.sequence import Sequence, Span
 from speculon.speculation.proposers.base import (
@@ -182,6 +183,8 @@ class Proposers:
             for seq in seqs:
                 self._admit(method, seq)
             drafts = self._proposed(proposer, spans, share)
+            for span, draft in zip(spans, drafts, strict=True):
+                check_tree(method, draft, span.depth)
             return [self._checked(method, d, k, seq) for d, k, seq in zip(drafts, ks, seqs, strict=True)]
 
         began = perf_counter()
@@ -296,6 +299,16 @@ class Proposers:
                 f"{method}: match = {match!r} is a number of tokens, stop = {stopped!r} a core.Stop"
             )
         return draft
+
+
+def check_tree(method: str, draft: Draft, depth: int) -> None:
+    """Raises `ValueError` for a tree that was not asked for, or that is none."""
+    if draft.parents is None:
+        return
+    if not all(ROOT <= parent < node for node, parent in enumerate(draft.parents)):
+        raise ValueError(f"{method}: parents = {draft.parents}: a node's parent comes before it")
+    if (deepest := 1 + max(draft.depths)) > depth:
+        raise ValueError(f"{method} drafted {deepest} tokens in a row in a tree, {depth} are its limit")
 
 
 def guarded(method: str, seqs: list[Sequence], call: Callable[[], Result], otherwise: Result) -> Result:
