@@ -150,8 +150,8 @@ def test_load_that_swings_is_followed(first: int) -> None:
 class OneSize(Costs):
     """Planted: whatever the batch, a step is priced as that of one sequence."""
 
-    def step(self, sequences: int, drafting: int = 0, rows: int = 0) -> float:
-        return super().step(1, int(drafting > 0), rows)
+    def step(self, sequences: int, drafting: float = 0, rows: float = 0, branches: float = 0) -> float:
+        return super().step(1, int(drafting > 0), rows, branches)
 
 
 def test_the_cost_of_the_wrong_batch_size_would_be_seen() -> None:

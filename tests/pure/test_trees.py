@@ -94,7 +94,7 @@ def test_values_of_nodes_are_the_chances_of_their_paths() -> None:
     """Against many rounds in which a sample is the m-th likeliest token with the chances that are given."""
     chances, later = [0.6, 0.5, 0.4, 0.3], [0.3, 0.2]
     chance = random.Random(6)
-    best, depth = best_tree(chances, later, 12)
+    best, depth, *_ = best_tree(chances, later, 12)
     assert [*best] == sorted(best, reverse=True) and [*depth] == sorted(depth)
     parents = (-1, -1, 0, 0, 1, -1, 2, 3)
     expected = node_values(parents, chances, later)
@@ -113,7 +113,7 @@ def test_values_of_nodes_are_the_chances_of_their_paths() -> None:
 
 def test_the_best_nodes_are_those_of_the_best_tree() -> None:
     chances, later = [0.7, 0.5, 0.2], [0.4]
-    best, _ = best_tree(chances, later, 5)
+    best, *_ = best_tree(chances, later, 5)
     shapes = itertools.product(*[range(-1, i) for i in range(5)])
     binary = [s for s in shapes if max(map(s.count, s)) <= 2 and max(depths(s)) < 3]
     assert sum(best) == pytest.approx(max(sum(node_values(shape, chances, later)) for shape in binary))

@@ -262,7 +262,7 @@ def test_accepting_drafts_without_comparing_is_seen(monkeypatch: pytest.MonkeyPa
         tokens, outcomes = iter(sampling.sample(picked, rows, draw)), []
         for span in spans:
             *_, bonus = itertools.islice(tokens, len(span.draft.tokens) + 1)
-            outcomes.append(((*span.draft.tokens, bonus), len(span.draft.tokens)))
+            outcomes.append(((*span.draft.tokens, bonus), range(len(span.draft.tokens))))
         return outcomes
 
     monkeypatch.setattr(verifying, "match", credulous)

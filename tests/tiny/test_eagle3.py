@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from speculon import LLM
 from speculon.core.config import SamplingParams
 from speculon.core.errors import SpeculonError, UnsupportedModel
 from speculon.core.types import Reason
@@ -398,3 +399,15 @@ def test_planted_errors_show(plant: Any, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_context_of_the_test_is_long_enough() -> None:
     assert deep_target().max_context == CONTEXT
+
+
+def test_a_prompt_of_one_token_beside_trees_is_not_ready() -> None:
+    """There is no state before it; the others of its call have their trees."""
+    llm = LLM("demo", speculation={"draft": "demo-eagle3"}, warmup=False)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [[5], llm.tokenizer.encode("def mean(values):")]
+    tree = {"policy": "fixed", "num_speculative_tokens": 5, "draft_depth": 2}
+    plain = llm.generate(prompts, params, speculation={"method": "off"})
+    outs = llm.generate(prompts, params, speculation={"method": "eagle3", **tree})
+    assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
+    assert outs[0].reasons.get("not_ready") == 1 and not any("error" in out.reasons for out in outs)

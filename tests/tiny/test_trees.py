@@ -196,3 +196,32 @@ def test_given_drafts_are_chains() -> None:
     tree = Draft((5, 6), (NAME,) * 2, parents=(-1, -1))
     with pytest.raises(InvalidParameter, match="drafts that are given are chains"):
         decoder.verify([3, 4, 5], tree)
+
+
+def fates_of(seq_requests: tuple[Request, ...]) -> list[str]:
+    engine = make_engine(tiny_target("llama"))
+    for request in seq_requests:
+        engine.add_request(request.prompt, request.params, request.speculation, request.id)
+    fates: list[str] = []
+    while engine.has_work:
+        fates += [fate for event in engine.step() if event.drafted for fate in event.fates[-1:]]
+    return fates
+
+
+def test_a_path_that_is_accepted_whole_ends_in_a_bonus() -> None:
+    truth = plain("greedy")
+    (key, text), request = next(iter(truth.items())), requests_of("greedy")[0]
+    assert key[0] == request.id
+    register(NAME, lambda config, target: Whole(truth))
+    fates = fates_of(with_trees((request,), k=3, depth=2))
+    assert len(text) > 20 and fates.count("bonus") > 10 and "correction" not in fates
+
+
+class Whole(ScriptedTrees):
+    """The true tokens, and beside the first of them a wrong one."""
+
+    def tree(self, seq: Sequence, k: int, depth: int) -> Draft:
+        at, truth = seq.num_output, self.truth[seq.request.id, seq.sample]
+        right = truth[at : at + 2]
+        tokens = (*right[:1], (right[0] + 1) % self.vocab_size, *right[1:])
+        return Draft(tokens, (NAME,) * len(tokens), parents=(-1, -1, 0)[: len(tokens)]).cut(k)

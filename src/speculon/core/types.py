@@ -121,6 +121,16 @@ class Draft:
         return range(len(self.tokens)) if self.parents is None else depths(self.parents)
 
     @property
+    def branches(self) -> int:
+        """Paths of a tree beside the first: each reads the context again."""
+        return 0 if self.parents is None else len(self.tokens) - len({*self.parents} - {ROOT}) - 1
+
+    @property
+    def depth(self) -> int:
+        """The most drafts in a row."""
+        return 1 + max(self.depths, default=-1)
+
+    @property
     def prefixes(self) -> list[tuple[int, ...]]:
         """The drafts before each of the K + 1 rows that judge them: the last token's, then each draft's."""
         if self.parents is None:
@@ -237,7 +247,8 @@ class Verdict:
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token
     finish: Finish | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the prompt tokens after this span's rows
-    path: tuple[int, ...] | None = None  # of a tree: its accepted drafts; None: the first ones
+    # of a tree, until it is committed: its accepted drafts; None: the first ones
+    path: tuple[int, ...] | None = None
 
     @property
     def generated(self) -> int:

@@ -329,16 +329,20 @@ class Event:
     stats: RequestStats | None = None  # with the finish
     sources: tuple[str, ...] = ()  # of the first tokens, which were drafts: the method of each
     drafted: int = 0  # tokens that were verified in its round
+    full: bool = False  # whether a path of a tree was accepted whole
 
     @property
     def fates(self) -> list[Fate]:
         """What became of the draft at each token."""
         accepted = len(self.sources)
-        own: Fate = "plain" if not self.drafted else "bonus" if accepted == self.drafted else "correction"
+        whole = self.full or accepted == self.drafted
+        own: Fate = "plain" if not self.drafted else "bonus" if whole else "correction"
         return ["accepted" if i < accepted else own for i in range(len(self.tokens))]
 
     def __reduce__(self) -> tuple[type[Event], tuple[Any, ...]]:
         """As its arguments, in a third of the time: the events of 32 streams cross a pipe each step."""
         first = (self.request_id, self.sample, self.tokens)
-        others = (self.logprobs, self.finish, self.prompt_logprobs, self.stats, self.sources, self.drafted)
-        return Event, first if others == (None, None, None, None, (), 0) else (*first, *others)
+        ends = (self.logprobs, self.finish, self.prompt_logprobs, self.stats)
+        drafts = (self.sources, self.drafted, self.full)
+        plain = ends == (None, None, None, None) and drafts == ((), 0, False)
+        return Event, first if plain else (*first, *ends, *drafts)

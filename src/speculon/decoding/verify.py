@@ -255,7 +255,7 @@ def span_outcome(accepted: int, draft: Draft) -> SpanOutcome | None:
     """How a span ended; of a tree, as if the longest path were its draft."""
     if not draft.tokens:
         return None
-    left = 1 + max(draft.depths) - accepted
+    left = draft.depth - accepted
     return SpanOutcome.EARLY if left > 1 else SpanOutcome.TAIL if left else SpanOutcome.FULL
 
 
@@ -322,7 +322,7 @@ def cut(spans: list[Span]) -> None:
         dropped = isinstance(finish.matched, int) or finish.reason == "error" or seq.room == 0
         tokens = verdict.tokens[:end] if dropped else verdict.tokens[: end + 1]
         outcome = verdict.outcome
-        if outcome is not None and end < len(span.draft.tokens):
+        if outcome is not None and end < span.draft.depth:
             outcome = SpanOutcome.STOP if end < verdict.accepted else SpanOutcome.EARLY_STOP
         span.verdict = replace(
             verdict,

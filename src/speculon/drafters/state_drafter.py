@@ -12,6 +12,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -57,15 +58,21 @@ class StateDrafter(Proposer):
         self.compile = target.compile
 
     def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
-        """Nothing after a single token: there are no states before it."""
-        able = [len(seq.tokens) > 1 for seq in seqs]
-        if not any(able):
-            return [NOT_READY] * len(seqs)
-        drafts = iter(self._propose(list(compress(seqs, able)), list(compress(budgets, able)), lease))
-        return [next(drafts) if yes else NOT_READY for yes in able]
+        return after_states(seqs, budgets, partial(self._propose, lease=lease))
 
     @abstractmethod
     def _propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]: ...
+
+
+def after_states(
+    seqs: list[Sequence], budgets: list[Any], propose: Callable[..., list[Draft]]
+) -> list[Draft]:
+    """What `propose` drafts; nothing after a single token, since there are no states before it."""
+    able = [len(seq.tokens) > 1 for seq in seqs]
+    if not any(able):
+        return [NOT_READY] * len(seqs)
+    drafts = iter(propose([*compress(seqs, able)], [*compress(budgets, able)]))
+    return [next(drafts) if yes else NOT_READY for yes in able]
 
 
 def required_target(method: str, target: TargetFacts) -> Target:

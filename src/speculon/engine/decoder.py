@@ -32,6 +32,11 @@ from speculon.speculation.control.fixed import Fixed
 from speculon.speculation.drafting import Drafting
 from speculon.speculation.proposers.registry import OFF, WITH_CHECKPOINT
 
+UNUSABLE = {
+    "state": "is kept by LLM and by the server",
+    "monitor_share": "is of LLM and the server",
+    "draft_depth": "drafts are chains here, since a caller's logits have a row for each",
+}
 OF_CHECKPOINTS = (
     "model",
     "dtype",
@@ -81,8 +86,9 @@ class SpeculativeDecoder:
         for name in OF_CHECKPOINTS:
             if name in settings:
                 raise ConfigError(f"{name} = {settings[name]!r}: the model object has settled it")
-        if unusable := [name for name in ("state", "monitor_share") if settings.get(name)]:
-            raise ConfigError(f"{unusable[0]} = {settings[unusable[0]]!r}: is kept by LLM and by the server")
+        for name, why in UNUSABLE.items():
+            if settings.get(name):
+                raise ConfigError(f"{name} = {settings[name]!r}: {why}")
         speculation = {
             name: settings.pop(name) for name in SpeculationConfig.model_fields if name in settings
         }
@@ -161,10 +167,7 @@ class SpeculativeDecoder:
         self._k = k
 
     def _asked(self, k: int | None) -> dict[str, Any]:
-        """What a sequence asks of the engine: at most `k` drafts a round (None: as set), and its policy.
-
-        Drafts are chains: a caller's logits have a row for each of them.
-        """
+        """What a sequence asks of the engine: at most `k` drafts a round (None: as set), and its policy."""
         most, policy = self._k, self._policy
         if self._adaptive is not None:
             most, policy = self._adaptive.config.max, "adaptive"

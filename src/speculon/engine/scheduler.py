@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
 
-from speculon.core.types import NO_DRAFT, Draft, Finish, Load, Verdict, ceil_div
+from speculon.core.types import NO_DRAFT, Draft, Finish, Load, SpanOutcome, Verdict, ceil_div
 from speculon.decoding.kv.blocks import BlockPool
 from speculon.decoding.sequence import Event, Sequence, Span
 
@@ -230,4 +230,5 @@ def output_event(seq: Sequence, verdict: Verdict, draft: Draft = NO_DRAFT) -> Ev
         stats=seq.stats if verdict.finish else None,
         sources=draft.sources[: verdict.accepted],
         drafted=len(draft.tokens),
+        full=verdict.outcome is SpanOutcome.FULL,
     )

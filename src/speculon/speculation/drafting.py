@@ -47,7 +47,8 @@ class Drafting:
                 if (ask := next(waiting[span], None)) is None:
                     del waiting[span]
                     continue
-                span.k, span.depth = min(ask.k, span.max_drafts(ask.method)), ask.depth
+                span.k = min(ask.k, span.max_drafts(ask.method))
+                span.depth = min(ask.depth, span.k)
                 groups.setdefault(ask.method, []).append(span)
             for method, group in groups.items():
                 if not lookups:

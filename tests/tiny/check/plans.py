@@ -34,5 +34,5 @@ def credulous(spans: list[Span], logits: Tensor, draw: Draw | None = None) -> ve
     tokens, outcomes = iter(sample(*verifying.scored_rows(spans, logits), draw) if spans else ()), []
     for span in spans:
         *_, bonus = islice(tokens, len(span.draft.tokens) + 1)
-        outcomes.append(((*span.draft.tokens, bonus), len(span.draft.tokens)))
+        outcomes.append(((*span.draft.tokens, bonus), range(len(span.draft.tokens))))
     return outcomes

@@ -32,8 +32,8 @@ def one_off(spans: list[Span], logits: Tensor, draw: Draw | None = None) -> veri
     tokens = sample(*verifying.scored_rows(spans, logits), draw) if spans else []
     for i, span in enumerate(spans):
         kept, accepted = outcomes[i]
-        if 0 < accepted < len(span.draft.tokens):
-            outcomes[i] = (*kept[:-1], tokens[first + accepted - 1]), accepted
+        if 0 < len(accepted) < len(span.draft.tokens):
+            outcomes[i] = (*kept[:-1], tokens[first + len(accepted) - 1]), accepted
         first += len(span.draft.tokens) + 1
     return outcomes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from types import TracebackType
 
@@ -60,9 +60,9 @@ class Lease:
         """Keeps the K and V of each span and of its accepted drafts, and appends the verdict's tokens."""
         ends = [s.start + s.length + min(s.verdict.accepted, len(s.verdict.tokens)) for s in self._spans]
         self._commit_states(ends)
+        self._commit_paths()
         for span, end in zip(self._spans, ends, strict=True):
             seq = span.seq
-            self._commit_path(span)
             assert span.verdict.accepted <= len(span.draft.tokens)
             seq.committed = end
             seq.tokens.extend(span.verdict.tokens)
@@ -71,21 +71,23 @@ class Lease:
             )
             self._pool.seal(seq)
 
-    def _commit_path(self, span: Span) -> None:
-        """Moves what the accepted drafts of a tree have in pages to their positions, and these drafts to the
-        front: to everybody after this a tree begins with them.
+    def _commit_paths(self) -> None:
+        """Moves what the accepted drafts of trees have in pages to their positions, and these drafts to the
+        front: from then on a tree begins with them.
         """
-        if (path := span.verdict.path) is None:
-            return
-        store, first = self._of.store, span.start + span.length
-        moved = [(node, place) for place, node in enumerate(path[: span.verdict.accepted]) if node != place]
-        if moved:
-            slots = [
-                [store.slot_of(span.seq, first + i) for i in nodes] for nodes in zip(*moved, strict=True)
-            ]
-            store.move(*slots)
-        others = (node for node in range(len(span.draft.tokens)) if node not in path)
-        span.draft = span.draft.in_order([*path, *others])
+        store, slots, to = self._of.store, list[int](), list[int]()
+        for span in self._spans:
+            if (path := span.verdict.path) is None:
+                continue
+            first = span.start + span.length
+            for place, node in enumerate(path[: span.verdict.accepted]):
+                if node != place:
+                    slots.append(store.slot_of(span.seq, first + node))
+                    to.append(store.slot_of(span.seq, first + place))
+            others = (node for node in range(len(span.draft.tokens)) if node not in path)
+            span.draft, span.verdict = span.draft.in_order([*path, *others]), replace(span.verdict, path=None)
+        if slots:
+            store.move(slots, to)
 
     def _commit_states(self, ends: list[int]) -> None:
         """Restores the states of partly accepted spans, then exchanges the slots of all."""

@@ -55,7 +55,8 @@ class DraftModel(ModelDrafter):
             batch = Batch.of([], ids, positions, [*range(len(nodes))], self.model.device)
             return self._logits(batch, lease.view_of_nodes([(seqs[n.tree], n.read) for n in nodes]))
 
-        return draft_trees(NAME, seqs, budgets, depths, root, read, self.min_confidence)
+        shapes = [*zip(budgets, depths, strict=True)]
+        return draft_trees(NAME, seqs, shapes, root, read, self.min_confidence)
 
     def _next(self, pieces: list[Piece], ids: list[list[int]], lease: DraftLease) -> Tensor:
         """Logits [B, V] after each piece."""

@@ -20,7 +20,7 @@ from speculon.drafters.eagle3.network import PAIR_WIDTHS, Eagle3Network, agreeme
 from speculon.drafters.families import read_eagle3_config
 from speculon.drafters.layers import load_network
 from speculon.drafters.runner import choose_run, estimate_needs
-from speculon.drafters.state_drafter import Overrides, StateDrafter, checked_config
+from speculon.drafters.state_drafter import Overrides, StateDrafter, after_states, checked_config
 from speculon.speculation.proposers.base import TargetFacts
 from speculon.speculation.proposers.chain import Piece, catch_up, draft_chain, mark
 from speculon.speculation.proposers.tree import Node, draft_trees
@@ -107,6 +107,12 @@ class Eagle3Drafter(StateDrafter):
         self, seqs: list[Sequence], budgets: list[int], depths: list[int], lease: DraftLease
     ) -> list[Draft]:
         """As `Branching` says."""
+        shapes = [*zip(budgets, depths, strict=True)]
+        return after_states(seqs, shapes, partial(self._propose_trees, lease=lease))
+
+    def _propose_trees(
+        self, seqs: list[Sequence], shapes: list[tuple[int, int]], lease: DraftLease
+    ) -> list[Draft]:
         own = lease.after(1)
         states: dict[Node | int, Tensor] = {}  # [H] after each node, and after the sequences, by index
 
@@ -127,7 +133,7 @@ class Eagle3Drafter(StateDrafter):
             states.update(zip(nodes, after, strict=True))
             return self.head.logits(after, self.vocab_size)
 
-        return draft_trees(NAME, seqs, budgets, depths, root, read, self.min_confidence)
+        return draft_trees(NAME, seqs, shapes, root, read, self.min_confidence)
 
     def _read(self, pieces: list[Piece], lease: DraftLease) -> Tensor:  # [B, H]
         """Rows of committed states; the state after each piece."""

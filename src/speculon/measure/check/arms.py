@@ -120,13 +120,20 @@ def planted(span: Span) -> Verdict:
 
 
 def wrong_draft(span: Span) -> int | None:
-    """The draft that the round's last token replaced; None where there is none, or the text ends.
+    """The draft that the round's last token replaced; None where there is none, as in a tree, or the text
+    ends.
 
     Block verification may put the same token in its place.
     """
     draft, verdict = span.draft.tokens, span.verdict
     at = verdict.accepted
-    if not span.samples or verdict.finish or at == len(draft) or len(verdict.tokens) != at + 1:
+    if (
+        span.draft.parents is not None
+        or not span.samples
+        or verdict.finish
+        or at == len(draft)
+        or len(verdict.tokens) != at + 1
+    ):
         return None
     same = {*span.seq.request.ending.stop_ids, verdict.tokens[-1]}
     return None if draft[at] in same else draft[at]

@@ -123,7 +123,7 @@ class Acceptance:
                 self._at[place].observe(float(i < accepted), 1.0, self._prior(place), self._fade)
 
     def state(self) -> list[Place]:
-        # ANY first
+        # ANY before the places whose prior it is
         return sorted(((place, beta.hits, beta.tries) for place, beta in self._at.items()), reverse=True)
 
     def restore(self, state: list[Place]) -> None:

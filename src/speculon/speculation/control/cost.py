@@ -21,7 +21,7 @@ OF_LATE = 0.1  # weight of the latest measurement, or round: a memory of 10
 BENDS = (8, 32)
 # what one of each feature costs beside the others, before any was measured
 PROPOSAL = (1.0, 0.3, 0.1, 0.03)
-STEP = (*PROPOSAL, 0.03, 0.01, 0.1, 0.03)
+STEP = (*PROPOSAL, 0.03, 0.01, 0.1, 0.03, 0.03)
 
 Features = tuple[float, ...]
 Part = Annotated[float, Field(ge=-1e9, le=1e9)]
@@ -102,9 +102,10 @@ class Costs:
     """Of the steps and proposals of one engine: of B sequences, M of which have N drafts in all; of n, with k
     drafts at most.
 
-    T(B, M, N) = a + b B + c M + d N + sum_h d_h max(0, B + N - h) + (e B + f N) L, with h of `BENDS`; L is
-    the mean tokens of a sequence, in thousands. P(n, k, unread) = a + b k + c k n + d unread. No part is
-    below 0: the more rows, the more a further row costs. Where that begins the measurements say.
+    T(B, M, N) = a + b B + c M + d N + sum_h d_h max(0, B + N - h) + (e B + f N + g Z) L, with h of `BENDS`; L
+    is the mean tokens of a sequence, in thousands; Z are the branches of trees beside the first of each.
+    P(n, k, unread) = a + b k + c k n + d unread. No part is below 0: the more rows, the more a further row
+    costs. Where that begins the measurements say.
     """
 
     def __init__(self) -> None:
@@ -116,19 +117,19 @@ class Costs:
     def known(self) -> bool:
         return bool(self._step.parts)
 
-    def step(self, sequences: int, drafting: float = 0, rows: float = 0) -> float:
+    def step(self, sequences: int, drafting: float = 0, rows: float = 0, branches: float = 0) -> float:
         """ms without its proposals; M and N may be means. Raises `ValueError` before any was measured."""
-        return self._step.at(self._features(sequences, drafting, rows), (sequences, drafting > 0))
+        return self._step.at(self._features(sequences, drafting, rows, branches), (sequences, drafting > 0))
 
-    def _features(self, sequences: int, drafting: float, rows: float) -> Features:
+    def _features(self, sequences: int, drafting: float, rows: float, branches: float = 0) -> Features:
         bends = (max(0.0, sequences + rows - bend) for bend in BENDS)
-        context = sequences * self._context, rows * self._context
+        context = sequences * self._context, rows * self._context, branches * self._context
         return (1.0, sequences, drafting, rows, *bends, *context)
 
     def rows(self, sequences: int, beside: int, drafting: int, max_drafts: int) -> list[float]:
         """ms of the 1st, 2nd, .. draft of each of `drafting` sequences, beside so many drafts of others."""
         parts, begin = [max(0.0, part) for part in self._step.parts], sequences + beside
-        row_ms, bends = parts[3] + parts[-1] * self._context, list(zip(BENDS, parts[4:-2], strict=True))
+        row_ms, bends = parts[3] + parts[-2] * self._context, list(zip(BENDS, parts[4:-3], strict=True))
         row_ms += sum(part for bend, part in bends if bend <= begin)
         bends = [(bend, part) for bend, part in bends if begin < bend < begin + drafting * max_drafts]
         factor = self._step.factors.get((sequences, True), 1.0)
@@ -140,6 +141,11 @@ class Costs:
             )
             for k in range(1, max_drafts + 1)
         ]
+
+    def branch(self, sequences: int) -> float:
+        """ms of one more branch of a tree, beside its rows."""
+        factor = self._step.factors.get((sequences, True), 1.0)
+        return factor * max(0.0, self._step.parts[-1]) * self._context
 
     def first(self, sequences: int) -> float:
         """ms of a sequence's first draft beyond its row: single rows have faster kernels."""
@@ -185,12 +191,13 @@ class Costs:
         if spans:
             self._context = sum(len(span.seq.tokens) for span in spans) / len(spans) / 1000
         if spans and timing.target_ms is not None:
-            self.observe_step(len(spans), sum(map(bool, drafts)), sum(drafts), timing.target_ms)
+            branches = sum(span.draft.branches for span in spans)
+            self.observe_step(len(spans), sum(map(bool, drafts)), sum(drafts), timing.target_ms, branches)
         for method, call in timing.proposals.items():
             self.observe_proposal(method, call)
 
-    def observe_step(self, sequences: int, drafting: int, rows: int, ms: float) -> None:
-        self._step.observe(self._features(sequences, drafting, rows), (sequences, drafting > 0), ms)
+    def observe_step(self, sequences: int, drafting: int, rows: int, ms: float, branches: int = 0) -> None:
+        self._step.observe(self._features(sequences, drafting, rows, branches), (sequences, drafting > 0), ms)
 
     def observe_proposal(self, method: str, call: Proposal) -> None:
         features = (1.0, call.k, call.k * call.sequences, call.unread)

@@ -40,6 +40,7 @@ from typing import Any
 from speculon.core.types import (
     Ask,
     Decision,
+    Draft,
     Estimate,
     Load,
     Reason,
@@ -53,7 +54,7 @@ from speculon.speculation.control.cost import BENDS, OF_LATE, Costs
 from speculon.speculation.control.fixed import unable
 from speculon.speculation.control.policy import Policy
 from speculon.speculation.control.statistics import Added, PromptClass, Running, parts
-from speculon.speculation.control.trees import CHAIN, Shape
+from speculon.speculation.control.trees import Shape, forks
 
 COLD = 2  # proposals before a cost is believed, drafts of a probe
 LONGEST_GAP = 16  # rounds between two proposals of a lookup that finds nothing
@@ -72,11 +73,16 @@ class RoundPrices:
     batch: int = 0
     rate: float = 0.0  # r, tokens per ms
     first: float = 0.0  # r c
+    branch: float = 0.0  # of one more branch of a tree
     rows: int = 0  # of the step so far, beside one of each sequence
     lookups: dict[str, float] = field(default_factory=dict)  # method -> price of a proposal
     # method -> the sequences it may draft for
     models: dict[str, list[Running]] = field(default_factory=dict)
     probe: Span | None = None  # whose draft is a probe
+
+    def with_forks(self, prices: list[float], forks: Seq[bool]) -> list[float]:
+        """The prices of rows, of which some begin a branch."""
+        return [price + fork * self.branch for price, fork in zip(prices, forks, strict=False)]
 
 
 class Goodput(Policy):
@@ -137,7 +143,8 @@ class Goodput(Policy):
         return now
 
     def _priced(self, rate: float, batch: int) -> RoundPrices:
-        return RoundPrices(self._now.number + 1, batch, rate, rate * self.costs.first(batch))
+        first, branch = rate * self.costs.first(batch), rate * self.costs.branch(batch)
+        return RoundPrices(self._now.number + 1, batch, rate, first, branch)
 
     def _offer(self, now: RoundPrices, offers: dict[Span, Ask]) -> Reason | None:
         """Adds what the best model is to draft, and a probe of another; returns why no model gains."""
@@ -168,18 +175,18 @@ class Goodput(Policy):
         asks, best_gain = dict[Span, Ask](), 0.0
         for shapes in self._shapes(method, group, sure):
             gains = [
-                draft_gains(values[:bound], prices, now.first, read)
-                for (values, _), bound, read in zip(shapes, bounds, reads, strict=True)
+                draft_gains(shape.values[:bound], now.with_forks(prices, shape.forks), now.first, read)
+                for shape, bound, read in zip(shapes, bounds, reads, strict=True)
             ]
             for k in range(1, max(map(len, gains), default=0) + 1):
                 ends = [min(k, len(some)) for some in gains]
-                deepest = max(depths[end - 1] for (_, depths), end in zip(shapes, ends, strict=True) if end)
+                deepest = max(shape.depths[end - 1] for shape, end in zip(shapes, ends, strict=True) if end)
                 gain = sum(some[end - 1] for some, end in zip(gains, ends, strict=True) if end)
                 if (gain := gain - call - depth * deepest) > best_gain:
                     best_gain = gain
                     asks = {
-                        stats.span: Ask(method, end, depths[end - 1] * (depths is not CHAIN))
-                        for stats, (_, depths), some, end in zip(group, shapes, gains, ends, strict=True)
+                        stats.span: Ask(method, end, shape.depths[end - 1] * shape.tree)
+                        for stats, shape, some, end in zip(group, shapes, gains, ends, strict=True)
                         if any(some)
                     }
         return asks, best_gain
@@ -187,12 +194,12 @@ class Goodput(Policy):
     def _shapes(self, method: str, group: list[Running], sure: bool) -> Iterator[list[Shape]]:
         """What all drafts of a proposal may be: chains, then trees where any sequence may have one."""
         if sure:
-            yield [((1.0,) * POSITIONS, CHAIN)] * len(group)
+            yield [Shape((1.0,) * POSITIONS)] * len(group)
             return
         limits = [stats.depth(method) for stats in group]
         chains, found = list[Shape](), [(stats.cls.of(method), stats.own[method].shift) for stats in group]
         for (acceptance, shift), limit in zip(found, limits, strict=True):
-            chains.append((acceptance.survival(shift)[: limit or POSITIONS], CHAIN))
+            chains.append(Shape(acceptance.survival(shift)[: limit or POSITIONS]))
         yield chains
         if any(limits):
             yield [
@@ -265,13 +272,16 @@ class Goodput(Policy):
             asks, _ = self._weigh(now, method, [self._running[span.seq.id] for span in spans])
             for span in spans:
                 ask = asks.get(span, Ask(method, 0))
-                span.k, span.depth = min(span.k, ask.k), ask.depth
+                span.k = min(span.k, ask.k)
+                span.depth = min(ask.depth, span.k)
 
     def trim(self, method: str, span: Span) -> int:
         """The part of a draft that is verified."""
         now, seq, draft, stats = self._now, span.seq, span.draft, self._running[span.seq.id]
         curve = stats.curve(method, draft)
         prices = [now.rate * ms for ms in self.costs.rows(now.batch, now.rows, 1, len(curve))]
+        if draft.parents is not None:
+            prices = now.with_forks(prices, forks(draft.parents))
         from_request = method in seq.request.from_request
         verified = self._verified(now, stats, method, curve, prices)
         if from_request and method not in stats.rejected:
@@ -302,7 +312,7 @@ class Goodput(Policy):
 
     def observe(self, spans: list[Span], timing: Timing) -> None:
         self._budget_ms += PROBE_SHARE * (timing.target_ms or 0.0)
-        row_ms = self._row_ms([len(span.draft.tokens) for span in spans])
+        row_ms = self._row_ms([span.draft for span in spans])
         for span in spans:
             if stats := self._running.get(span.seq.id):
                 self._judge(stats, span)
@@ -310,12 +320,13 @@ class Goodput(Policy):
                 stats.span = Span(span.seq, span.start, span.length)  # the round's has q [K, V]
         self._now.probe = None
 
-    def _row_ms(self, lengths: list[int]) -> float:
+    def _row_ms(self, drafts: list[Draft]) -> float:
         """A draft's share of what the round's drafts have added to the step."""
-        if not (rows := sum(lengths)) or not self.costs.known:
+        if not (rows := sum(len(draft.tokens) for draft in drafts)) or not self.costs.known:
             return 0.0
-        batch, drafting = self._now.batch, sum(map(bool, lengths))
-        return max(0.0, self.costs.step(batch, drafting, rows) - self.costs.step(batch)) / rows
+        batch, drafting = self._now.batch, sum(bool(draft.tokens) for draft in drafts)
+        branches = sum(draft.branches for draft in drafts)
+        return max(0.0, self.costs.step(batch, drafting, rows, branches) - self.costs.step(batch)) / rows
 
     def _judge(self, stats: Running, span: Span) -> None:
         """Learns from the drafts that were verified; others are compared with the tokens of the round."""

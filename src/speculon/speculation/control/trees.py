@@ -10,31 +10,38 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
+from typing import NamedTuple
 
 from speculon.core.tree import ROOT, Parents
 from speculon.core.types import Draft
 
-# values of the drafts in the order in which they are taken, and how many of the first 1, 2, .. are in a row
-Shape = tuple[Sequence[float], Sequence[int]]
-CHAIN = range(1, 65)
+
+class Shape(NamedTuple):
+    """What drafts may be, in the order in which they are taken."""
+
+    values: Sequence[float]
+    depths: Sequence[int] = range(1, 65)  # of the first 1, 2, .. of them
+    forks: Sequence[bool] = (False,) * 64  # whether a node begins another branch
+    tree: bool = False
 
 
 def best_tree(chances: Sequence[float], later: Sequence[float], count: int) -> Shape:
     """The best nodes that a tree can have, by `chances` c_1.., which is as deep as they are many, and by
     `later` h_2...
     """
-    found = list[tuple[float, int]]()
+    found = list[tuple[float, int, bool]]()
     # minus the value, depth, siblings before it, its parent's value, the chance that none of them is accepted
     heap = [(-chances[0], 0, 0, 1.0, 1.0)]
     while heap and len(found) < count:
         value, depth, rank, above, none = heappop(heap)
-        found.append((-value, depth + 1))
+        found.append((-value, depth + 1, rank > 0))
         if depth + 1 < len(chances):
             heappush(heap, (value * chances[depth + 1], depth + 1, 0, -value, 1.0))
         if rank < len(later):
             none *= 1 - (later[rank - 1] if rank else chances[depth])
             heappush(heap, (-above * none * later[rank], depth, rank + 1, above, none))
-    return [value for value, _ in found], [*accumulate((depth for _, depth in found), max)]
+    expected, levels, others = zip(*found, strict=True)
+    return Shape(expected, [*accumulate(levels, max)], others, tree=True)
 
 
 def node_values(parents: Parents, chances: Sequence[float], later: Sequence[float]) -> list[float]:
@@ -47,6 +54,11 @@ def node_values(parents: Parents, chances: Sequence[float], later: Sequence[floa
         none[parent] *= 1 - chance
         siblings[parent], siblings[node], none[node] = rank + 1, 0, 1.0
     return [value[node] for node in range(len(parents))]
+
+
+def forks(parents: Parents) -> list[bool]:
+    """Whether each node begins another branch: its parent has a child before it."""
+    return [parent in parents[:node] for node, parent in enumerate(parents)]
 
 
 def judged_nodes(draft: Draft, tokens: Sequence[int]) -> Iterator[tuple[int, int, bool]]:

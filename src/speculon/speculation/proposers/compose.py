@@ -307,8 +307,8 @@ def check_tree(method: str, draft: Draft, depth: int) -> None:
         return
     if not all(ROOT <= parent < node for node, parent in enumerate(draft.parents)):
         raise ValueError(f"{method}: parents = {draft.parents}: a node's parent comes before it")
-    if (deepest := 1 + max(draft.depths)) > depth:
-        raise ValueError(f"{method} drafted {deepest} tokens in a row in a tree, {depth} are its limit")
+    if draft.depth > depth:
+        raise ValueError(f"{method} drafted {draft.depth} tokens in a row in a tree, {depth} are its limit")
 
 
 def guarded(method: str, seqs: list[Sequence], call: Callable[[], Result], otherwise: Result) -> Result:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import nlargest
-from math import exp
 from typing import TYPE_CHECKING
 
 from speculon.core.tree import ROOT, or_chain
@@ -27,8 +26,8 @@ class Node:
 
     tree: int  # index of its sequence
     token: int
-    value: float  # log of the share that the drafter gives to its path
-    share: float  # of it alone
+    value: float  # log of the share of its path, of perturbed logits
+    share: float  # of it alone, as the drafter has it
     parent: Node | None
     depth: int
     read: tuple[int, ...] = ()
@@ -61,15 +60,15 @@ class Growing:
             self.num_read += 1
         return inner
 
-    def draft(self, method: str) -> Draft:
-        """The best node first; its parent is always better."""
+    def draft(self, method: str, short: Stop | None) -> Draft:
+        """The best node first; its parent is always better. `short`: why there are fewer than K."""
         at = {id(node): place for place, node in enumerate(self.nodes)}
         parents = [at[id(node.parent)] if node.parent else ROOT for node in self.nodes]
         return Draft(
             tuple(node.token for node in self.nodes),
             (method,) * len(self.nodes),
             confidence=tuple(node.share for node in self.nodes),
-            stop=Stop.LIMIT if len(self.nodes) == self.k else Stop.CONFIDENCE,
+            stop=Stop.LIMIT if len(self.nodes) == self.k else short,
             parents=or_chain(parents),
         )
 
@@ -77,8 +76,7 @@ class Growing:
 def draft_trees(
     method: str,
     seqs: list[Sequence],
-    budgets: list[int],
-    depths: list[int],
+    shapes: list[tuple[int, int]],  # of each tree: nodes, and how many in a row
     root: Callable[[], Tensor],  # logits after the sequences [B, V]
     read: Callable[[list[Node]], Tensor],  # and after some nodes [N, V]
     min_confidence: float,
@@ -88,13 +86,13 @@ def draft_trees(
     A level is one call for all sequences. Shares are those of logits that are perturbed by the target's own
     noise, as its sample is: what is likely to equal that sample comes first.
     """
-    trees = [Growing(k, depth) for k, depth in zip(budgets, depths, strict=True)]
+    trees = [Growing(k, depth) for k, depth in shapes]
     found = children([(i, None) for i in range(len(seqs))], root(), seqs, trees)
     while level := [
         node for i, tree in enumerate(trees) for node in tree.take(found.get(i, []), min_confidence)
     ]:
         found = children([(node.tree, node) for node in level], read(level), seqs, trees)
-    return [tree.draft(method) for tree in trees]
+    return [tree.draft(method, Stop.CONFIDENCE if min_confidence else None) for tree in trees]
 
 
 def children(
@@ -104,13 +102,14 @@ def children(
     rows = [Row(seqs[i], seqs[i].request.rules, node.prefix if node else ()) for i, node in parents]
     shares = perturbed(weigh(logits, rows), rows).log_softmax(-1).clamp_(max=0)
     width = min(WIDTH, max(tree.k for tree in trees), logits.shape[-1])
-    values, tokens = (best.tolist() for best in shares.topk(width, -1))
+    values, tokens = shares.topk(width, -1)
+    own = (logits.gather(-1, tokens) - logits.logsumexp(-1, keepdim=True)).exp()
     found: dict[int, list[Node]] = {}
-    for (i, node), some, ids in zip(parents, values, tokens, strict=True):
+    for (i, node), *columns in zip(parents, values.tolist(), own.tolist(), tokens.tolist(), strict=True):
         before, depth = (node.value, node.depth + 1) if node else (0.0, 0)
         found.setdefault(i, []).extend(
-            Node(i, token, before + value, exp(value), node, depth)
-            for value, token in zip(some, ids, strict=True)
+            Node(i, token, before + value, share, node, depth)
+            for value, share, token in zip(*columns, strict=True)
             if value > NEVER
         )
     return found
