@@ -18,7 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from speculon import LLM, SamplingParams
-from speculon.core.types import SpeculationStats
+from speculon.core.telemetry import SpeculationStats
 from speculon.measure.bench.data import encode, read_prompts
 from speculon.measure.bench.provenance import cpu_name
 

@@ -283,3 +283,8 @@ def test_settings_of_engine_and_speculation_are_taken() -> None:
     decoder = make(("ngram", None), prompt_lookup_min=1, prompt_lookup_max=1, max_num_seqs=2)
     assert (decoder.config.max_num_seqs, decoder.config.speculation.prompt_lookup_max) == (2, 1)
     assert decoder.draft([5, 6, 7, 8, 5], 3, GREEDY).tokens == (6, 7, 8)
+
+
+def test_trees_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="draft_depth = 3: drafts are chains here"):
+        SpeculativeDecoder(tiny_model("llama"), method="off", draft_depth=3)

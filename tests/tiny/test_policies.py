@@ -267,7 +267,7 @@ def test_the_time_of_proposals_that_led_to_nothing_is_no_plain_cost(monkeypatch:
 # goodput, at costs that are given and not measured
 
 METHODS = ("scripted", "ngram", "suffix", "draft_model")
-NO_MORE = [0.0] * 4  # of many rows, and of long sequences
+NO_MORE = [0.0] * 5  # of many rows, of long sequences, and of branches
 CHEAP = {"": [10.0, 0.5, 0.0, 0.05, *NO_MORE], **dict.fromkeys(METHODS, [0.01, 0.01, 0.0, 0.0])}
 DEAR = {"": [1.0, 0.0, 5.0, 5.0, *NO_MORE], **dict.fromkeys(METHODS, [50.0, 1.0, 0.0, 0.0])}
 

@@ -32,20 +32,12 @@ from speculon.speculation.control.fixed import Fixed
 from speculon.speculation.drafting import Drafting
 from speculon.speculation.proposers.registry import OFF, WITH_CHECKPOINT
 
+OF_CHECKPOINTS = "model dtype device allow_pickle trust_remote_code generation_config quantization".split()
 UNUSABLE = {
     "state": "is kept by LLM and by the server",
-    "monitor_share": "is of LLM and the server",
+    "monitor_share": "is kept by LLM and by the server",
     "draft_depth": "drafts are chains here, since a caller's logits have a row for each",
 }
-OF_CHECKPOINTS = (
-    "model",
-    "dtype",
-    "device",
-    "allow_pickle",
-    "trust_remote_code",
-    "generation_config",
-    "quantization",
-)
 PLAIN_CALLS = 8  # guess: plain calls whose median is the plain cost
 ROUND = "round"  # id of the requests that are made for one round
 
