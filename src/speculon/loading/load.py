@@ -35,7 +35,7 @@ from speculon.loading.invariant import decide
 from speculon.loading.load_check import check_logits, logits_in_fp32, stock_logits
 from speculon.loading.locate import first_line, locate
 from speculon.loading.probe import discover, use_attention
-from speculon.loading.quantization import round_weights, stays_in_blocks
+from speculon.loading.quantization import mostly_packed, round_weights, stays_in_blocks
 from speculon.loading.reading import from_file, quiet, release_memory
 from speculon.target import attention
 from speculon.target.fuse import fuse, fuse_norms, pack_rest
@@ -79,7 +79,7 @@ def load_target(
     with quiet():
         config = load_config(checkpoint, trust_remote_code)
         place = pick_device(device)
-        precision = pick_dtype(dtype, checkpoint.dtype, place)
+        precision = pick_dtype(dtype, checkpoint.dtype, place, mostly_packed(quantization, checkpoint))
         report("loading the weights")
         notes: tuple[str, ...] = ()
         if stays_in_blocks(quantization, checkpoint, config, precision, place):
@@ -303,14 +303,16 @@ def pick_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def pick_dtype(dtype: str, stored: str | None, device: torch.device) -> torch.dtype:
-    """`auto` is the checkpoint's own dtype; fp32 on a CPU that cannot multiply it natively."""
+def pick_dtype(dtype: str, stored: str | None, device: torch.device, packed: bool = False) -> torch.dtype:
+    """`auto` is the checkpoint's own dtype; fp32 on a CPU that cannot multiply it natively, unless weights in
+    bf16 will be `packed`.
+    """
     if dtype != "auto":
         return getattr(torch, dtype)
     own = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(stored or "", torch.float32)
     if device.type != "cpu" or own is torch.float32:
         return own
-    return own if own is torch.bfloat16 and native_bf16() else torch.float32
+    return own if own is torch.bfloat16 and (packed or native_bf16()) else torch.float32
 
 
 def native_bf16() -> bool:

@@ -18,6 +18,7 @@ from speculon.loading.load import pick_device, pick_dtype
 from speculon.loading.locate import locate
 from speculon.loading.memory.budget import Budget, MemoryEstimate
 from speculon.loading.memory.needs import model_needs
+from speculon.loading.quantization import mostly_packed
 
 # of a process: 0.37 GB after imports, 0.50 with the demo's target (torch for CPU, 2026-11-23)
 LIBRARIES = 2**30
@@ -45,7 +46,8 @@ def largest_step(config: EngineConfig) -> Step:
     )
     checkpoint = read_checkpoint(folder)
     drafts = max(config.max_num_seqs * config.speculation.most(), MAX_DRAFTS)
-    dtype = pick_dtype(config.dtype, checkpoint.dtype, device)
+    packed = mostly_packed(config.quantization, checkpoint)
+    dtype = pick_dtype(config.dtype, checkpoint.dtype, device, packed)
     return Step(dtype, device, config.max_batch_tokens + drafts, config.max_num_seqs + drafts)
 
 
