@@ -413,7 +413,7 @@ def scale(source: Source, name: str) -> float | None:
 
 
 def head_shapes(config: DFlashConfig) -> Shapes:
-    """Those of what stands beside the layers' usual tensors: heads, convolutions and a selector."""
+    """Those of tensors beside the usual ones of layers: heads, convolutions and a selector."""
     h, r, shapes = config.hidden, config.markov_rank, Shapes()
     if config.markov:
         assert config.vocab_size is not None and config.draft_vocab_size is not None
