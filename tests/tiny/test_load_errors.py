@@ -294,5 +294,3 @@ def test_dtype_on_a_cpu(
 ) -> None:
     monkeypatch.setattr(load, "native_bf16", lambda: native)
     assert load.pick_dtype(requested, stored, torch.device("cpu")) is expected
-    packed = torch.bfloat16 if (requested, stored) == ("auto", "bfloat16") else expected
-    assert load.pick_dtype(requested, stored, torch.device("cpu"), packed=True) is packed

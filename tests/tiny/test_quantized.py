@@ -15,7 +15,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, Qwen3Moe
 from speculon import LLM, SamplingParams, SpeculativeDecoder
 from speculon.core.errors import ConfigError, CorruptWeights, MissingWeights, UnsupportedModel
 from speculon.decoding.kv.store import PageStore
+from speculon.loading import load, quantization
 from speculon.loading.gguf_blocks import four_bits
+from speculon.loading.headers import read_checkpoint
 from speculon.loading.load import load_target
 from speculon.loading.memory.needs import model_needs
 from speculon.loading.quantization import FOUR_BITS, in_bits
@@ -93,24 +95,40 @@ def model() -> LlamaForCausalLM:
     return tiny_llama()
 
 
+@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("block_type", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-def test_a_gguf_file_stays_packed(block_type: str, model: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_a_gguf_file_stays_packed(
+    block_type: str, native: bool, model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers in 8 bits are numbers where bf16 is native, and all are in fp32."""
+    monkeypatch.setattr(quantization, "native_bf16", lambda: native)
     path = write_gguf(model, tmp_path / "q.gguf", quantise=block_type)
-    packed = load_target(path, dtype="float32")
-    numbers = load_target(path, dtype="float32", quantization="none")
-    assert packed.packed and not numbers.packed
+    packed = load_target(path, dtype="bfloat16")
+    numbers = load_target(path, dtype="float32")
+    assert bool(packed.packed) == (not native or block_type in FOUR_BITS) and not numbers.packed
     assert packed.num_parameters == numbers.num_parameters
     ids = torch.arange(40) % packed.vocab_size
-    ours, theirs = (logits_of(target, ids) for target in (packed, numbers))
+    ours, theirs = (logits_of(target, ids).float() for target in (packed, numbers))
     # a random model exaggerates a rounding in a few rows
-    assert (ours - theirs).abs().median() / theirs.abs().max() < (1e-5 if block_type in FOUR_BITS else 0.01)
-    assert bool(load_target(path, dtype="bfloat16").packed) == (block_type in FOUR_BITS)
+    assert (ours - theirs).abs().median() / theirs.abs().max() < 0.01
 
 
 @pytest.mark.parametrize("block_type", ["Q4_0", "Q5_0", "Q8_0", "F16"])
-def test_a_head_in_blocks_stays_packed(block_type: str) -> None:
-    assert in_bits(block_type, True, COARSE) == (block_type != "F16")
-    assert in_bits(block_type, False, COARSE) == (block_type in FOUR_BITS)
+def test_a_head_in_blocks_stays_packed(block_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantization, "native_bf16", lambda: True)
+    assert in_bits(block_type, True, CPU) == (block_type != "F16")
+    assert in_bits(block_type, False, CPU) == (block_type in FOUR_BITS)
+
+
+def test_packed_weights_are_bf16_by_default(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    """Also on a CPU without bf16: the test of dtypes has others."""
+    path = write_gguf(model, tmp_path / "q.gguf", quantise="Q8_0")
+    checkpoint, config = read_checkpoint(path), load.load_config(read_checkpoint(path), False)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (load, quantization):
+            patch.setattr(module, "native_bf16", lambda: False)
+        dtypes = [load.dtype_of(checkpoint, config, "auto", setting, CPU) for setting in ("auto", "none")]
+    assert dtypes == [COARSE, FINE]
 
 
 def logits_of(target: Target, ids: torch.Tensor) -> torch.Tensor:
@@ -174,13 +192,13 @@ def test_a_shape_that_the_config_does_not_have_is_refused(model: LlamaForCausalL
         model, tmp_path / "q.gguf", quantise="Q4_1", leave_out="layers.0.mlp.up_proj", tensors=other
     )
     with pytest.raises(CorruptWeights, match=r"blk.0.ffn_up.weight"):
-        load_target(path, dtype="float32")
+        load_target(path, dtype="bfloat16")
 
 
 def test_a_missing_tensor_is_named(model: LlamaForCausalLM, tmp_path: Path) -> None:
     path = write_gguf(model, tmp_path / "q.gguf", quantise="Q4_1", leave_out="layers.1.mlp.down_proj")
     with pytest.raises(MissingWeights, match=r"first model.layers.1.mlp.down_proj.weight"):
-        load_target(path, dtype="float32")
+        load_target(path, dtype="bfloat16")
 
 
 def test_a_model_without_linear_layers_is_refused_or_stays_numbers(tmp_path: Path) -> None:
@@ -222,8 +240,8 @@ def test_a_head_is_rounded(method: str, bits: str, tmp_path: Path) -> None:
     """Its text is the target's, and the estimate knows its bits."""
     write = write_eagle3 if method == "eagle3" else write_dflash
     path, sizes = write(tmp_path, deep_model().config), []
-    for quantization in ("auto", bits):
-        speculation = {"draft": {method: str(path)}, "draft_quantization": quantization}
+    for rounded in ("auto", bits):
+        speculation = {"draft": {method: str(path)}, "draft_quantization": rounded}
         engine = make_engine(deep_target(), speculation=speculation)
         for request in requests_of("greedy"):
             engine.add_request(request.prompt, request.params, ask(4) | {"method": method}, request.id)
@@ -233,5 +251,5 @@ def test_a_head_is_rounded(method: str, bits: str, tmp_path: Path) -> None:
         sizes.append(drafter.needs.bytes_fixed)
         network = drafter.head if method == "eagle3" else drafter.network
         products = network.fc, network.layers[0].self_attn.o_proj
-        assert all(isinstance(product, FusedRows) == (quantization == bits) for product in products)
+        assert all(isinstance(product, FusedRows) == (rounded == bits) for product in products)
     assert sizes[1] < sizes[0]

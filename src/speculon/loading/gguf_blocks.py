@@ -44,7 +44,7 @@ def load_blocks(
                 if weight not in linear:
                     continue
                 is_head = linear[weight] is model.get_output_embeddings()
-                if not in_bits(tensor.tensor_type.name, is_head, dtype):
+                if not in_bits(tensor.tensor_type.name, is_head, device):
                     continue
                 if places.packs(tensor, linear[weight].weight):
                     layers[weight] = places.layer(tensor, dtype)

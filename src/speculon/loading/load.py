@@ -35,7 +35,7 @@ from speculon.loading.invariant import decide
 from speculon.loading.load_check import check_logits, logits_in_fp32, stock_logits
 from speculon.loading.locate import first_line, locate
 from speculon.loading.probe import discover, use_attention
-from speculon.loading.quantization import mostly_packed, round_weights, stays_in_blocks
+from speculon.loading.quantization import native_bf16, round_weights, will_be_packed
 from speculon.loading.reading import from_file, quiet, release_memory
 from speculon.target import attention
 from speculon.target.fuse import fuse, fuse_norms, pack_rest
@@ -45,7 +45,6 @@ from speculon.target.target import Target
 
 # elements; smaller buffers (rotary tables) are copied, larger ones (packed weights) shared
 OWN_BUFFER = 1 << 16
-BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
 # guesses, for a config without a limit: where keys and values take memory per token, and where nothing does
 DEFAULT_CONTEXT, WITHOUT_ATTENTION = 4096, 1 << 17
 RECURRENT = "it keeps a recurrent state: its layers are not fused, except norms"
@@ -79,10 +78,10 @@ def load_target(
     with quiet():
         config = load_config(checkpoint, trust_remote_code)
         place = pick_device(device)
-        precision = pick_dtype(dtype, checkpoint.dtype, place, mostly_packed(quantization, checkpoint))
+        precision = dtype_of(checkpoint, config, dtype, quantization, place)
         report("loading the weights")
         notes: tuple[str, ...] = ()
-        if stays_in_blocks(quantization, checkpoint, config, precision, place):
+        if quantization == "auto" and will_be_packed(quantization, checkpoint, config, precision, place):
             from speculon.loading.gguf_blocks import load_blocks  # imports transformers' GGUF reader
 
             model = load_blocks(checkpoint, config, precision, place)
@@ -303,22 +302,24 @@ def pick_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def pick_dtype(dtype: str, stored: str | None, device: torch.device, packed: bool = False) -> torch.dtype:
-    """`auto` is the checkpoint's own dtype; fp32 on a CPU that cannot multiply it natively, unless weights in
-    bf16 will be `packed`.
-    """
+def dtype_of(
+    checkpoint: Checkpoint, config: PreTrainedConfig, dtype: str, setting: Quantization, device: torch.device
+) -> torch.dtype:
+    """As `pick_dtype`. `auto` is bf16 for packed weights, also on a CPU without it: it is fast with these."""
+    picked = pick_dtype(dtype, checkpoint.dtype, device)
+    if dtype != "auto" or picked is not torch.float32 or checkpoint.dtype != "bfloat16":
+        return picked
+    return torch.bfloat16 if will_be_packed(setting, checkpoint, config, torch.bfloat16, device) else picked
+
+
+def pick_dtype(dtype: str, stored: str | None, device: torch.device) -> torch.dtype:
+    """`auto` is the checkpoint's own dtype; fp32 on a CPU that cannot multiply it natively."""
     if dtype != "auto":
         return getattr(torch, dtype)
     own = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(stored or "", torch.float32)
     if device.type != "cpu" or own is torch.float32:
         return own
-    return own if own is torch.bfloat16 and (packed or native_bf16()) else torch.float32
-
-
-def native_bf16() -> bool:
-    # older builds of torch have no get_capabilities: no bf16 then
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(capabilities.get(flag) for flag in BF16_FLAGS)
+    return own if own is torch.bfloat16 and native_bf16() else torch.float32
 
 
 def context_limit(

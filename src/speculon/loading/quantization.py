@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -17,6 +18,7 @@ from speculon.loading.probe import RECURRENT_LAYERS
 from speculon.target.linear import plain
 from speculon.target.quantized import GROUP, fits, quantize, supported
 
+BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
 BITS: dict[Quantization, int] = {"int4": 4, "int8": 8}
 NUMBERS = ("F64", "F32", "F16", "BF16")  # types of tensors in a GGUF file that have no blocks
 FOUR_BITS = {"Q4_0": 18, "Q4_1": 20, "Q4_K": 144}  # bytes of a block of the types in groups of 32
@@ -66,27 +68,26 @@ class WeightSizes:
         return cls(layers, in_head, tied, total, reason)
 
 
-def stays_in_blocks(
+def native_bf16() -> bool:
+    """Whether this CPU has instructions for bf16; without them its products take several times as long."""
+    # older builds of torch have no get_capabilities: no bf16 then
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(flag) for flag in BF16_FLAGS)
+
+
+def will_be_packed(
     setting: Quantization,
     checkpoint: Checkpoint,
     config: PreTrainedConfig,
     dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
-    """Whether the quantised tensors of a GGUF file stay so."""
-    return setting == "auto" and checkpoint.blocks and WeightSizes.of(config, dtype, device).obstacle is None
+    """Whether weights are rounded to 4 or 8 bits, or stay so as a GGUF file has them.
 
-
-def mostly_packed(setting: Quantization, checkpoint: Checkpoint) -> bool:
-    """Whether most weights will be multiplied in 4 bits, or in pairs of these.
-
-    torch is fast at that in bf16 alone, also on a CPU without it: with AVX2 a row in fp32 takes ten times as
-    long.
+    Blocks of a file do not stay in fp32, where torch's packed products take ten times as long as others.
     """
-    if setting != "auto" or not checkpoint.blocks:
-        return setting in BITS
-    sizes = [(prod(tensor.shape), tensor.type in FOUR_BITS) for tensor in read_gguf(checkpoint.path).tensors]
-    return 2 * sum(size for size, four in sizes if four) > sum(size for size, _ in sizes)
+    in_blocks = setting == "auto" and checkpoint.blocks and dtype is not torch.float32
+    return (in_blocks or setting in BITS) and WeightSizes.of(config, dtype, device).obstacle is None
 
 
 @torch.inference_mode()
@@ -119,14 +120,11 @@ def packed_bytes(
     device: torch.device,
 ) -> int | None:
     """Of the weights of a model whose linear layers will be packed, before it is loaded; None for others."""
-    in_blocks = setting == "auto" and checkpoint.blocks
-    if not in_blocks and setting not in BITS:
+    if not will_be_packed(setting, checkpoint, config, dtype, device):
         return None
     sizes = WeightSizes.of(config, dtype, device)
-    if sizes.obstacle is not None:
-        return None
-    if in_blocks:
-        packed = list(sizes_in_blocks(checkpoint, sizes, dtype))
+    if setting == "auto":
+        packed = list(sizes_in_blocks(checkpoint, sizes, device))
     else:
         packed = [(size, BITS[setting]) for size in sizes.layers] + [(sizes.head, HEAD_BITS)]
     numbers = sizes.total - sum(size for size, _ in packed) + (sizes.head if sizes.tied else 0)
@@ -134,26 +132,26 @@ def packed_bytes(
 
 
 def sizes_in_blocks(
-    checkpoint: Checkpoint, sizes: WeightSizes, dtype: torch.dtype
+    checkpoint: Checkpoint, sizes: WeightSizes, device: torch.device
 ) -> Iterator[tuple[int, int]]:
     """Elements and bits of the layers that stay in blocks."""
     for tensor in read_gguf(checkpoint.path).tensors:
         is_head = tensor.name.startswith("token_embd" if sizes.tied else "output.")
-        if len(tensor.shape) != 2 or not fits(tensor.shape) or not in_bits(tensor.type, is_head, dtype):
+        if len(tensor.shape) != 2 or not fits(tensor.shape) or not in_bits(tensor.type, is_head, device):
             continue
         if sizes.head if is_head else not tensor.name.startswith("token_embd"):
             yield prod(tensor.shape), 4 if tensor.type in FOUR_BITS else 8
 
 
-def in_bits(block_type: str, is_head: bool, dtype: torch.dtype) -> bool:
+def in_bits(block_type: str, is_head: bool, device: torch.device) -> bool:
     """Whether a tensor of a GGUF file stays packed.
 
-    Layers in 8 bits do not where bf16 is multiplied: from 4 rows on that is faster, and a prompt takes a
-    quarter of the time. A head does: no other weight is as large, and of a prompt it has one row.
+    Layers in 8 bits do not where bf16 is multiplied natively: from 4 rows on that is faster, and a prompt
+    takes a quarter of the time. A head does: no other weight is as large, and of a prompt it has one row.
     """
     if block_type in FOUR_BITS or block_type in NUMBERS:
         return block_type in FOUR_BITS
-    return is_head or dtype is torch.float32
+    return is_head or (device.type == "cpu" and not native_bf16())
 
 
 def layer_bytes(size: int, bits: int, dtype: torch.dtype) -> int:

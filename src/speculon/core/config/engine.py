@@ -42,13 +42,14 @@ class EngineConfig(BaseSettings):
         "of SPECULON_MODELS",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="of the weights; auto: the checkpoint's, or fp32 where the CPU has no bf16"
+        "auto",
+        description="of the weights; auto: the checkpoint's, or fp32 for unpacked ones on a CPU without bf16",
     )
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N | mps")
     quantization: Quantization = Field(
         "auto",
         description="int8 | int4: round the weights of linear layers to so many bits (head: 8); auto: as the "
-        "checkpoint has them, and a GGUF file's of 4 bits stay so; none: numbers of the dtype",
+        "checkpoint has them, and a GGUF file's stay so unless in fp32; none: numbers of the dtype",
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of a forward; None: torch's choice")
     fuse: bool = Field(True, description="join layers into fewer, faster operations of equal result")

@@ -14,11 +14,11 @@ from speculon.core.types import Needs
 from speculon.decoding.kv.slots import PER_SEQUENCE
 from speculon.decoding.kv.states import slot_bytes
 from speculon.loading.headers import read_checkpoint
-from speculon.loading.load import pick_device, pick_dtype
+from speculon.loading.load import dtype_of, load_config, pick_device
 from speculon.loading.locate import locate
 from speculon.loading.memory.budget import Budget, MemoryEstimate
 from speculon.loading.memory.needs import model_needs
-from speculon.loading.quantization import mostly_packed
+from speculon.loading.reading import quiet
 
 # of a process: 0.37 GB after imports, 0.50 with the demo's target (torch for CPU, 2026-11-23)
 LIBRARIES = 2**30
@@ -46,8 +46,9 @@ def largest_step(config: EngineConfig) -> Step:
     )
     checkpoint = read_checkpoint(folder)
     drafts = max(config.max_num_seqs * config.speculation.most(), MAX_DRAFTS)
-    packed = mostly_packed(config.quantization, checkpoint)
-    dtype = pick_dtype(config.dtype, checkpoint.dtype, device, packed)
+    with quiet():
+        model_config = load_config(checkpoint, config.trust_remote_code)
+    dtype = dtype_of(checkpoint, model_config, config.dtype, config.quantization, device)
     return Step(dtype, device, config.max_batch_tokens + drafts, config.max_num_seqs + drafts)
 
 
