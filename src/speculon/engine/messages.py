@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from speculon.core.config import RequestSpeculation, SamplingParams
 from speculon.core.errors import SpeculonError
+from speculon.core.images import ImageInput
 from speculon.core.telemetry import EngineCounters
 from speculon.core.types import Capabilities, Load
 from speculon.decoding.sequence import Event
@@ -20,6 +21,7 @@ class Add:
     params: SamplingParams
     speculation: RequestSpeculation | None = None
     written: dict[int, list[int]] | None = None
+    images: tuple[ImageInput, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
