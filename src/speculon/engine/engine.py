@@ -17,6 +17,7 @@ import torch
 
 from speculon.core.config import MAX_DRAFTS, EngineConfig, RequestSpeculation, SamplingParams
 from speculon.core.errors import InvalidParameter
+from speculon.core.images import ImageInput
 from speculon.core.reach import joint_reach
 from speculon.core.telemetry import EngineCounters, RequestStats, Stopwatch, log_line
 from speculon.core.types import Capability, Load, Needs
@@ -192,6 +193,7 @@ class Engine:
         speculation: RequestSpeculation | Mapping[str, Any] | None = None,
         request_id: str | None = None,
         written: Mapping[int, Seq[int]] | None = None,
+        images: Seq[ImageInput] = (),
     ) -> str:
         """Admits a request or refuses it by name; nothing is started before every check has passed.
 
@@ -201,6 +203,10 @@ class Engine:
             request_id = next(name for i in self._names if (name := f"r-{i}") not in self._requests)
         if request_id in self._requests:
             raise InvalidParameter("request_id", request_id, "is in use")
+        if images:
+            raise InvalidParameter("images", f"{len(images)} images", "this engine takes none").about(
+                "images"
+            )
         admit = partial(self.admission.admit, request_id, prompt, params, speculation)
         if written is None:
             samples = admit()

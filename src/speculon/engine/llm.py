@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard, cast, overload
 
 from speculon.core.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
 from speculon.core.errors import ConfigError, InvalidParameter, InvalidRequest
+from speculon.core.images import ImageInput
 from speculon.core.telemetry import MonitorCounts
 from speculon.decoding.sequence import Event
 from speculon.decoding.text.tokenizer import NO_TOKENIZER, Stream, Tokenizer, check_messages
@@ -19,13 +20,14 @@ from speculon.engine.build import build_engine
 from speculon.engine.outputs import Completion, RequestOutput, absorb, write_texts
 from speculon.engine.waiting import Call, Stepper, TaskRequests
 from speculon.loading.generation import sampling_defaults
+from speculon.loading.processors import images_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger("speculon")
 
-Prompt = str | Seq[int]
+Prompt = str | Seq[int] | Mapping[str, Any]  # text, token ids, or {"prompt": text, "images": [...]}
 Message = Mapping[str, Any]
 Speculation = RequestSpeculation | Mapping[str, Any] | None
 
@@ -70,6 +72,7 @@ class LLM:
         defaults.pop("max_tokens", None)
         self.default_params = SamplingParams(**defaults)  # of calls without `params`
         self._stepper = Stepper(self.engine)
+        self._images = images_of(self.config, files=True)
 
     def __enter__(self) -> Self:
         return self
@@ -103,7 +106,11 @@ class LLM:
         speculation: Speculation | Seq[Speculation] = None,
         on_token: Callable[[int, int], None] | None = None,
     ) -> list[RequestOutput]:
-        """Continues every prompt (text, or token ids), all at once, in the order given.
+        """Continues every prompt, all at once, in the order given.
+
+        A prompt is a text, token ids, `{"prompt": text, "images": [...]}` with the model's placeholder in the
+        text for each image, or `{"messages": [...]}`. An image is a `Path`, bytes, an image of Pillow or a
+        data URL.
 
         `params` and `speculation` are one for all or one per prompt. `on_token(prompt index, new tokens)` is
         called as texts grow. When one prompt is refused nothing is written for any. A text whose logits
@@ -163,23 +170,26 @@ class LLM:
     ) -> RequestOutput | list[RequestOutput]:
         """Answers a conversation, or each of a list of conversations, through the checkpoint's chat template.
 
-        A list gives a list. Its `params` and `speculation` are one for all or one per conversation.
+        Contents are texts, or lists of parts as OpenAI has them, with images as `image_url`. A part
+        `{"type": "image", "image": ...}` takes an image as `generate` does. A list of conversations gives a
+        list. Its `params` and `speculation` are one for all or one per conversation.
         """
-        apply, many = self.tokenizer.apply_chat, conversations(messages)
-        if many is not None:
-            return self.generate(
-                [apply(conversation) for conversation in many], params, speculation=speculation
-            )
-        return self.generate([apply(cast(Seq[Message], messages))], params, speculation=speculation)[0]
+        _, many = self.tokenizer, conversations(messages)  # refused here where there is no tokenizer
+        prompts = [{"messages": chat} for chat in ([messages] if many is None else many)]
+        outputs = self.generate(prompts, params, speculation=speculation)
+        return outputs[0] if many is None else outputs
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: Speculation = None
     ) -> Iterator[str]:
         """Yields the text of one prompt as it is written. Closing the iterator aborts the request."""
         params = params or self.default_params
-        prompt_ids = self._encode(prompt)
-        text = Stream.of(self.tokenizer, params, prompt_ids)
-        with closing(self.events(prompt_ids, params, speculation=speculation)) as events:
+        prompt_ids, images = self._encode(prompt)
+        text, output = (
+            Stream.of(self.tokenizer, params, prompt_ids),
+            RequestOutput(prompt_ids, [Completion()]),
+        )
+        with closing(self._stream_to(output, params, speculation, images)) as events:
             for event in events:
                 if new := new_text(text, event):
                     yield new
@@ -189,9 +199,10 @@ class LLM:
     ) -> AsyncIterator[str]:
         """`stream` for an event loop. Closing the iterator, or cancelling the task, aborts the request."""
         params = one_sample(params or self.default_params)
-        prompt_ids = await asyncio.to_thread(self._encode, prompt)
+        prompt_ids, images = await asyncio.to_thread(self._encode, prompt)
         text = Stream.of(self.tokenizer, params, prompt_ids)
-        async with TaskRequests(self._stepper, [Call(prompt_ids, params, speculation)]) as queue:
+        call = Call(prompt_ids, params, speculation, images)
+        async with TaskRequests(self._stepper, [call]) as queue:
             while events := await queue.take():
                 for event in events:
                     if new := new_text(text, event):
@@ -203,8 +214,9 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: Speculation = None
     ) -> Generator[Event, None, None]:
         """Yields what each step brings to one prompt. Closing the generator aborts the request."""
-        output = RequestOutput(self._encode(prompt), [Completion()])
-        yield from self._stream_to(output, params or self.default_params, speculation)
+        prompt_ids, images = self._encode(prompt)
+        output = RequestOutput(prompt_ids, [Completion()])
+        yield from self._stream_to(output, params or self.default_params, speculation, images)
 
     def session(
         self, params: SamplingParams | None = None, *, system: str | None = None, raw: bool = False
@@ -234,10 +246,14 @@ class LLM:
         self._stepper.close()
 
     def _stream_to(
-        self, output: RequestOutput, params: SamplingParams, speculation: Speculation
+        self,
+        output: RequestOutput,
+        params: SamplingParams,
+        speculation: Speculation,
+        images: tuple[ImageInput, ...] = (),
     ) -> Generator[Event, None, None]:
         """Yields what each step brings to `output`, which has it already; whole also if closed early."""
-        call = Call(output.prompt_token_ids, one_sample(params), speculation)
+        call = Call(output.prompt_token_ids, one_sample(params), speculation, images)
         with self._stepper.requests([call]) as queue:
             try:
                 for event in self._stepper.events(queue):
@@ -263,8 +279,8 @@ class LLM:
         all_params = one_per_prompt("params", params, len(many), SamplingParams)
         types = (RequestSpeculation, Mapping, type(None))
         requested = one_per_prompt("speculation", speculation, len(many), types)
-        values = zip(many, all_params, requested, strict=True)
-        calls = [Call(self._encode(prompt), *options) for prompt, *options in values]
+        values = zip(map(self._encode, many), all_params, requested, strict=True)
+        calls = [Call(ids, own, options, images) for (ids, images), own, options in values]
         outputs = [RequestOutput(call.prompt, [Completion() for _ in range(call.params.n)]) for call in calls]
         return calls, outputs
 
@@ -273,14 +289,17 @@ class LLM:
             write_texts(output, self.engine.tokenizer, call.params)
         return outputs
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: Prompt) -> tuple[list[int], tuple[ImageInput, ...]]:
+        """The token ids of a prompt, and its images."""
+        if isinstance(prompt, str | Mapping) and self.engine.tokenizer is None:
+            raise InvalidParameter("prompt", prompt, NO_TOKENIZER).about("tokenizer")
+        if isinstance(prompt, Mapping):
+            return self._images.read(prompt, self.tokenizer, self.engine.max_context)
         if isinstance(prompt, str):
-            if self.engine.tokenizer is None:
-                raise InvalidParameter("prompt", prompt, NO_TOKENIZER).about("tokenizer")
-            return self.tokenizer.encode(prompt)
+            return self.tokenizer.encode(prompt), ()
         if not is_list(prompt) or not all(isinstance(token, int) for token in prompt):
             raise InvalidParameter("prompt", prompt, "a string or a list of token ids")
-        return list(prompt)
+        return list(prompt), ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,8 +404,10 @@ def is_list(value: object) -> TypeGuard[Seq[Any]]:
 
 
 def as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    """Several prompts as they are; a single string, or a single list of token ids, as a list of one."""
-    if isinstance(prompts, str) or (is_list(prompts) and len(prompts) > 0 and isinstance(prompts[0], int)):
+    """Several prompts as they are; a single one as a list of one."""
+    if isinstance(prompts, str | Mapping) or (
+        is_list(prompts) and len(prompts) > 0 and isinstance(prompts[0], int)
+    ):
         return [prompts]
     if not is_list(prompts):
         raise InvalidParameter("prompts", prompts, "a string, a list of token ids, or a list of these")

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from speculon.core.config import Acceptance, RequestSpeculation, SamplingParams
 from speculon.core.errors import EngineError
+from speculon.core.images import ImageInput
 from speculon.core.types import acceptance_rule
 from speculon.decoding.sequence import Event
 from speculon.engine.messages import Add
@@ -228,6 +229,7 @@ class Call(NamedTuple):
     prompt: list[int]
     params: SamplingParams
     speculation: RequestSpeculation | Mapping[str, Any] | None
+    images: tuple[ImageInput, ...] = ()
 
 
 @contextmanager
@@ -354,7 +356,8 @@ class Stepper:
     def admit(self, calls: Seq[Call], queue: OutputQueue) -> None:
         with self.turn() as engine:
             for call in calls:
-                add = Add(engine.add_request(*call), call.prompt, call.params)
+                asked = (call.prompt, call.params, call.speculation)
+                add = Add(engine.add_request(*asked, images=call.images), call.prompt, call.params)
                 self._requests.add(Progress(add), queue)
 
     def step_for(self, queue: OutputQueue) -> None:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from speculon.core.config import EngineConfig
 from speculon.core.errors import ModelError
-from speculon.decoding.text.vision import Processor
+from speculon.core.media.files import ImageLimits
 from speculon.loading.gguf import is_gguf
 from speculon.loading.locate import first_line, locate
 from speculon.loading.reading import quiet
+from speculon.loading.vision import Images, Processor
 
 # where the class of a processor may be named, the first that has one counts
 FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 IMAGE_TOKENS = ("image_token_id", "image_token_index")  # of a config
+
+
+def images_of(config: EngineConfig, *, files: bool) -> Images:
+    """The images of prompts to a model; with `files` also from files, which no client may name."""
+    load = partial(load_processor, config.model, trust_remote_code=config.trust_remote_code)
+    return Images(load, ImageLimits.of(config.serve, files=files))
 
 
 def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Processor:
@@ -80,7 +89,7 @@ def build(base: type[Any], folder: Path, trust_remote_code: bool) -> Any:
     """A processor without the parts for videos and sounds, which need torchvision and more."""
     from transformers import AutoImageProcessor, AutoTokenizer
 
-    class OfImages(base):  # type: ignore[misc]
+    class OfImages(base):
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             return argument and super().check_argument_for_proper_class(argument_name, argument)
 

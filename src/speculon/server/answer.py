@@ -55,7 +55,7 @@ class Answer:
         request = self.request
         speculation = request.speculation.model_copy(update={"tenant": self.tenant})
         return [
-            Add(request_id, prompt, request.params, speculation)
+            Add(request_id, prompt, request.params, speculation, images=request.images)
             for request_id, prompt in zip(self._choices_of, request.prompts, strict=True)
         ]
 

@@ -93,7 +93,8 @@ def add_completions(app: FastAPI, state: AppState) -> None:
 
 def read_tokens(body: schemas.TokenizeRequest, model: ServedModel) -> list[int]:
     if body.messages is not None:
-        return model.tokenizer.encode(render(body.messages, [], model), add_special_tokens=False)
+        encode = partial(model.tokenizer.encode, add_special_tokens=False)
+        return render(body.messages, [], model, encode=encode)[0]
     return model.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
 
 

@@ -11,6 +11,7 @@ from speculon.core.config.serve import ServeConfig
 from speculon.core.errors import InvalidParameter, TooLong
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.admission import CONTEXT, max_length
+from speculon.loading.vision import Images
 
 OF_REQUESTS = RequestSpeculation.model_fields.keys() & SpeculationConfig.model_fields.keys()
 
@@ -25,6 +26,7 @@ class ServedModel:
     config: ServeConfig
     sampling: Mapping[str, Any] = field(default_factory=dict)  # for requests that set none
     max_new_tokens: int | None = None  # of the checkpoint, where neither request nor settings say more
+    images: Images = field(default_factory=Images.none)
     speculation: SpeculationConfig | None = None  # the same, where its process was started with other values
 
     @property

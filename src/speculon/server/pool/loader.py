@@ -15,6 +15,7 @@ from speculon.engine.client import EngineClient
 
 if TYPE_CHECKING:
     from speculon.drafters.choose import Fit
+    from speculon.loading.vision import Images
 
 GB = 2**30
 
@@ -36,6 +37,12 @@ class Loader:
         from speculon.loading.reading import load_tokenizer
 
         return Tokenizer(load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
+
+    def images(self, config: EngineConfig) -> Images:
+        """The images of requests, which come by URL alone."""
+        from speculon.loading.processors import images_of
+
+        return images_of(config, files=False)
 
     def sampling(self, config: EngineConfig) -> dict[str, Any]:
         """Defaults of requests that the checkpoint brings."""

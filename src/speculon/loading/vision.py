@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 from itertools import islice
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from speculon.core.errors import ModelError, TooLong
+from speculon.core.errors import InvalidParameter, ModelError, TooLong
 from speculon.core.images import ImageInput
-from speculon.decoding.text.images import ImageLimits, Picture, check_count, read_image, refusal
-from speculon.decoding.text.parts import Source
+from speculon.core.media.files import ImageLimits, Picture, check_count, read_image, refusal
+from speculon.core.media.parts import Source, read_messages
 
 if TYPE_CHECKING:
     from numpy import ndarray
 
+    from speculon.decoding.text.tokenizer import Tokenizer
+
 CACHE_BYTES = 2**28  # guess: of what was made of recent images, which the next turn of a chat sends again
 # of a processor's result, what is of the text
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
+
+Prompt = tuple[list[int], tuple[ImageInput, ...]]  # token ids, and the images at their placeholders
 
 
 class Prepared(NamedTuple):
@@ -97,8 +102,8 @@ class Images:
         self._processor: Processor | None = None
         self._why: str = ""  # there is no processor
 
-    def processor(self, name: str) -> Processor:
-        """Raises `InvalidParameter` where the model takes no images."""
+    def processor(self, sources: Seq[Source]) -> Processor:
+        """That for these images. Raises `InvalidParameter` where the model takes none, or not so many."""
         with self._loading:
             if self._processor is None and not self._why:
                 try:
@@ -106,13 +111,41 @@ class Images:
                 except ModelError as error:
                     self._why = str(error)
         if self._processor is None:
-            raise refusal(name, "an image", f"this model takes none: {self._why}")
+            raise refusal(sources[0].name, "an image", f"this model takes none: {self._why}")
+        check_count(len(sources), sources[0].name.partition(".")[0], self._limits)
         return self._processor
 
-    def check(self, sources: Seq[Source], name: str) -> Processor:
-        """The processor for these images. Raises `InvalidParameter` where there are too many, or none."""
-        check_count(len(sources), name, self._limits)
-        return self.processor(sources[0].name if sources else name)
+    @classmethod
+    def none(cls) -> Images:
+        """Those of a model without a processor."""
+
+        def load() -> Processor:
+            raise ModelError("it has no processor")
+
+        return cls(load, ImageLimits(0, 0, 0))
+
+    def template(self, sources: Seq[Source]) -> str | None:
+        """What writes a conversation with these images: the processor's template, or where it has none the
+        tokenizer's (""); None without images.
+        """
+        return (self.processor(sources).chat_template or "") if sources else None
+
+    def read(self, prompt: Mapping[str, Any], tokenizer: Tokenizer, max_context: int | None = None) -> Prompt:
+        """A prompt as a table: `{"prompt": text, "images": [...]}` or `{"messages": [...]}`, as `prompt`."""
+        known = {"messages"} if "messages" in prompt else {"prompt", "images"}
+        if unknown := prompt.keys() - known:
+            raise InvalidParameter("prompt", min(map(str, unknown)), "give prompt and images, or messages")
+        if "messages" in prompt:
+            messages, sources = read_messages(prompt["messages"])
+            text = tokenizer.render_chat(messages, with_images=self.template(sources))
+            encode = partial(tokenizer.encode, add_special_tokens=False)
+            return self.prompt(text, sources, encode, "messages", max_context)
+        given, images = prompt.get("prompt"), prompt.get("images", ())
+        if not isinstance(given, str):
+            raise InvalidParameter("prompt", given, "must be a string, with a placeholder for each image")
+        images = images if isinstance(images, list | tuple) else [images]
+        sources = [Source(f"images.{i}", image) for i, image in enumerate(images)]
+        return self.prompt(given, sources, tokenizer.encode, max_context=max_context)
 
     def prompt(
         self,
@@ -121,13 +154,15 @@ class Images:
         encode: Callable[[str], list[int]],
         name: str = "prompt",
         max_context: int | None = None,
-    ) -> tuple[list[int], tuple[ImageInput, ...]]:
+    ) -> Prompt:
         """Token ids of a text with a placeholder for each image, and the images, in their order.
 
         `name` is the field of the text. Raises `InvalidParameter` for images that are refused and for
         placeholders without an image, `TooLong` as soon as the images alone exceed the context.
         """
-        processor = self.check(sources, name)
+        if not sources:
+            return encode(text), ()
+        processor = self.processor(sources)
         pieces = text.split(processor.placeholder)
         if len(pieces) - 1 != len(sources):
             limit = f"{len(pieces) - 1} times {processor.placeholder!r} in the text of {len(sources)} images"
@@ -146,7 +181,7 @@ class Images:
 
     def _placed(
         self, ids: list[int], prepared: list[Prepared], digests: list[str], name: str, processor: Processor
-    ) -> tuple[list[int], tuple[ImageInput, ...]]:
+    ) -> Prompt:
         """The placeholder tokens of a prompt, given to its images in order."""
         places = [i for i, token in enumerate(ids) if token == processor.image_id]
         if len(places) != (rows := sum(one.rows for one in prepared)):

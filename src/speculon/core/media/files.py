@@ -1,7 +1,6 @@
 """Images as they come, within limits: from a data URL, a remote one, bytes, a file or Pillow; as RGB pixels.
 
-Nothing is decoded before the header's size is within its limit. Needs Pillow, which is imported with the first
-image.
+Nothing is decoded before the size in its header is within the limit. Pillow is imported with the first image.
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ import binascii
 import hashlib
 import io
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from speculon.core.errors import InvalidParameter
-from speculon.decoding.text.remote import NotFetched, Remote, fetch
+from speculon.core.media.remote import NotFetched, Remote, fetch
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -35,7 +33,7 @@ MB = 1_000_000
 class ImageLimits(NamedTuple):
     """What an image may be, and whence it may come."""
 
-    count: int  # of a request
+    images: int  # of a request
     bytes: int  # of a file
     pixels: int
     remote: Remote | None = None  # None: nothing is fetched
@@ -78,8 +76,8 @@ def read_image(source: Any, name: str, limits: ImageLimits) -> Picture:
 
 
 def check_count(count: int, name: str, limits: ImageLimits) -> None:
-    if count > limits.count:
-        raise refusal(name, f"{count} images", f"at most {limits.count} in a request")
+    if count > limits.images:
+        raise refusal(name, f"{count} images", f"at most {limits.images} in a request")
 
 
 def read_url(url: str, name: str, limits: ImageLimits) -> bytes:
@@ -190,12 +188,3 @@ def load_pillow(name: str) -> Any:
     except ImportError:
         raise refusal(name, "an image", "needs Pillow: pip install 'speculon[images]'") from None
     return Image
-
-
-def sources_of(images: Any, name: str) -> list[Any]:
-    """The images of a prompt, given as a list or as one."""
-    if isinstance(images, list | tuple):
-        return list(images)
-    if images is None or isinstance(images, Mapping):
-        raise refusal(name, images, "must be an image, or a list of images")
-    return [images]
