@@ -209,6 +209,11 @@ def text_of(content: Content | MessageContent | None) -> str:
     return content or "" if isinstance(content, str | None) else "".join(part.text or "" for part in content)
 
 
-def num_images(content: MessageContent | None) -> int:
+def num_images(content: Any) -> int:
     """The images among the parts of a content."""
-    return 0 if isinstance(content, str | None) else sum(part.type in IMAGE_PARTS for part in content)
+    return sum(part.type in IMAGE_PARTS for part in content) if isinstance(content, list) else 0
+
+
+def has_images(messages: Any) -> bool:
+    """Whether any message, or item of a response, has one."""
+    return isinstance(messages, list) and any(num_images(message.content) for message in messages)
