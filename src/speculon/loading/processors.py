@@ -12,7 +12,6 @@ from speculon.core.errors import ModelError
 from speculon.core.media.files import ImageLimits
 from speculon.loading.gguf import is_gguf
 from speculon.loading.locate import first_line, locate
-from speculon.loading.reading import quiet
 from speculon.loading.vision import Images, Processor
 
 # where the class of a processor may be named, the first that has one counts
@@ -31,6 +30,8 @@ def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Proc
 
     Only its image processor and its tokenizer are loaded; videos and sounds are not read.
     """
+    from speculon.loading.reading import quiet  # with transformers, which takes seconds
+
     folder = locate(path, trust_remote_code=trust_remote_code)
     if is_gguf(folder):
         raise ModelError("a GGUF file has no image processor")

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from speculon.core.config import ServeConfig
 
 FEATURE = "images"  # in the capability table
-# Pillow's names; MPO is how cameras write JPEG
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow's names
 KNOWN = "PNG, JPEG, WebP, GIF or BMP"
 BLANKS = b" \t\r\n"
 SHOWN = 60  # characters of a URL that a refusal shows
@@ -133,6 +132,7 @@ def decode(data: bytes, name: str, limits: ImageLimits, shown: str) -> Picture:
         except Exception:  # Pillow's readers raise errors of any class
             raise refusal(name, shown, f"no image that can be read: {KNOWN}") from None
         check_pixels(image, name, limits, shown)
+        # MPO: the JPEG of a camera with a preview behind it
         if image.format != "MPO" and getattr(image, "is_animated", False):
             raise refusal(
                 name, shown, f"an animated image of {getattr(image, 'n_frames', 0)} frames: send one"

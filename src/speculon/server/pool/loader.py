@@ -12,10 +12,11 @@ from speculon.core.errors import SpeculonError
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.async_engine import AsyncEngine
 from speculon.engine.client import EngineClient
+from speculon.loading.processors import images_of
+from speculon.loading.vision import Images
 
 if TYPE_CHECKING:
     from speculon.drafters.choose import Fit
-    from speculon.loading.vision import Images
 
 GB = 2**30
 
@@ -40,8 +41,6 @@ class Loader:
 
     def images(self, config: EngineConfig) -> Images:
         """The images of requests, which come by URL alone."""
-        from speculon.loading.processors import images_of
-
         return images_of(config, files=False)
 
     def sampling(self, config: EngineConfig) -> dict[str, Any]:
