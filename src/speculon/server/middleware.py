@@ -28,8 +28,7 @@ ADMIN = "/admin"  # has a key of its own, which `AdminGate` checks
 KEY_HEADERS = ("api-key", "x-api-key")  # where clients of Azure and of others send theirs
 REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 LOGGED_PATH = 200  # characters
-IMAGE = b"data:image/"
-IMAGE_URL = re.compile(rb'"data:image/(?:[^"\\]++|\\/)*+"')  # in JSON; some writers escape a slash
+IMAGE = b'"data:image'
 CLIENT_GONE = 499  # a status in the log alone, as nginx logs it
 
 log = logging.getLogger("speculon.server")
@@ -132,8 +131,16 @@ class RequestMiddleware:
 
 
 def without_images(body: bytes | bytearray) -> int:
-    """Bytes of a body outside of its images."""
-    return len(body) - sum(found.end() - found.start() for found in IMAGE_URL.finditer(body))
+    """Bytes of a body outside of its images: data URLs in JSON, where some writers escape a slash.
+
+    Without a regular expression, which takes four times as long.
+    """
+    size, start = len(body), body.find(IMAGE)
+    while start >= 0 and (end := body.find(b'"', start + 1)) >= 0:
+        if body.count(b"\\", start, end) == body.count(b"\\/", start, end):
+            size -= end + 1 - start
+        start = body.find(IMAGE, end)
+    return size
 
 
 def under_admin(path: str) -> bool:
