@@ -65,12 +65,12 @@ Answer = tuple[int, dict[str, str], bytes]
 
 @contextmanager
 def handing_out(answers: dict[str, Answer | Callable[[Any], None]]) -> Iterator[tuple[int, list[str]]]:
-    """A local server with these answers by path: its port, and the paths that were asked for."""
-    asked: list[str] = []
+    """A local server with these answers by path: its port, and the paths of its requests."""
+    paths: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked.append(self.path)
+            paths.append(self.path)
             answer = answers.get(self.path, (404, {}, b""))
             if callable(answer):
                 return answer(self)
@@ -89,7 +89,7 @@ def handing_out(answers: dict[str, Answer | Callable[[Any], None]]) -> Iterator[
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
-        yield server.server_address[1], asked
+        yield server.server_address[1], paths
     finally:
         server.shutdown()
         server.server_close()

@@ -76,8 +76,8 @@ ANSWERS: dict[str, Any] = {
 class Network:
     """What was asked of the resolver and of the server, and whereto connections went."""
 
-    def __init__(self, port: int, asked: list[str]):
-        self.port, self.asked = port, asked
+    def __init__(self, port: int, paths: list[str]):
+        self.port, self.paths = port, paths
         self.resolved: list[str] = []
         self.connected: list[str] = []
 
@@ -97,8 +97,8 @@ class Network:
 
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
-    with handing_out(ANSWERS) as (port, asked):
-        network = Network(port, asked)
+    with handing_out(ANSWERS) as (port, paths):
+        network = Network(port, paths)
         monkeypatch.setattr(remote.socket, "getaddrinfo", network.getaddrinfo)
         monkeypatch.setattr(remote.socket, "create_connection", network.create_connection)
         yield network
@@ -136,10 +136,10 @@ def test_nothing_is_fetched_unless_it_is_enabled(network: Network) -> None:
     limits = ImageLimits.of(ServeConfig())
     with pytest.raises(InvalidParameter, match="images are not fetched"):
         read_image("http://images.test/a.png", "x", limits)
-    assert network.asked == network.resolved == network.connected == []
+    assert network.paths == network.resolved == network.connected == []
     limits = ImageLimits.of(ServeConfig(remote_images=True))
     assert read_image("http://images.test/a.png", "x", limits).image.size == (24, 16)
-    assert network.asked == ["/a.png"]
+    assert network.paths == ["/a.png"]
     with pytest.raises(InvalidParameter, match="http://images.test/no': its host answers with status 404"):
         read_image("http://images.test/no", "x", limits)
 
@@ -166,7 +166,7 @@ def test_an_address_that_is_public(address: str) -> None:
 
 def check_inside(network: Network, path: str) -> None:
     assert reason("http://images.test" + path) == "its host has an address that is not public"
-    assert network.connected == [PUBLIC] and network.asked == [path], "the second host is never reached"
+    assert network.connected == [PUBLIC] and network.paths == [path], "the second host is never reached"
 
 
 @pytest.mark.parametrize("path", ["/inside", "/loopback", "/metadata"])
@@ -189,7 +189,7 @@ def test_addresses_that_are_not_checked_are_found_out(
 )
 def test_a_private_address_is_not_asked(network: Network, url: str) -> None:
     assert reason(url) == "its host has an address that is not public"
-    assert network.connected == network.asked == []
+    assert network.connected == network.paths == []
 
 
 def test_the_resolver_is_asked_once(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +228,7 @@ def test_the_resolver_is_asked_once(network: Network, monkeypatch: pytest.Monkey
 )
 def test_what_is_refused(network: Network, url: str, expected: str) -> None:
     assert reason(url) == expected
-    assert len(network.asked) <= 4
+    assert len(network.paths) <= 4
 
 
 @pytest.mark.parametrize("path", ["/drip", "/drip-headers"])
@@ -241,7 +241,7 @@ def test_a_slow_host_is_cut_off(network: Network, path: str) -> None:
 def test_tls_is_asked_of_the_same_address(network: Network) -> None:
     """The local server speaks none: the handshake fails, and nothing is asked in the clear."""
     assert reason("https://images.test/a.png").startswith("could not be fetched: SSL")
-    assert network.connected == [PUBLIC] and network.asked == []
+    assert network.connected == [PUBLIC] and network.paths == []
 
 
 @pytest.mark.parametrize(

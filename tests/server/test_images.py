@@ -344,7 +344,7 @@ def test_remote_images(monkeypatch: pytest.MonkeyPatch) -> None:
     inside_the_network = (302, {"location": "http://inside.test/a.png"}, b"")
     answers: dict[str, Any] = {"/a.png": (200, {}, file_of(A)), "/slow": slow, "/inside": inside_the_network}
     with (
-        handing_out(answers) as (port, asked),
+        handing_out(answers) as (port, paths),
         seeing(remote_images=True, remote_image_hosts=["images.test", "inside.test"]) as inside,
     ):
         connected: list[str] = []
@@ -364,14 +364,14 @@ def test_remote_images(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "an address that is not public" in error["message"] and error["feature"] == "images"
         error = refusal(inside.post("chat/completions", **chat(image("http://other.test/a.png"))), 400)
         assert "not among remote_image_hosts" in error["message"]
-        assert set(connected) == {public} and asked == ["/a.png", "/inside"]
+        assert set(connected) == {public} and paths == ["/a.png", "/inside"]
         answer: list[int] = []
         body = chat(image(url + "/slow"), text("say:x"))
         waiting = threading.Thread(
             target=lambda: answer.append(inside.post("chat/completions", **body).status_code)
         )
         waiting.start()
-        wait_until(lambda: "/slow" in asked)
+        wait_until(lambda: "/slow" in paths)
         assert inside.post("chat/completions", **chat(text("say:red"))).status_code == 200
         assert not answer, "a text does not wait for it"
         held.set()

@@ -73,24 +73,24 @@ PROCESSORS: dict[str, Callable[[], tuple[str, dict[str, Any], Any]]] = {
 }
 
 
-def write_processor(folder: Path, kind: str, *, config: dict[str, Any] | None = None) -> Path:
+def write_processor(folder: Path, form: str, *, config: dict[str, Any] | None = None) -> Path:
     """Writes the processor; with `config`, that of a model without weights, too.
 
     The image token's id goes into the config, as a checkpoint has it.
     """
     tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": SPECIALS[kind]})
-    tokenizer.chat_template = TEMPLATE.replace("PLACEHOLDER", PLACEHOLDER[kind])
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIALS[form]})
+    tokenizer.chat_template = TEMPLATE.replace("PLACEHOLDER", PLACEHOLDER[form])
     tokenizer.save_pretrained(folder)
-    if named := NAMED.get(kind):
+    if named := NAMED.get(form):
         edit(folder / "tokenizer_config.json", {"extra_special_tokens": named, **named})
-    name, fields, images = PROCESSORS[kind]()
+    name, fields, images = PROCESSORS[form]()
     images.save_pretrained(folder)
     (folder / "processor_config.json").write_text(json.dumps({"processor_class": name, **fields}))
     if config is not None:
-        image = tokenizer.convert_tokens_to_ids(SPECIALS[kind][0])
-        key = "image_token_index" if kind == "llava" else "image_token_id"
-        AutoConfig.for_model(kind, **{**config, key: image}).save_pretrained(folder)
+        image = tokenizer.convert_tokens_to_ids(SPECIALS[form][0])
+        key = "image_token_index" if form == "llava" else "image_token_id"
+        AutoConfig.for_model(form, **{**config, key: image}).save_pretrained(folder)
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Prompts of text and images, over small processors of four kinds: placeholders, rows, digests, refusals."""
+"""Prompts of text and images, over small processors of four models: placeholders, rows, digests, refusals."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from speculon.loading.vision import Images, Processor
 from tests.images import data_url, file_of, pixels
 from tests.tiny.processors import PROCESSORS, write_processor
 
-KINDS = list(PROCESSORS)
+FORMS = list(PROCESSORS)
 A, B = pixels(40, 60, 1), pixels(30, 30, 2)
-# placeholder tokens of A and of B, by the kinds' own arithmetic
+# placeholder tokens of A and of B, by each model's own arithmetic
 ROWS = {"llava": (16, 16), "idefics3": (20, 20), "qwen2_5_vl": (12, 4), "gemma3": (4, 4)}
 # what the model's vision tower is given
 INPUTS = {
@@ -57,10 +57,10 @@ class Model:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
     made: dict[str, Model] = {}
 
-    def get(kind: str) -> Model:
-        if kind not in made:
-            made[kind] = Model(write_processor(tmp_path_factory.mktemp(kind), kind, config={}))
-        return made[kind]
+    def get(form: str) -> Model:
+        if form not in made:
+            made[form] = Model(write_processor(tmp_path_factory.mktemp(form), form, config={}))
+        return made[form]
 
     return get
 
@@ -77,11 +77,11 @@ def user(*parts: Any) -> dict[str, Any]:
     return {"role": "user", "content": list(parts)}
 
 
-def check_rows(kind: str, model: Model) -> None:
+def check_rows(form: str, model: Model) -> None:
     """Two images, one of them twice, with text between."""
     messages = [user(text("What is"), part(A), text(" beside"), part(B), part(A), text("?"))]
     ids, images = model.read({"messages": messages})
-    a, b = ROWS[kind]
+    a, b = ROWS[form]
     assert [len(image.rows) for image in images] == [a, b, a]
     placeholders = [i for i, token in enumerate(ids) if token == model.processor.image_id]
     assert [row for image in images for row in image.rows] == placeholders
@@ -94,20 +94,20 @@ def check_rows(kind: str, model: Model) -> None:
     written = model.tokenizer.inner.apply_chat_template(stock, tokenize=False, add_generation_prompt=True)
     made = inner(text=[written], images=[A, B, A], add_special_tokens=False, return_tensors="np")
     assert ids == made["input_ids"][0].tolist()
-    for name in INPUTS[kind]:
-        joined = np.concatenate([image.inputs[name] for image in images], int(kind == "idefics3"))
+    for name in INPUTS[form]:
+        joined = np.concatenate([image.inputs[name] for image in images], int(form == "idefics3"))
         assert np.array_equal(made[name], joined)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_placeholders_are_those_of_the_stock_processor(kind: str, models: Callable[[str], Model]) -> None:
-    model = models(kind)
-    check_rows(kind, model)
+@pytest.mark.parametrize("form", FORMS)
+def test_placeholders_are_those_of_the_stock_processor(form: str, models: Callable[[str], Model]) -> None:
+    model = models(form)
+    check_rows(form, model)
     assert model.processor.prepared == 2, "an image that is known is not prepared again"
-    check_rows(kind, model)
+    check_rows(form, model)
     assert model.processor.prepared == 2
     _, (image,) = model.read({"messages": [user(part(file_of(A)))]})
-    assert set(image.inputs) == INPUTS[kind]
+    assert set(image.inputs) == INPUTS[form]
     assert all(isinstance(array, np.ndarray) for array in image.inputs.values())
     assert model.processor.prepared == 2, "the same pixels in a file are the same image"
 
@@ -128,16 +128,16 @@ def test_rows_in_the_wrong_order_are_found_out(
 vision_read = vision.read_image
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_has_its_own_placeholders(kind: str, models: Callable[[str], Model]) -> None:
-    model = models(kind)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_prompt_has_its_own_placeholders(form: str, models: Callable[[str], Model]) -> None:
+    model = models(form)
     mark = model.processor.placeholder
     ids, images = model.read({"prompt": f"See {mark} and {mark}.", "images": [A, file_of(B)]})
-    assert [len(image.rows) for image in images] == list(ROWS[kind])
+    assert [len(image.rows) for image in images] == list(ROWS[form])
     made = model.processor.inner(text=[f"See {mark} and {mark}."], images=[A, B])
     assert ids == list(made["input_ids"][0])
     alone = model.read({"prompt": mark, "images": A})  # one need not be in a list
-    assert len(alone[1]) == 1 and len(alone[1][0].rows) == ROWS[kind][0]
+    assert len(alone[1]) == 1 and len(alone[1][0].rows) == ROWS[form][0]
     assert model.read({"prompt": "no image", "images": []}) == (model.tokenizer.encode("no image"), ())
 
 

@@ -356,9 +356,9 @@ class Stepper:
     def admit(self, calls: Seq[Call], queue: OutputQueue) -> None:
         with self.turn() as engine:
             for call in calls:
-                asked = (call.prompt, call.params, call.speculation)
-                add = Add(engine.add_request(*asked, images=call.images), call.prompt, call.params)
-                self._requests.add(Progress(add), queue)
+                prompt, params, speculation, images = call
+                request_id = engine.add_request(prompt, params, speculation, images=images)
+                self._requests.add(Progress(Add(request_id, prompt, params)), queue)
 
     def step_for(self, queue: OutputQueue) -> None:
         try:

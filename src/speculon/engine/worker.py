@@ -143,8 +143,9 @@ class Worker:
 
     def _add(self, add: Add) -> None:
         try:
-            asked = (add.prompt, add.params, add.speculation, add.request_id, add.written)
-            self.engine.add_request(*asked, images=add.images)
+            self.engine.add_request(
+                add.prompt, add.params, add.speculation, add.request_id, add.written, images=add.images
+            )
         except SpeculonError as error:
             self._pipe.send(Refused(add.request_id, error))
         except Exception as error:

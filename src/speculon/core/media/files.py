@@ -70,8 +70,8 @@ def read_image(source: Any, name: str, limits: ImageLimits) -> Picture:
     if limits.files and isinstance(source, pillow.Image):
         check_pixels(source, name, limits, f"{source.width} x {source.height} pixels")
         return picture(source, name, "an image of Pillow")
-    kinds = "a URL, a path, bytes or an image of Pillow" if limits.files else "a URL"
-    raise refusal(name, type(source).__name__, f"must be {kinds}")
+    taken = "a URL, a path, bytes or an image of Pillow" if limits.files else "a URL"
+    raise refusal(name, type(source).__name__, f"must be {taken}")
 
 
 def check_count(count: int, name: str, limits: ImageLimits) -> None:

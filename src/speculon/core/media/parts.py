@@ -61,18 +61,18 @@ def read_content(content: Any, name: str) -> tuple[Any, list[Source]]:
     text, sources = "", list[Source]()
     for i, part in enumerate(content):
         field = f"{name}.{i}"
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in TEXT_PARTS:
+        part_type = part.get("type") if isinstance(part, Mapping) else None
+        if part_type in TEXT_PARTS:
             if not isinstance(part.get("text"), str):
                 raise InvalidParameter(f"{field}.text", part.get("text"), "must be a string")
             text += part["text"]
-        elif kind in IMAGE_PARTS:
+        elif part_type in IMAGE_PARTS:
             sources.append(image_of(part, field))
             text += IMAGE
-        elif kind in OTHER_PARTS:
-            raise refusal(f"{field}.type", kind, "only text and images are read")
+        elif part_type in OTHER_PARTS:
+            raise refusal(f"{field}.type", part_type, "only text and images are read")
         else:
-            raise InvalidParameter(f"{field}.type", kind, "must be text or image_url")
+            raise InvalidParameter(f"{field}.type", part_type, "must be text or image_url")
     return text, sources
 
 

@@ -87,9 +87,9 @@ def ask(parts: SplitResult, limits: Remote, deadline: float) -> bytes | str:
     """One request: the body, or where a redirect leads."""
     secure, host = parts.scheme == "https", str(parts.hostname)
     port = parts.port or (443 if secure else 80)
-    kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+    connect_by = http.client.HTTPSConnection if secure else http.client.HTTPConnection
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    with closing(kind(host, port)) as connection:
+    with closing(connect_by(host, port)) as connection:
         link = connect(public_addresses(host, port), port, deadline)
         connection.sock = tls(link, host) if secure else link
         with cut_at(deadline, connection.sock):
