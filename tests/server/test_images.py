@@ -18,8 +18,8 @@ import pytest
 from speculon.core.config import EngineConfig
 from speculon.core.media import remote
 from speculon.core.media.files import ImageLimits, read_image
+from speculon.core.media.prompts import Images, Processor
 from speculon.decoding.text.tokenizer import Tokenizer
-from speculon.loading.vision import Images, Processor
 from speculon.server import middleware
 from speculon.server.pool.catalogue import Catalogue
 from tests.images import animated, bomb, data_url, file_of, handing_out, only_a_header, pixels
@@ -230,7 +230,7 @@ def test_bad_images_are_refused_and_the_server_lives_on(inside: Inside, case: st
 
 
 def test_a_missing_check_is_found_out(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speculon.loading.vision.check_count", lambda *_: None)
+    monkeypatch.setattr("speculon.core.media.prompts.check_count", lambda *_: None)
     with pytest.raises(AssertionError):
         check_refused(inside, "too many")
 

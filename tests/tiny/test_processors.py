@@ -13,13 +13,13 @@ import pytest
 from speculon.core.config import EngineConfig, ServeConfig
 from speculon.core.errors import InvalidParameter, InvalidRequest, ModelError, TooLong
 from speculon.core.images import ImageInput
+from speculon.core.media import prompts
 from speculon.core.media.files import ImageLimits
 from speculon.core.media.parts import IMAGE, Source, read_messages
+from speculon.core.media.prompts import Images, Processor
 from speculon.decoding.text.tokenizer import Tokenizer
-from speculon.loading import vision
 from speculon.loading.processors import images_of, load_processor
 from speculon.loading.reading import load_tokenizer
-from speculon.loading.vision import Images, Processor
 from tests.images import data_url, file_of, pixels
 from tests.tiny.processors import PROCESSORS, write_processor
 
@@ -115,7 +115,7 @@ def test_placeholders_are_those_of_the_stock_processor(form: str, models: Callab
 def test_rows_in_the_wrong_order_are_found_out(
     models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vision, "read_image", lambda *given: backwards(*given))
+    monkeypatch.setattr(prompts, "read_image", lambda *given: backwards(*given))
     given = [A, B, B]
 
     def backwards(image: Any, name: str, limits: ImageLimits) -> Any:
@@ -125,7 +125,7 @@ def test_rows_in_the_wrong_order_are_found_out(
         check_rows("qwen2_5_vl", models("qwen2_5_vl"))
 
 
-vision_read = vision.read_image
+vision_read = prompts.read_image
 
 
 @pytest.mark.parametrize("form", FORMS)

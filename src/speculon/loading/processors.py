@@ -10,9 +10,9 @@ from typing import Any
 from speculon.core.config import EngineConfig
 from speculon.core.errors import ModelError
 from speculon.core.media.files import ImageLimits
+from speculon.core.media.prompts import Images, Processor
 from speculon.loading.gguf import is_gguf
 from speculon.loading.locate import first_line, locate
-from speculon.loading.vision import Images, Processor
 
 # where the class of a processor may be named, the first that has one counts
 FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")

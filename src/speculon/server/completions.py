@@ -11,6 +11,7 @@ from typing import Any
 from speculon.core.config import Structured
 from speculon.core.errors import InvalidParameter
 from speculon.core.media.parts import read_messages
+from speculon.core.media.prompts import Prompt
 from speculon.decoding.text.deltas import THINKING_TAGS, ReplyParser, TextParser, ThinkingParser, thinking_of
 from speculon.decoding.text.tokenizer import sure_text
 from speculon.decoding.text.tool_calls import (
@@ -24,7 +25,6 @@ from speculon.decoding.text.tool_calls import (
     tagged_call,
 )
 from speculon.decoding.text.tool_schemas import TOOLS, calls_grammar, calls_schema, check_size, fitted
-from speculon.loading.vision import Prompt
 from speculon.server.capture import chat_prompt, completion_prompts
 from speculon.server.choice import special_tags
 from speculon.server.infill import Infill

@@ -9,9 +9,9 @@ from typing import Any
 from speculon.core.config import RequestSpeculation, SpeculationConfig
 from speculon.core.config.serve import ServeConfig
 from speculon.core.errors import InvalidParameter, TooLong
+from speculon.core.media.prompts import Images
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.admission import CONTEXT, max_length
-from speculon.loading.vision import Images
 
 OF_REQUESTS = RequestSpeculation.model_fields.keys() & SpeculationConfig.model_fields.keys()
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from speculon.core.config import EngineConfig
 from speculon.core.errors import SpeculonError
+from speculon.core.media.prompts import Images
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.async_engine import AsyncEngine
 from speculon.engine.client import EngineClient
 from speculon.loading.processors import images_of
-from speculon.loading.vision import Images
 
 if TYPE_CHECKING:
     from speculon.drafters.choose import Fit
