@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GgufConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -233,8 +234,9 @@ def load_model(
     place, options = from_file(checkpoint.path)
     more: dict[str, Any] = {**options, "quantization_config": GgufConfig(dequantize=True)} if options else {}
     refuse_unknown_method(checkpoint)
+    causal = type(config) in AutoModelForCausalLM._model_mapping or checkpoint.remote_code
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = (AutoModelForCausalLM if causal else AutoModelForImageTextToText).from_pretrained(
             place,
             config=config,
             dtype=dtype,

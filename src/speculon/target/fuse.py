@@ -91,7 +91,7 @@ def choose_loop(target: Target, trial: Trial, *, compile: bool) -> None:
     if target.device.type in RECORDERS:
         if len({*loop.kinds}) > 1:
             raise CannotReplace("not captured: several rotary tables")
-        runner.run = captured_loop(loop, target)
+        runner.run, runner.uncaptured = captured_loop(loop, target), loop
         runner.form = "captured"
         runner.num_bytes += CaptureSizes.of_target(config, target.layers).num_bytes(target.dtype)
     elif target.device.type == "cpu":
@@ -231,8 +231,8 @@ def unmap_file(model: nn.Module) -> None:
 
 def make_loop(target: Target, trial: Trial) -> Loop:
     """The whole forward as one loop. Raises `CannotReplace` where the stock model does anything else."""
-    model, base = target.model, target.model.base_model
-    loop = uncompared_loop(model, base)
+    model = target.model
+    loop = uncompared_loop(model, model.get_decoder() if target.vision else model.base_model)
     if not passed("loop"):
         check_loop(model, loop, trial)
         passes("loop")

@@ -6,6 +6,7 @@ import inspect
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Literal, cast
@@ -26,6 +27,7 @@ from speculon.target.pieces import with_prompts
 from speculon.target.quantized import describe, layers_of
 from speculon.target.recurrent import Mixer, restore
 from speculon.target.taps import Taps
+from speculon.target.vision import vision_of
 
 Run = Callable[[Batch, View, Taps | None], Tensor | None]  # logits [R, V]
 
@@ -40,6 +42,7 @@ class Runner:
     form: Literal["layers", "loop", "compiled", "captured"] = "layers"  # `loop`: in the stock forward's place
     refused: Counter[str] = field(default_factory=Counter)  # reason -> layers or modules
     num_bytes: int = 0  # what it takes in addition to the weights
+    uncaptured: Callable[..., Any] | None = None  # for steps with images, where `run` is captured
 
     @property
     def chosen(self) -> bool:
@@ -90,6 +93,7 @@ class Target:
         self.source = str(getattr(model, "name_or_path", "") or "") or None  # folder or hub id of its files
         self.device, self.dtype = model.device, model.dtype
         self.runner = Runner(partial(stock_forward, model), len(layers))
+        self.vision, self.no_images = vision_of(model)  # or why it takes no images
         self.taps: Taps | None = None
         self.prompts_apart = False  # whether rows of prompts run in other products than generated tokens
         self.invariance = "no"  # whether its logits are batch-invariant, and why not
@@ -219,8 +223,13 @@ class Target:
         """Logits of `decoding.batch.score_rows`; K and V of all rows go to the pages of `view`."""
         start = time.perf_counter()
         assert (view.states is None) == (not self.mixers), "states for a model with mixers alone"
-        with with_prompts(batch.prompts if self.prompts_apart else ()):
-            scores = self.runner.run(batch, view, self.taps)
+        run: Run = self.runner.run
+        placed: AbstractContextManager[None] = nullcontext()
+        if batch.images or batch.position_ids.dim() == 3:
+            assert self.vision is not None, "images for a text model"
+            run, placed = self.runner.uncaptured or run, self.vision.placed(batch.images)
+        with placed, with_prompts(batch.prompts if self.prompts_apart else ()):
+            scores = run(batch, view, self.taps)
         logits = torch.empty(0, self.vocab_size, device=self.device) if scores is None else scores.float()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
