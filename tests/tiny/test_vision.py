@@ -20,7 +20,9 @@ from speculon.decoding.kv.store import PageStore, View
 from speculon.decoding.sequence import Sequence, Span
 from speculon.engine.engine import Engine
 from speculon.loading.load import load_target, wrap_model
+from speculon.loading.memory.needs import model_needs
 from speculon.target import vision
+from speculon.target.quantized import layers_of
 from speculon.target.target import Output, Target
 from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.scripted import Key, Result, drain, make_engine, script, texts_of
@@ -286,6 +288,36 @@ def test_in_bf16_rows_do_not_depend_on_the_crowd(kind: str, tmp_path: Path) -> N
     assert texts_of(drain(engine)) == separate
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rounded_model(kind: str, tmp_path: Path) -> None:
+    """Its vision tower stays numbers, its memory is estimated, and the crowd changes no text."""
+    path = write_vision(tmp_path, kind)
+    target = load_target(path, dtype="bfloat16", quantization="int8", batch_invariant=None)
+    assert target.packed and target.vision is not None
+    tower = {id(x) for x in target.vision.base.modules()} - {
+        id(x) for x in target.model.get_decoder().modules()
+    }
+    assert not any(id(layer) in tower for _, layer in layers_of(target.model))
+    expected = model_needs(path, torch.bfloat16, torch.device("cpu"), 1, 1, quantization="int8").bytes_fixed
+    assert target.num_bytes == pytest.approx(expected, rel=0.1)
+    separate: dict[Key, list[int]] = {}
+    for request in CROWD[:3]:
+        engine = make_engine(target)
+        request.add(engine, kind)
+        separate |= texts_of(drain(engine))
+    engine = make_engine(target, max_batch_tokens=24, max_num_seqs=4)
+    for request in CROWD[:3]:
+        request.add(engine, kind)
+    assert texts_of(drain(engine)) == separate
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_table_says_what_images_do(kind: str) -> None:
+    row = make_engine(target_of(kind), max_batch_tokens=64, max_num_seqs=4).capabilities()["images"]
+    assert row.status == "on" and ("three axes" in row.reason) == (kind == "qwen2_5_vl")
+    assert row.limits == ({"tokens_of_one": 60} if kind == "gemma3" else {})
+
+
 def test_images_that_do_not_fit_the_prompt_are_refused() -> None:
     engine = make_engine(target_of("llava"))
     ids, images = image_prompt("llava", (1,))
@@ -308,3 +340,4 @@ def test_a_text_model_refuses_images() -> None:
     with pytest.raises(InvalidParameter, match="a text model") as refused:
         make_engine(tiny_target("llama")).add_request(ids, GREEDY, images=images)
     assert refused.value.feature == "images"
+    assert make_engine(tiny_target("llama")).capabilities()["images"].status == "refused"

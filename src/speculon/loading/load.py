@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     GgufConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -36,7 +35,7 @@ from speculon.loading.invariant import decide
 from speculon.loading.load_check import check_logits, logits_in_fp32, stock_logits
 from speculon.loading.locate import first_line, locate
 from speculon.loading.probe import discover, use_attention
-from speculon.loading.quantization import native_bf16, round_weights, will_be_packed
+from speculon.loading.quantization import model_class, native_bf16, round_weights, will_be_packed
 from speculon.loading.reading import from_file, quiet, release_memory
 from speculon.target import attention
 from speculon.target.fuse import fuse, fuse_norms, pack_rest
@@ -234,9 +233,10 @@ def load_model(
     place, options = from_file(checkpoint.path)
     more: dict[str, Any] = {**options, "quantization_config": GgufConfig(dequantize=True)} if options else {}
     refuse_unknown_method(checkpoint)
-    causal = type(config) in AutoModelForCausalLM._model_mapping or checkpoint.remote_code
     try:
-        model, info = (AutoModelForCausalLM if causal else AutoModelForImageTextToText).from_pretrained(
+        model, info = (
+            AutoModelForCausalLM if checkpoint.remote_code else model_class(config)
+        ).from_pretrained(
             place,
             config=config,
             dtype=dtype,
