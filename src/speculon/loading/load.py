@@ -42,6 +42,7 @@ from speculon.target.fuse import fuse, fuse_norms, pack_rest
 from speculon.target.recurrent import decide as decide_continuation
 from speculon.target.remembered import passed, passes, remembering
 from speculon.target.target import Target
+from speculon.target.vision import vision_of
 
 # elements; smaller buffers (rotary tables) are copied, larger ones (packed weights) shared
 OWN_BUFFER = 1 << 16
@@ -157,6 +158,7 @@ def make_target(
     compile: bool = False,
 ) -> Target:
     model.eval()
+    vision, no_images = vision_of(model)  # by its config, before it reads text alone
     layers, vocab_size, mixers = discover(model)
     decide_continuation(mixers)
     limit, notes = context_limit(model, max_context, any(layer.heads for layer in layers))
@@ -171,6 +173,8 @@ def make_target(
         eos_ids=eos_ids(model),
         notes=(*notes, *([RECURRENT] if mixers else [])),
         mixers=mixers,
+        vision=vision,
+        no_images=no_images,
     )
     checked = "logits, compiled" if compile else "logits"
     known = passed(checked)

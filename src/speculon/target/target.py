@@ -27,7 +27,7 @@ from speculon.target.pieces import with_prompts
 from speculon.target.quantized import describe, layers_of
 from speculon.target.recurrent import Mixer, restore
 from speculon.target.taps import Taps
-from speculon.target.vision import vision_of
+from speculon.target.vision import Vision
 
 Run = Callable[[Batch, View, Taps | None], Tensor | None]  # logits [R, V]
 
@@ -85,6 +85,8 @@ class Target:
         eos_ids: frozenset[int],
         notes: tuple[str, ...] = (),
         mixers: tuple[Mixer, ...] = (),
+        vision: Vision | None = None,
+        no_images: str = "a text model",
     ):
         self.model, self.layers, self.name, self.vocab_size = model, layers, name, vocab_size
         self.max_context, self.eos_ids, self.notes = max_context, eos_ids, notes
@@ -93,7 +95,7 @@ class Target:
         self.source = str(getattr(model, "name_or_path", "") or "") or None  # folder or hub id of its files
         self.device, self.dtype = model.device, model.dtype
         self.runner = Runner(partial(stock_forward, model), len(layers))
-        self.vision, self.no_images = vision_of(model)  # or why it takes no images
+        self.vision, self.no_images = vision, no_images  # or why it takes no images
         self.taps: Taps | None = None
         self.prompts_apart = False  # whether rows of prompts run in other products than generated tokens
         self.invariance = "no"  # whether its logits are batch-invariant, and why not
