@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -19,7 +20,8 @@ from speculon.decoding.batch import Batch
 from speculon.decoding.kv.store import PageStore, View
 from speculon.decoding.sequence import Sequence, Span
 from speculon.engine.engine import Engine
-from speculon.loading.load import load_target, wrap_model
+from speculon.loading.image_check import ImageSample
+from speculon.loading.load import load_target, make_target, wrap_model
 from speculon.loading.memory.needs import model_needs
 from speculon.target import vision
 from speculon.target.quantized import layers_of
@@ -197,6 +199,28 @@ def test_a_planted_error_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(*PLANTED[kind])
     engine = make_engine(wrap_model(stock(kind)))
     assert row_error(kind, engine, (Asked("one", (1,)),)) > 1e-3
+
+
+def sample_of(kind: str) -> ImageSample:
+    ids, images = image_prompt(kind, (5,))
+    return ImageSample(ids, images[0])
+
+
+def checked(kind: str, dtype: torch.dtype) -> Target:
+    """As it is loaded, with the check of images."""
+    model = copy.deepcopy(stock(kind)).to(dtype)
+    return make_target(model, kind, None, fused=True, share=True, sample=sample_of(kind))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_are_checked_at_load(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target that fails reads text alone, and says why."""
+    assert checked(kind, dtype).vision is not None
+    if kind in PLANTED:
+        monkeypatch.setattr(*PLANTED[kind])
+        target = checked(kind, dtype)
+        assert target.vision is None and "the check of images failed" in target.no_images
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -31,6 +31,7 @@ from speculon.core.errors import (
 )
 from speculon.loading.ends import eos_ids
 from speculon.loading.headers import Checkpoint, read_checkpoint, refuse_unsafe
+from speculon.loading.image_check import ImageSample, check_images, stock_image_logits
 from speculon.loading.invariant import decide
 from speculon.loading.load_check import check_logits, logits_in_fp32, stock_logits
 from speculon.loading.locate import first_line, locate
@@ -156,7 +157,9 @@ def make_target(
     fused: bool,
     share: bool = False,
     compile: bool = False,
+    sample: ImageSample | None = None,
 ) -> Target:
+    """Fuses and checks a model that was read. With a `sample` images are checked, too."""
     model.eval()
     vision, no_images = vision_of(model)  # by its config, before it reads text alone
     layers, vocab_size, mixers = discover(model)
@@ -179,6 +182,7 @@ def make_target(
     checked = "logits, compiled" if compile else "logits"
     known = passed(checked)
     expected, truth = (None, None) if known else (stock_logits(target), logits_in_fp32(target))
+    seen = stock_image_logits(target, sample)
     use_attention(model, attention.NAME)
     for mixer in mixers:
         mixer.install()
@@ -194,6 +198,7 @@ def make_target(
         check_logits(target, expected, truth)
         if not compile or target.runner.form in ("compiled", "captured"):  # else it may be, next time
             passes(checked)
+    check_images(target, sample, seen)
     return target
 
 

@@ -80,7 +80,7 @@ class Vision:
         """Of one image, a row for each placeholder. Raises `InvalidParameter` where the numbers differ."""
         kept = self._kept.pop(image.digest, None)
         if kept is None:
-            out = self.base.get_image_features(**dict(self._inputs(image)), return_dict=True).pooler_output
+            out = self.base.get_image_features(**dict(self.inputs(image)), return_dict=True).pooler_output
             parts = out if isinstance(out, (list, tuple)) else [out]
             kept = torch.cat([part.flatten(0, -2) for part in parts])
             if len(kept) != len(image.rows):
@@ -91,7 +91,8 @@ class Vision:
             self._kept.popitem(last=False)
         return kept
 
-    def _inputs(self, image: ImageInput) -> Iterator[tuple[str, Tensor]]:
+    def inputs(self, image: ImageInput) -> Iterator[tuple[str, Tensor]]:
+        """What the tower reads, by argument."""
         for name, values in image.inputs.items():
             tensor = torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
             yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
