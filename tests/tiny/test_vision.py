@@ -1,4 +1,4 @@
-"""Prompts with images: texts and rows of the stock models, alone, in a crowd, in chunks and found again."""
+"""Prompts with images: texts and rows of the stock models, alone, in a batch, in chunks and found again."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from speculon.target.target import Output, Target
 from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.scripted import Key, Result, drain, make_engine, script, texts_of
 from tests.tiny.vision_models import (
+    FAMILIES,
     IMAGE,
-    KINDS,
     image_prompt,
     pixels,
     stock_arguments,
@@ -43,17 +43,17 @@ SEEDED = SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True)
 
 
 @cache
-def stock(kind: str) -> PreTrainedModel:
-    return vision_model(kind)
+def stock(family: str) -> PreTrainedModel:
+    return vision_model(family)
 
 
 @cache
-def target_of(kind: str) -> Target:
-    return wrap_model(stock(kind))
+def target_of(family: str) -> Target:
+    return wrap_model(stock(family))
 
 
 @dataclass
-class Asked:
+class ImageRequest:
     """A request by name, with its images by their seeds."""
 
     id: str
@@ -63,80 +63,80 @@ class Asked:
     speculation: dict[str, Any] = field(default_factory=dict)
     more: tuple[int, ...] = ()  # tokens after all
 
-    def add(self, engine: Engine, kind: str) -> None:
-        ids, images = image_prompt(kind, self.images, self.lead)
+    def add(self, engine: Engine, family: str) -> None:
+        ids, images = image_prompt(family, self.images, self.lead)
         prompt = [*ids, *self.more]
         engine.add_request(prompt, self.params, self.speculation, self.id, images=images)
 
 
-CROWD = (
-    Asked("one", (1,)),
-    Asked("two", (1, 2)),
-    Asked("text", lead=19),
-    Asked("other", (3,), lead=30),
-    Asked("seeded", (2,), params=SEEDED),
-    Asked("long", lead=45, params=SEEDED),
+REQUESTS = (
+    ImageRequest("one", (1,)),
+    ImageRequest("two", (1, 2)),
+    ImageRequest("text", lead=19),
+    ImageRequest("other", (3,), lead=30),
+    ImageRequest("seeded", (2,), params=SEEDED),
+    ImageRequest("long", lead=45, params=SEEDED),
 )
 
 
-def texts(kind: str, requests: Iterable[Asked], **settings: Any) -> dict[Key, Result]:
-    engine = make_engine(target_of(kind), **settings)
+def texts(family: str, requests: Iterable[ImageRequest], **settings: Any) -> dict[Key, Result]:
+    engine = make_engine(target_of(family), **settings)
     for request in requests:
-        request.add(engine, kind)
+        request.add(engine, family)
     return drain(engine)
 
 
 @cache
-def alone(kind: str) -> dict[Key, list[int]]:
-    """Each text of the crowd, written alone and plainly."""
+def alone(family: str) -> dict[Key, list[int]]:
+    """Each text of the batch, written alone and plainly."""
     results: dict[Key, Result] = {}
-    for request in CROWD:
-        results |= texts(kind, (replace(request, speculation={"method": "off"}),))
+    for request in REQUESTS:
+        results |= texts(family, (replace(request, speculation={"method": "off"}),))
     return texts_of(results)
 
 
-def drafting(k: int) -> tuple[Asked, ...]:
-    asked = {"method": "scripted", "num_speculative_tokens": k}
-    return tuple(replace(request, speculation=asked) for request in CROWD)
+def drafting(k: int) -> tuple[ImageRequest, ...]:
+    scripted = {"method": "scripted", "num_speculative_tokens": k}
+    return tuple(replace(request, speculation=scripted) for request in REQUESTS)
 
 
 @pytest.mark.parametrize("images", [(), (1,), (1, 2), (2, 2)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_text_is_that_of_generate(kind: str, images: tuple[int, ...]) -> None:
-    ids, inputs = image_prompt(kind, images)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_text_is_that_of_generate(family: str, images: tuple[int, ...]) -> None:
+    ids, inputs = image_prompt(family, images)
     prompt = torch.tensor([ids])
-    expected = stock(kind).generate(
+    expected = stock(family).generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=20,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
-        **stock_arguments(kind, ids, inputs),
+        **stock_arguments(family, ids, inputs),
     )
-    ours = texts(kind, (Asked("r", images),))["r", 0].tokens
+    ours = texts(family, (ImageRequest("r", images),))["r", 0].tokens
     assert ours == expected[0, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_image_changes_the_text(kind: str) -> None:
-    results = texts(kind, (Asked("a", (1,)), Asked("b", (2,))))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_image_changes_the_text(family: str) -> None:
+    results = texts(family, (ImageRequest("a", (1,)), ImageRequest("b", (2,))))
     assert results["a", 0].tokens != results["b", 0].tokens
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_batch_tokens": 24, "max_num_seqs": 4}, {"num_blocks": 46}])
-@pytest.mark.parametrize("kind", KINDS)
-def test_texts_of_a_crowd_are_those_written_alone(kind: str, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_of_a_batch_are_those_written_alone(family: str, settings: dict[str, Any]) -> None:
     """With drafts of all accepted lengths; in chunks; and preempted, with few pages."""
-    script(alone(kind))
-    results = texts(kind, drafting(4), **settings)
-    assert texts_of(results) == alone(kind)
+    script(alone(family))
+    results = texts(family, drafting(4), **settings)
+    assert texts_of(results) == alone(family)
     preempted = sum(result.stats.preemptions for result in results.values())
     assert (preempted > 0) == ("num_blocks" in settings)
     assert sum(result.stats.accepted for result in results.values()) > 20
 
 
-def row_error(kind: str, engine: Engine, requests: tuple[Asked, ...]) -> float:
+def row_error(family: str, engine: Engine, requests: tuple[ImageRequest, ...]) -> float:
     """The largest difference of a scored row from the stock model's forward over the same tokens."""
     forward, worst = engine.target.forward, 0.0
 
@@ -150,8 +150,8 @@ def row_error(kind: str, engine: Engine, requests: tuple[Asked, ...]) -> float:
                 text = [*span.seq.tokens[: span.start], *ids[span.row : span.row + span.rows]]
                 if text.count(IMAGE) != placeholders:  # a draft, which the stock model takes for an image
                     continue
-                more = stock_arguments(kind, text, images)
-                expected = stock(kind)(torch.tensor([text]), **more).logits[0, -len(span.score) :]
+                more = stock_arguments(family, text, images)
+                expected = stock(family)(torch.tensor([text]), **more).logits[0, -len(span.score) :]
                 rows = out.logits[span.score.start : span.score.stop]
                 worst = max(worst, float((rows - expected).abs().max() / expected.abs().max()))
         return out
@@ -159,16 +159,16 @@ def row_error(kind: str, engine: Engine, requests: tuple[Asked, ...]) -> float:
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         patch.setattr(engine.target, "forward", checked)
         for request in requests:
-            request.add(engine, kind)
+            request.add(engine, family)
         drain(engine)
     return worst
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_those_of_the_stock_model(kind: str) -> None:
-    script(alone(kind))
-    engine = make_engine(target_of(kind), max_batch_tokens=24, max_num_seqs=4)
-    assert row_error(kind, engine, drafting(4)) < 1e-4
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_are_those_of_the_stock_model(family: str) -> None:
+    script(alone(family))
+    engine = make_engine(target_of(family), max_batch_tokens=24, max_num_seqs=4)
+    assert row_error(family, engine, drafting(4)) < 1e-4
 
 
 def on_one_axis(*_: Any) -> None:
@@ -193,48 +193,48 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("kind", PLANTED)
-def test_a_planted_error_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", PLANTED)
+def test_a_planted_error_is_seen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One axis for three, attention in one direction, another image."""
-    monkeypatch.setattr(*PLANTED[kind])
-    engine = make_engine(wrap_model(stock(kind)))
-    assert row_error(kind, engine, (Asked("one", (1,)),)) > 1e-3
+    monkeypatch.setattr(*PLANTED[family])
+    engine = make_engine(wrap_model(stock(family)))
+    assert row_error(family, engine, (ImageRequest("one", (1,)),)) > 1e-3
 
 
-def sample_of(kind: str) -> ImageSample:
-    ids, images = image_prompt(kind, (5,))
+def sample_of(family: str) -> ImageSample:
+    ids, images = image_prompt(family, (5,))
     return ImageSample(ids, images[0])
 
 
-def checked(kind: str, dtype: torch.dtype) -> Target:
+def checked(family: str, dtype: torch.dtype) -> Target:
     """As it is loaded, with the check of images."""
-    model = copy.deepcopy(stock(kind)).to(dtype)
-    return make_target(model, kind, None, fused=True, share=True, sample=sample_of(kind))
+    model = copy.deepcopy(stock(family)).to(dtype)
+    return make_target(model, family, None, fused=True, share=True, sample=sample_of(family))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_images_are_checked_at_load(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_images_are_checked_at_load(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A target that fails reads text alone, and says why."""
-    assert checked(kind, dtype).vision is not None
-    if kind in PLANTED:
-        monkeypatch.setattr(*PLANTED[kind])
-        target = checked(kind, dtype)
+    assert checked(family, dtype).vision is not None
+    if family in PLANTED:
+        monkeypatch.setattr(*PLANTED[family])
+        target = checked(family, dtype)
         assert target.vision is None and "the check of images failed" in target.no_images
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_second_turn_finds_the_image_in_pages(kind: str) -> None:
-    engine = make_engine(target_of(kind))
-    first = Asked("first", (1,))
-    first.add(engine, kind)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_second_turn_finds_the_image_in_pages(family: str) -> None:
+    engine = make_engine(target_of(family))
+    first = ImageRequest("first", (1,))
+    first.add(engine, family)
     text = drain(engine)["first", 0].tokens
-    ids, images = image_prompt(kind, (1,))
+    ids, images = image_prompt(family, (1,))
     prompt = [*ids, *(token for token in text if token != IMAGE), 5, 6, 7]
     engine.add_request(prompt, GREEDY, {"method": "off"}, "second", images=images)
     second = drain(engine)["second", 0]
     assert second.stats.cached_tokens > images[0].rows[-1]
-    fresh = make_engine(target_of(kind), prefix_cache=False)
+    fresh = make_engine(target_of(family), prefix_cache=False)
     fresh.add_request(prompt, GREEDY, {"method": "off"}, "second", images=images)
     assert drain(fresh)["second", 0].tokens == second.tokens
 
@@ -242,13 +242,13 @@ def test_a_second_turn_finds_the_image_in_pages(kind: str) -> None:
 @pytest.mark.parametrize("planted", [False, True])
 def test_two_images_share_no_page(planted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompts differ in the image alone; the planted error leaves it out of the content of pages."""
-    kind, requests = "llava", [Asked("first", (1,)), Asked("second", (2,))]
-    separate = texts(kind, requests[1:])["second", 0].tokens
+    family, requests = "llava", [ImageRequest("first", (1,)), ImageRequest("second", (2,))]
+    separate = texts(family, requests[1:])["second", 0].tokens
     if planted:
         monkeypatch.setattr(Sequence, "contents", lambda seq, a, b: tuple(seq.tokens[a:b]))
-    engine = make_engine(target_of(kind))
+    engine = make_engine(target_of(family))
     for request in requests:
-        request.add(engine, kind)
+        request.add(engine, family)
         result = drain(engine)[request.id, 0]
     assert (result.stats.cached_tokens > 8) == planted  # what is before the image
     assert (result.tokens == separate) != planted
@@ -256,8 +256,8 @@ def test_two_images_share_no_page(planted: bool, monkeypatch: pytest.MonkeyPatch
 
 def test_blocks_are_never_cut() -> None:
     """Of Gemma 3: a chunk ends before an image or after it, also where pages have its beginning."""
-    kind, cut = "gemma3", []
-    engine = make_engine(target_of(kind), max_batch_tokens=9, max_num_seqs=2)
+    family, cut = "gemma3", []
+    engine = make_engine(target_of(family), max_batch_tokens=9, max_num_seqs=2)
     view = PageStore.view
 
     def watched(store: PageStore, spans: list[Span]) -> View:
@@ -266,56 +266,58 @@ def test_blocks_are_never_cut() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PageStore, "view", watched)
-        for request in CROWD:
-            request.add(engine, kind)
+        for request in REQUESTS:
+            request.add(engine, family)
         results = drain(engine)
-    assert not cut and texts_of(results) == alone(kind)
+    assert not cut and texts_of(results) == alone(family)
     with pytest.raises(NeverFits, match="an image of 4 tokens is one chunk of the prompt, of at most 3"):
-        Asked("r", (1,)).add(make_engine(target_of(kind), max_batch_tokens=5, max_num_seqs=2), kind)
+        ImageRequest("r", (1,)).add(
+            make_engine(target_of(family), max_batch_tokens=5, max_num_seqs=2), family
+        )
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "eagle3"])
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3"])
-def test_drafters_leave_the_text(kind: str, method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_drafters_leave_the_text(family: str, method: str, tmp_path: Path) -> None:
     draft: dict[str, Any] = {}
     if method == "draft_model":  # itself, which reads placeholders as tokens
-        draft = {"draft_model": vision_model(kind)}
+        draft = {"draft_model": vision_model(family)}
     elif method == "eagle3":
-        config = stock(kind).config.get_text_config()
+        config = stock(family).config.get_text_config()
         draft = {"eagle3": str(write_eagle3(tmp_path, config, taps=(0, 1, 2)))}
     engine = make_engine(
-        target_of(kind), speculation={"method": method, **({"draft": draft} if draft else {})}
+        target_of(family), speculation={"method": method, **({"draft": draft} if draft else {})}
     )
-    for request in CROWD:
-        request.add(engine, kind)
+    for request in REQUESTS:
+        request.add(engine, family)
     results = drain(engine)
-    assert texts_of(results) == alone(kind)
+    assert texts_of(results) == alone(family)
     if draft:
         assert all(result.stats.drafted_at.total() > 0 for result in results.values())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_in_bf16_rows_do_not_depend_on_the_crowd(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_bf16_rows_do_not_depend_on_the_batch(family: str, tmp_path: Path) -> None:
     """Where batch_invariant holds: bitwise equal."""
-    target = load_target(write_vision(tmp_path, kind), dtype="bfloat16", batch_invariant=None)
+    target = load_target(write_vision(tmp_path, family), dtype="bfloat16", batch_invariant=None)
     if not target.batch_invariant:
         pytest.skip(target.invariance)
     separate: dict[Key, list[int]] = {}
-    for request in CROWD:
+    for request in REQUESTS:
         engine = make_engine(target)
-        request.add(engine, kind)
+        request.add(engine, family)
         separate |= texts_of(drain(engine))
     script(separate)
     engine = make_engine(target, max_batch_tokens=24, max_num_seqs=4)
     for request in drafting(4):
-        request.add(engine, kind)
+        request.add(engine, family)
     assert texts_of(drain(engine)) == separate
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_rounded_model(kind: str, tmp_path: Path) -> None:
-    """Its vision tower stays numbers, its memory is estimated, and the crowd changes no text."""
-    path = write_vision(tmp_path, kind)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rounded_model(family: str, tmp_path: Path) -> None:
+    """Its vision tower stays numbers, its memory is estimated, and the batch changes no text."""
+    path = write_vision(tmp_path, family)
     target = load_target(path, dtype="bfloat16", quantization="int8", batch_invariant=None)
     assert target.packed and target.vision is not None
     tower = {id(x) for x in target.vision.base.modules()} - {
@@ -325,21 +327,21 @@ def test_a_rounded_model(kind: str, tmp_path: Path) -> None:
     expected = model_needs(path, torch.bfloat16, torch.device("cpu"), 1, 1, quantization="int8").bytes_fixed
     assert target.num_bytes == pytest.approx(expected, rel=0.1)
     separate: dict[Key, list[int]] = {}
-    for request in CROWD[:3]:
+    for request in REQUESTS[:3]:
         engine = make_engine(target)
-        request.add(engine, kind)
+        request.add(engine, family)
         separate |= texts_of(drain(engine))
     engine = make_engine(target, max_batch_tokens=24, max_num_seqs=4)
-    for request in CROWD[:3]:
-        request.add(engine, kind)
+    for request in REQUESTS[:3]:
+        request.add(engine, family)
     assert texts_of(drain(engine)) == separate
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_table_says_what_images_do(kind: str) -> None:
-    row = make_engine(target_of(kind), max_batch_tokens=64, max_num_seqs=4).capabilities()["images"]
-    assert row.status == "on" and ("three axes" in row.reason) == (kind == "qwen2_5_vl")
-    assert row.limits == ({"tokens_of_one": 60} if kind == "gemma3" else {})
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table_says_what_images_do(family: str) -> None:
+    row = make_engine(target_of(family), max_batch_tokens=64, max_num_seqs=4).capabilities()["images"]
+    assert row.status == "on" and ("three axes" in row.reason) == (family == "qwen2_5_vl")
+    assert row.limits == ({"tokens_of_one": 60} if family == "gemma3" else {})
 
 
 def test_images_that_do_not_fit_the_prompt_are_refused() -> None:

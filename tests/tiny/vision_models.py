@@ -104,7 +104,7 @@ def llava() -> dict[str, Any]:
     }
 
 
-KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+FAMILIES: dict[str, Callable[[], dict[str, Any]]] = {
     "qwen2_5_vl": qwen2_5_vl,
     "gemma3": gemma3,
     "idefics3": idefics3,
@@ -112,10 +112,10 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def vision_model(kind: str, seed: int = 0) -> PreTrainedModel:
+def vision_model(family: str, seed: int = 0) -> PreTrainedModel:
     """In fp32, with random weights that make greedy texts differ between images."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **KINDS[kind]())
+    config = AutoConfig.for_model(family, **FAMILIES[family]())
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for weight in model.parameters():
@@ -124,29 +124,29 @@ def vision_model(kind: str, seed: int = 0) -> PreTrainedModel:
     return model
 
 
-def write_vision(folder: Path, kind: str, seed: int = 0) -> Path:
-    vision_model(kind, seed).save_pretrained(folder)
+def write_vision(folder: Path, family: str, seed: int = 0) -> Path:
+    vision_model(family, seed).save_pretrained(folder)
     return folder
 
 
-def pixels(kind: str, seed: int) -> tuple[dict[str, Any], int]:
+def pixels(family: str, seed: int) -> tuple[dict[str, Any], int]:
     """Random inputs of a vision tower, and the number of placeholders that its features take."""
     generator = torch.Generator().manual_seed(seed)
-    if kind == "qwen2_5_vl":  # 4 x 6 patches of two frames, of which 2 x 2 are one feature
+    if family == "qwen2_5_vl":  # 4 x 6 patches of two frames, of which 2 x 2 are one feature
         values = torch.randn(24, 3 * 2 * 7 * 7, generator=generator)
         return {"pixel_values": values.numpy(), "image_grid_thw": torch.tensor([[1, 4, 6]]).numpy()}, 6
     values = torch.randn(1, 3, 28, 28, generator=generator)
-    if kind == "idefics3":
+    if family == "idefics3":
         mask = torch.ones(1, 1, 28, 28, dtype=torch.int64)
         return {"pixel_values": values[None].numpy(), "pixel_attention_mask": mask.numpy()}, 4
-    return {"pixel_values": values.numpy()}, 4 if kind == "gemma3" else 16
+    return {"pixel_values": values.numpy()}, 4 if family == "gemma3" else 16
 
 
-def image_prompt(kind: str, images: tuple[int, ...], lead: int = 7) -> tuple[list[int], list[ImageInput]]:
+def image_prompt(family: str, images: tuple[int, ...], lead: int = 7) -> tuple[list[int], list[ImageInput]]:
     """Some text, then each of these images with text after it."""
     ids, inputs = [(5 * i + 3) % 80 + 3 for i in range(lead)], []
     for seed in images:
-        values, count = pixels(kind, seed)
+        values, count = pixels(family, seed)
         rows = tuple(range(len(ids) + 1, len(ids) + 1 + count))
         ids += [91, *[IMAGE] * count, 92, *((3 * i) % 80 + 4 for i in range(5))]
         digest = hashlib.sha256(values["pixel_values"].tobytes()).hexdigest()
@@ -154,15 +154,15 @@ def image_prompt(kind: str, images: tuple[int, ...], lead: int = 7) -> tuple[lis
     return ids, inputs
 
 
-def stock_arguments(kind: str, text: list[int], images: list[ImageInput]) -> dict[str, Tensor]:
+def stock_arguments(family: str, text: list[int], images: list[ImageInput]) -> dict[str, Tensor]:
     """What transformers' own forward takes of the images of a text."""
     if not images:
         return {}
     of_image = torch.tensor([text]) == IMAGE
-    axis = 1 if kind == "idefics3" else 0
+    axis = 1 if family == "idefics3" else 0
     named = {
         name: torch.cat([torch.from_numpy(image.inputs[name]) for image in images], axis)
         for name in images[0].inputs
     }
-    kinds = {"gemma3": "token_type_ids", "qwen2_5_vl": "mm_token_type_ids"}
-    return named | ({kinds[kind]: of_image.int()} if kind in kinds else {})
+    types = {"gemma3": "token_type_ids", "qwen2_5_vl": "mm_token_type_ids"}
+    return named | ({types[family]: of_image.int()} if family in types else {})

@@ -38,7 +38,7 @@ from speculon.speculation.proposers.registry import OFF
 
 if TYPE_CHECKING:
     from speculon.decoding.kv.blocks import BlockPool
-    from speculon.decoding.text.grammar import Grammars
+    from speculon.decoding.text.grammar import Grammars, Matcher
     from speculon.speculation.proposers.compose import Proposers
     from speculon.target.target import Target
 
@@ -95,8 +95,7 @@ class Admission:
             written=written,
         )
         self._check_tokenizer(params)
-        if not isinstance(speculation, RequestSpeculation):
-            speculation = RequestSpeculation(**(speculation or {}))
+        speculation = as_speculation(speculation)
         config = speculation.defaults or self._config
         own = self._own_method(speculation, config)  # refused first: a grammar may take seconds to compile
         prediction = read_prediction(speculation.prediction, self._tokenizer, self._vocab_size)
@@ -130,10 +129,13 @@ class Admission:
             prefix_cache=prefix_cache,
             images=self._images(prompt, images),
         )
-        tokens, ids = [*prompt, *written], self._ids
+        return self._samples(request, [*prompt, *written], grammar)
+
+    def _samples(self, request: Request, tokens: list[int], grammar: Matcher | None) -> list[Sequence]:
+        ids = self._ids
         return [
             Sequence(next(ids), request, list(tokens), RequestStats(), n, grammar=grammar and grammar.fork())
-            for n in range(params.n)
+            for n in range(request.params.n)
         ]
 
     def _images(self, prompt: list[int], images: Seq[ImageInput]) -> PromptImages:
@@ -215,6 +217,10 @@ class Admission:
     def _shape(self, prompt: list[int], params: SamplingParams, off: Reason | None) -> PromptShape:
         text = "" if self._tokenizer is None or off else self._tokenizer.decode(prompt[-SHAPE_TOKENS:])
         return classify_prompt(params.greedy, text)
+
+
+def as_speculation(given: RequestSpeculation | Mapping[str, Any] | None) -> RequestSpeculation:
+    return given if isinstance(given, RequestSpeculation) else RequestSpeculation(**(given or {}))
 
 
 def read_ids(name: str, ids: Any) -> list[int]:
