@@ -33,6 +33,11 @@ class Batch:
     prompts: Runs = ()  # its rows that belong to prompts; the others are those of generated tokens and drafts
     images: tuple[ImageRows, ...] = ()
 
+    @property
+    def sees_images(self) -> bool:
+        """Whether a row takes a feature, or has a position on several axes."""
+        return bool(self.images) or self.position_ids.dim() == 3
+
     @classmethod
     def pack(cls, spans: list[Span], device: torch.device) -> Batch:
         """Lays the spans end to end and gives each its `row` and its `score` range.

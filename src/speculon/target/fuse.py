@@ -91,7 +91,7 @@ def choose_loop(target: Target, trial: Trial, *, compile: bool) -> None:
     if target.device.type in RECORDERS:
         if len({*loop.kinds}) > 1:
             raise CannotReplace("not captured: several rotary tables")
-        runner.run, runner.uncaptured = captured_loop(loop, target), loop
+        runner.run = captured_loop(loop, target)
         runner.form = "captured"
         runner.num_bytes += CaptureSizes.of_target(config, target.layers).num_bytes(target.dtype)
     elif target.device.type == "cpu":

@@ -42,7 +42,6 @@ class Runner:
     form: Literal["layers", "loop", "compiled", "captured"] = "layers"  # `loop`: in the stock forward's place
     refused: Counter[str] = field(default_factory=Counter)  # reason -> layers or modules
     num_bytes: int = 0  # what it takes in addition to the weights
-    uncaptured: Callable[..., Any] | None = None  # for steps with images, where `run` is captured
 
     @property
     def chosen(self) -> bool:
@@ -225,13 +224,12 @@ class Target:
         """Logits of `decoding.batch.score_rows`; K and V of all rows go to the pages of `view`."""
         start = time.perf_counter()
         assert (view.states is None) == (not self.mixers), "states for a model with mixers alone"
-        run: Run = self.runner.run
         placed: AbstractContextManager[None] = nullcontext()
-        if batch.images or batch.position_ids.dim() == 3:
+        if batch.images:
             assert self.vision is not None, "images for a text model"
-            run, placed = self.runner.uncaptured or run, self.vision.placed(batch.images)
+            placed = self.vision.placed(batch.images)
         with placed, with_prompts(batch.prompts if self.prompts_apart else ()):
-            scores = run(batch, view, self.taps)
+            scores = self.runner.run(batch, view, self.taps)
         logits = torch.empty(0, self.vocab_size, device=self.device) if scores is None else scores.float()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
