@@ -142,8 +142,21 @@ def modes(engine: EngineParts) -> Rows:
         yield "tokenizer", row("off", "none, token ids only")
     else:
         yield "tokenizer", row("on", f"{type(text.inner).__name__}, {len(text.inner)} tokens")
+    yield "images", images(engine)
     why = "SpeculativeDecoder alone: verify and step judge drafts by the caller's logits (target_logits)"
     yield "external_logits", row("on", why)
+
+
+def images(engine: EngineParts) -> Capability:
+    vision = engine.target.vision
+    if vision is None:
+        return row("refused", engine.target.no_images)
+    forms = {"positions of three axes": vision.has_axes, "attention in both directions within": vision.both}
+    why = ", ".join(
+        ("features in the place of placeholders", *(form for form, does in forms.items() if does))
+    )
+    longest = engine.config.max_batch_tokens - engine.config.max_num_seqs
+    return row("on", why, **({"tokens_of_one": longest} if vision.both else {}))
 
 
 def prefix_cache(engine: EngineParts) -> Capability:

@@ -118,6 +118,7 @@ class Engine:
             target,
             self.max_context,
             config.max_batch_tokens,
+            config.max_batch_tokens - config.max_num_seqs,
         )
         self.counters = EngineCounters()  # `totals`: of ended sequences; `current_counters` has all
         self.events = Events.of(
@@ -197,17 +198,14 @@ class Engine:
     ) -> str:
         """Admits a request or refuses it by name; nothing is started before every check has passed.
 
-        `written` asks for some samples only, and has the output that each of them begins with.
+        `written` asks for some samples only, and has the output that each of them begins with. `images` are
+        those of the prompt, which has their placeholder tokens.
         """
         if request_id is None:
             request_id = next(name for i in self._names if (name := f"r-{i}") not in self._requests)
         if request_id in self._requests:
             raise InvalidParameter("request_id", request_id, "is in use")
-        if images:
-            raise InvalidParameter("images", f"{len(images)} images", "this engine takes none").about(
-                "images"
-            )
-        admit = partial(self.admission.admit, request_id, prompt, params, speculation)
+        admit = partial(self.admission.admit, request_id, prompt, params, speculation, images=images)
         if written is None:
             samples = admit()
         else:
