@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import (
     AutoConfig,
+    AutoTokenizer,
     CLIPImageProcessorPil,
     Gemma3ImageProcessorPil,
     Idefics3ImageProcessorPil,
@@ -16,6 +17,7 @@ from transformers import (
 )
 
 from tests.tiny.checkpoint import byte_tokenizer
+from tests.tiny.vision_models import FAMILIES, vision_model
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
@@ -43,6 +45,21 @@ NAMED = {
         "image_token": "<image_soft_token>",
         "boi_token": "<start_of_image>",
         "eoi_token": "<end_of_image>",
+    },
+}
+TOKENS = {  # of a config
+    "llava": {"image_token_index": "<image>"},
+    "idefics3": {"image_token_id": "<image>"},
+    "qwen2_5_vl": {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    },
+    "gemma3": {
+        "image_token_id": "<image_soft_token>",
+        "boi_token_index": "<start_of_image>",
+        "eoi_token_index": "<end_of_image>",
     },
 }
 PROCESSORS: dict[str, Callable[[], tuple[str, dict[str, Any], Any]]] = {
@@ -88,9 +105,20 @@ def write_processor(folder: Path, form: str, *, config: dict[str, Any] | None = 
     images.save_pretrained(folder)
     (folder / "processor_config.json").write_text(json.dumps({"processor_class": name, **fields}))
     if config is not None:
-        image = tokenizer.convert_tokens_to_ids(SPECIALS[form][0])
-        key = "image_token_index" if form == "llava" else "image_token_id"
-        AutoConfig.for_model(form, **{**config, key: image}).save_pretrained(folder)
+        ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in TOKENS[form].items()}
+        AutoConfig.for_model(form, **{**config, **ids}).save_pretrained(folder)
+    return folder
+
+
+def write_seeing(folder: Path, form: str) -> Path:
+    """A whole checkpoint: random weights over the processor's tokens."""
+    write_processor(folder, form)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in TOKENS[form].items()}
+    config = FAMILIES[form]() | ids
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
+    config["text_config"] = config["text_config"] | {"vocab_size": len(tokenizer)} | ends
+    vision_model(form, config=config).save_pretrained(folder)
     return folder
 
 

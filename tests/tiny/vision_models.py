@@ -112,11 +112,11 @@ FAMILIES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def vision_model(family: str, seed: int = 0) -> PreTrainedModel:
+def vision_model(family: str, seed: int = 0, config: dict[str, Any] | None = None) -> PreTrainedModel:
     """In fp32, with random weights that make greedy texts differ between images."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **FAMILIES[family]())
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    made = AutoConfig.for_model(family, **(config or FAMILIES[family]()))
+    model = AutoModelForImageTextToText.from_config(made, dtype=torch.float32).eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1 and not weight.any():  # a projection of features that begins with zeros

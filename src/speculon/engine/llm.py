@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mappin
 from collections.abc import Sequence as Seq
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, cast, overload
 
+from speculon.core.checked import is_list, one_per_prompt
 from speculon.core.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
-from speculon.core.errors import ConfigError, InvalidParameter, InvalidRequest
+from speculon.core.errors import ConfigError, InvalidParameter
 from speculon.core.images import ImageInput
 from speculon.core.telemetry import MonitorCounts
 from speculon.decoding.sequence import Event
@@ -399,10 +400,6 @@ def new_text(stream: Stream, event: Event) -> str:
     return stream.push(event.tokens) + (stream.flush(event.finish.matched) if event.finish else "")
 
 
-def is_list(value: object) -> TypeGuard[Seq[Any]]:
-    return isinstance(value, Seq) and not isinstance(value, str | bytes | bytearray)
-
-
 def as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     """Several prompts as they are; a single one as a list of one."""
     if isinstance(prompts, str | Mapping) or (
@@ -419,14 +416,3 @@ def conversations(messages: Seq[Message] | Seq[Seq[Message]]) -> list[Seq[Messag
     if not is_list(messages) or not messages or not is_list(messages[0]):
         return None
     return [cast(Seq[Message], conversation) for conversation in messages]
-
-
-def one_per_prompt(name: str, value: Any, count: int, kind: type | tuple[type, ...]) -> list[Any]:
-    if isinstance(value, kind):
-        return [value] * count
-    if not is_list(value) or not all(isinstance(item, kind) for item in value):
-        names = " or ".join(item.__name__ for item in (kind if isinstance(kind, tuple) else (kind,)))
-        raise InvalidParameter(name, value, f"takes {names}, or a list with one per prompt")
-    if len(value) != count:
-        raise InvalidRequest(f"{name}: {len(value)} given for {count} prompts")
-    return list(value)
