@@ -159,7 +159,9 @@ def test_an_address_that_is_not_public(address: str) -> None:
     assert not is_public(address)
 
 
-@pytest.mark.parametrize("address", [PUBLIC, OTHER, "2606:4700:4700::1111", "::ffff:1.1.1.1"])
+@pytest.mark.parametrize(
+    "address", [PUBLIC, OTHER, "2606:4700:4700::1111", "::ffff:1.1.1.1", "64:ff9b::101:101"]
+)
 def test_an_address_that_is_public(address: str) -> None:
     assert is_public(address)
 
@@ -207,7 +209,7 @@ def test_the_resolver_is_asked_once(network: Network, monkeypatch: pytest.Monkey
     ("url", "expected"),
     [
         ("http://images.test/around", "more than 3 redirects"),
-        ("http://images.test/file", "leads to the scheme 'file': only https and http are fetched"),
+        ("http://images.test/file", "leads to another scheme: only https and http are fetched"),
         ("http://images.test/no", "its host answers with status 404"),
         ("http://images.test/nowhere", "its host answers with status 302"),
         ("http://images.test/large", "larger than 0.004 MB"),

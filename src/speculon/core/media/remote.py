@@ -27,8 +27,10 @@ HEADERS = {
     "Accept-Encoding": "identity",
     "Connection": "close",
 }
-# IPv6 addresses that stand for IPv4 ones, behind a translator: 6to4, Teredo, NAT64
-TRANSLATED = tuple(map(IPv6Network, ("2002::/16", "2001::/32", "64:ff9b::/96", "64:ff9b:1::/48")))
+# IPv6 addresses that stand for IPv4 ones: behind a translator, whose DNS makes them of public ones, too; and
+# in tunnels
+NAT64 = IPv6Network("64:ff9b::/96")
+TUNNELS = tuple(map(IPv6Network, ("2002::/16", "2001::/32", "64:ff9b:1::/48")))
 
 
 class NotFetched(Exception):
@@ -69,7 +71,7 @@ def read_url(base: str, url: str, limits: Remote) -> SplitResult:
     except ValueError:
         raise NotFetched("no URL") from None
     if parts.scheme not in ("http", "https"):
-        raise NotFetched(f"leads to the scheme {parts.scheme[:20]!r}: only https and http are fetched")
+        raise NotFetched("leads to another scheme: only https and http are fetched")
     if not host or port == 0 or any(char <= " " or char == "\x7f" for char in url):
         raise NotFetched("no URL of a host")
     if parts.username is not None or parts.password is not None:
@@ -158,9 +160,9 @@ def is_public(text: str) -> bool:
     except ValueError:
         return False
     if isinstance(address, IPv6Address):
-        if address.ipv4_mapped is not None:
-            address = address.ipv4_mapped
-        elif any(address in network for network in TRANSLATED):
+        if address.ipv4_mapped is not None or address in NAT64:
+            address = IPv4Address(int(address) % 2**32)
+        elif any(address in network for network in TUNNELS):
             return False
     return address.is_global and not address.is_multicast and not address.is_reserved
 
