@@ -84,7 +84,11 @@ def handing_out(answers: dict[str, Answer | Callable[[Any], None]]) -> Iterator[
         def log_message(self, *_: object) -> None:
             """It writes no lines."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, *_: object) -> None:
+            """A client that was cut off is no fault."""
+
+    server = Server(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
