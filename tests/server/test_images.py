@@ -317,12 +317,12 @@ def test_bytes_outside_of_images(body: bytes, rest: int) -> None:
 def test_hostile_bodies_are_searched_in_linear_time() -> None:
     for body in (
         b'"data:image/' * 300_000,
-        b'"data:image/' + b"\\/" * 2_000_000,
+        b'"data:image/' + b"\\/" * 500_000,
         b'"data:image/' + b"\\" * 4_000_000,
     ):
         began = time.perf_counter()
         middleware.without_images(body)
-        assert time.perf_counter() - began < 2
+        assert time.perf_counter() - began < 0.5
 
 
 # remote

@@ -20,6 +20,7 @@ from speculon.loading.processors import images_of, load_processor
 from speculon.server.pool.catalogue import Catalogue
 from tests.images import data_url, file_of, pixels
 from tests.server.inside import ScriptedLoader, serving
+from tests.tiny.checkpoint import write_checkpoint
 from tests.tiny.processors import PROCESSORS, write_seeing
 
 A, B = pixels(40, 60, 1), pixels(30, 30, 2)
@@ -94,8 +95,8 @@ def test_a_second_turn_finds_the_pages_of_its_image(llm: LLM) -> None:
     assert llm.engine.counters.totals.cached_tokens - before >= 16
 
 
-def test_a_model_of_text_alone_refuses_images() -> None:
-    with LLM("demo", **SETTINGS) as llm:
+def test_a_model_of_text_alone_refuses_images(tmp_path: Path) -> None:
+    with LLM(str(write_checkpoint(tmp_path)), **SETTINGS) as llm:
         for call in (lambda: llm.chat(message("x", A)), lambda: llm.generate({"prompt": "x", "images": [A]})):
             with pytest.raises(InvalidParameter, match="this model takes none: ") as caught:
                 call()
