@@ -42,10 +42,15 @@ def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Proc
         except ModelError:
             raise
         except Exception as error:  # files that lack something, a package that is not installed
-            raise ModelError(f"its processor cannot be loaded: {first_line(error)}") from error
+            raise ModelError(f"its processor cannot be loaded: {reason(error, folder)}") from error
     if not getattr(inner, "image_token", None):
         raise ModelError(f"{type(inner).__name__} has no placeholder of an image")
     return Processor(inner, image_id)
+
+
+def reason(error: Exception, folder: Path) -> str:
+    """Without the place of the folder, which clients do not learn."""
+    return first_line(error).replace(str(folder), folder.name)
 
 
 def placeholder_id(folder: Path, trust_remote_code: bool) -> int:
@@ -57,7 +62,7 @@ def placeholder_id(folder: Path, trust_remote_code: bool) -> int:
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
     except Exception as error:
-        raise ModelError(f"its config cannot be read: {first_line(error)}") from error
+        raise ModelError(f"its config cannot be read: {reason(error, folder)}") from error
     found = (getattr(config, name, None) for name in IMAGE_TOKENS)
     token = next((token for token in found if token is not None), None)
     if getattr(config, "vision_config", None) is None or token is None:

@@ -11,6 +11,7 @@ import hashlib
 import io
 import warnings
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from speculon.core.errors import InvalidParameter
@@ -27,6 +28,7 @@ KNOWN = "PNG, JPEG, WebP, GIF or BMP"
 BLANKS = b" \t\r\n"
 SHOWN = 60  # characters of a URL that a refusal shows
 MB = 1_000_000
+OPENING = Lock()  # filters of warnings are those of all threads
 
 
 class ImageLimits(NamedTuple):
@@ -122,22 +124,21 @@ def decode(data: bytes, name: str, limits: ImageLimits, shown: str) -> Picture:
     from PIL import Image
 
     check_bytes(len(data), name, limits, shown)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow's own limit of pixels
-        try:
+    try:
+        with OPENING, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Pillow's own limit of pixels
             image = Image.open(io.BytesIO(data), formats=FORMATS)
-        except Image.DecompressionBombError:
-            limit = f"at most {limits.pixels / MB:g} megapixels, and it has more than Pillow opens"
-            raise refusal(name, shown, limit) from None
-        except Exception:  # Pillow's readers raise errors of any class
-            raise refusal(name, shown, f"no image that can be read: {KNOWN}") from None
-        check_pixels(image, name, limits, shown)
-        # MPO: the JPEG of a camera with a preview behind it
-        if image.format != "MPO" and getattr(image, "is_animated", False):
-            raise refusal(
-                name, shown, f"an animated image of {getattr(image, 'n_frames', 0)} frames: send one"
-            )
-        return picture(image, name, shown)
+    except Image.DecompressionBombError:
+        limit = f"at most {limits.pixels / MB:g} megapixels, and it has more than Pillow opens"
+        raise refusal(name, shown, limit) from None
+    except Exception:  # Pillow's readers raise errors of any class
+        raise refusal(name, shown, f"no image that can be read: {KNOWN}") from None
+    check_pixels(image, name, limits, shown)
+    # MPO: the JPEG of a camera with a preview behind it
+    if image.format != "MPO" and getattr(image, "is_animated", False):
+        frames = getattr(image, "n_frames", 0)
+        raise refusal(name, shown, f"an animated image of {frames} frames: send one frame")
+    return picture(image, name, shown)
 
 
 def picture(image: Image, name: str, shown: str) -> Picture:
