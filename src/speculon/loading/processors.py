@@ -50,7 +50,7 @@ def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Proc
 
 def reason(error: Exception, folder: Path) -> str:
     """Without the place of the folder, which clients do not learn."""
-    return first_line(error).replace(str(folder), folder.name)
+    return first_line(ModelError(str(error).replace(str(folder), folder.name)))
 
 
 def placeholder_id(folder: Path, trust_remote_code: bool) -> int:
