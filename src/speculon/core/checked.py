@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, StringConstraints, ValidationError
 
 from speculon.core.errors import InvalidParameter
 
@@ -66,3 +66,6 @@ def file_in_folder(value: Path) -> Path:
 # existing, or new inside an existing folder
 FolderPath = Annotated[Path, AfterValidator(new_or_there)]
 FilePath = Annotated[Path, AfterValidator(file_in_folder)]
+# a name has no colon, which stands between a model and its adapter
+AdapterName = Annotated[str, StringConstraints(pattern=r"^[\w.-]+$", max_length=64)]
+AdapterFolder = Annotated[str, StringConstraints(min_length=1)]

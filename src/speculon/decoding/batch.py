@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +14,16 @@ from speculon.decoding.sequence import Span
 Runs = tuple[tuple[int, int], ...]  # rows from one up to another, in order
 
 
+class AdapterRows(NamedTuple):
+    """Which of T rows belong to which adapter; the others are those of the base."""
+
+    total: int
+    runs: tuple[tuple[str, int, int], ...]  # adapter, from one row up to another; each adapter once
+
+
+NO_ADAPTERS = AdapterRows(0, ())
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     spans: list[Span]
@@ -20,11 +31,13 @@ class Batch:
     position_ids: Tensor  # [1, T]
     score_rows: Tensor  # [R] rows of the flat batch whose logits are wanted
     prompts: Runs = ()  # its rows that belong to prompts; the others are those of generated tokens and drafts
+    adapters: AdapterRows = NO_ADAPTERS
 
     @classmethod
     def pack(cls, spans: list[Span], device: torch.device) -> Batch:
         """Lays the spans end to end and gives each its `row` and its `score` range.
 
+        Those of one adapter are beside each other, after those of the base.
         A span that reaches its sequence's last token is scored from that token on: K + 1 rows.
         A prompt chunk is scored nowhere, or everywhere when the request wants prompt log-probabilities.
         """
@@ -33,6 +46,9 @@ class Batch:
         positions: list[int] = []
         score_rows: list[int] = []
         prompts: list[tuple[int, int]] = []
+        adapted = any(span.seq.request.adapter for span in spans)
+        if adapted:
+            spans = sorted(spans, key=lambda span: span.seq.request.adapter)
         for span in spans:
             first = 0 if span.scores_prompt else span.length - 1 if span.samples else span.rows
             span.row, span.score = row, range(scored, scored + span.rows - first)
@@ -43,7 +59,8 @@ class Batch:
             if span.start < span.seq.request.prompt_len:
                 prompts.append((row, row + min(span.rows, span.seq.request.prompt_len - span.start)))
             row, scored = row + span.rows, scored + len(span.score)
-        return cls.of(spans, ids, positions, score_rows, device, joined(prompts))
+        batch = cls.of(spans, ids, positions, score_rows, device, joined(prompts))
+        return replace(batch, adapters=adapter_rows(spans, row)) if adapted else batch
 
     @classmethod
     def of(
@@ -58,6 +75,16 @@ class Batch:
         """The same from plain numbers: as parts of one tensor, since a call costs more than its numbers."""
         rows, packed = len(ids), as_tensor([*ids, *positions, *scored], device)
         return cls(spans, packed[None, :rows], packed[None, rows : 2 * rows], packed[2 * rows :], prompts)
+
+
+def adapter_rows(spans: list[Span], total: int) -> AdapterRows:
+    """The rows of each adapter, of spans that are ordered by it."""
+    runs: dict[str, tuple[str, int, int]] = {}
+    for span in spans:
+        if adapter := span.seq.request.adapter:
+            _, first, _ = runs.get(adapter, ("", span.row, 0))
+            runs[adapter] = (adapter, first, span.row + span.rows)
+    return AdapterRows(total, tuple(runs.values()))
 
 
 def joined(runs: list[tuple[int, int]]) -> Runs:

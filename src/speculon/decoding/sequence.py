@@ -109,6 +109,7 @@ class Request:
     tenant: str = ""  # that the pool belongs to
     # whether its pages are found by later prompts, and it finds those of earlier ones
     prefix_cache: bool = True
+    adapter: str = ""  # of the target, by name; empty: the target itself
 
     @property
     def needs_q(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
 from math import isnan
@@ -25,6 +25,8 @@ from speculon.core.errors import (
     SpeculonError,
     TooLong,
     UnknownMethod,
+    UnknownModel,
+    shorten,
 )
 from speculon.core.telemetry import RequestStats
 from speculon.core.types import Draft, PromptShape, Reason, acceptance_rule, ceil_div
@@ -66,6 +68,7 @@ class Admission:
         self._config, self._proposers = config, proposers
         self._grammars, self._tokenizer = grammars, tokenizer
         self._pool, self._max_context, self._rows = pool, max_context, rows  # rows of a step at most
+        self._adapters = target.adapters
         self._vocab_size, self._eos_ids = target.vocab_size, target.eos_ids
         self._ids = itertools.count()
 
@@ -77,8 +80,10 @@ class Admission:
         speculation: RequestSpeculation | Mapping[str, Any] | None = None,
         written: Seq[int] = (),
         prefix_cache: bool = True,
+        adapter: str = "",
     ) -> list[Sequence]:
         """The n sequences of a request, checked but not queued; `written` is the output they begin with."""
+        check_adapter(adapter, self._adapters)
         max_len = check_request(
             prompt,
             params,
@@ -123,6 +128,7 @@ class Admission:
             pool=speculation.pool,
             tenant=speculation.tenant,
             prefix_cache=prefix_cache,
+            adapter=adapter,
         )
         tokens, ids = [*prompt, *written], self._ids
         return [
@@ -196,6 +202,13 @@ class Admission:
     def _shape(self, prompt: list[int], params: SamplingParams, off: Reason | None) -> PromptShape:
         text = "" if self._tokenizer is None or off else self._tokenizer.decode(prompt[-SHAPE_TOKENS:])
         return classify_prompt(params.greedy, text)
+
+
+def check_adapter(name: str, known: Collection[str]) -> None:
+    """Raises `UnknownModel`, with the adapters that are known; the empty name is the target itself."""
+    if name and name not in known:
+        names = ", ".join(map(repr, known)) or "none"
+        raise UnknownModel(f"adapter = {shorten(name)}: this model has {names}").about("adapters")
 
 
 def read_ids(name: str, ids: Any) -> list[int]:

@@ -192,16 +192,18 @@ class Engine:
         speculation: RequestSpeculation | Mapping[str, Any] | None = None,
         request_id: str | None = None,
         written: Mapping[int, Seq[int]] | None = None,
+        adapter: str = "",
     ) -> str:
         """Admits a request or refuses it by name; nothing is started before every check has passed.
 
-        `written` asks for some samples only, and has the output that each of them begins with.
+        `written` asks for some samples only, and has the output that each of them begins with. `adapter` is
+        one of the target's by name.
         """
         if request_id is None:
             request_id = next(name for i in self._names if (name := f"r-{i}") not in self._requests)
         if request_id in self._requests:
             raise InvalidParameter("request_id", request_id, "is in use")
-        admit = partial(self.admission.admit, request_id, prompt, params, speculation)
+        admit = partial(self.admission.admit, request_id, prompt, params, speculation, adapter=adapter)
         if written is None:
             samples = admit()
         else:
@@ -309,6 +311,7 @@ class Engine:
             self._facts,
             parameters=self.target.num_parameters,
             threads=torch.get_num_threads(),
+            adapters={name: adapter.digest for name, adapter in self.target.adapters.items()},
             lock=lock,
         )
         if self.state is not None:
@@ -389,7 +392,9 @@ def account(counters: EngineCounters, costs: Costs, done: Round) -> None:
     for span in done.spans:
         if not span.samples:
             continue
-        stats = span.seq.stats
+        stats, adapter = span.seq.stats, span.seq.request.adapter
+        if adapter and span.draft.tokens:
+            stats.count_under(adapter, len(span.draft.tokens), span.verdict.accepted)
         if not span.decodes:
             stats.record(span.draft, span.verdict)
             continue

@@ -228,6 +228,7 @@ class Call(NamedTuple):
     prompt: list[int]
     params: SamplingParams
     speculation: RequestSpeculation | Mapping[str, Any] | None
+    adapter: str = ""
 
 
 @contextmanager
@@ -354,7 +355,8 @@ class Stepper:
     def admit(self, calls: Seq[Call], queue: OutputQueue) -> None:
         with self.turn() as engine:
             for call in calls:
-                add = Add(engine.add_request(*call), call.prompt, call.params)
+                request_id = engine.add_request(*call[:3], adapter=call.adapter)
+                add = Add(request_id, call.prompt, call.params)
                 self._requests.add(Progress(add), queue)
 
     def step_for(self, queue: OutputQueue) -> None:

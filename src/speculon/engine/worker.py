@@ -143,7 +143,10 @@ class Worker:
 
     def _add(self, add: Add) -> None:
         try:
-            self.engine.add_request(add.prompt, add.params, add.speculation, add.request_id, add.written)
+            written, adapter = add.written, add.adapter
+            self.engine.add_request(
+                add.prompt, add.params, add.speculation, add.request_id, written, adapter=adapter
+            )
         except SpeculonError as error:
             self._pipe.send(Refused(add.request_id, error))
         except Exception as error:

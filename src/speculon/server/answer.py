@@ -34,6 +34,7 @@ class Answer:
 
     def __init__(self, answer_id: str, request: GenerationRequest, model: ServedModel, tenant: str = ""):
         self.id, self.request, self.model, self.tenant = answer_id, request, model.name, tenant
+        self.adapter = model.adapter
         self.tokenizer, self.created = model.tokenizer, int(time.time())
         self.choices: list[Choice] = []
         self._choices_of: dict[str, list[Choice]] = {}  # of each request in the engine, by its id
@@ -55,7 +56,7 @@ class Answer:
         request = self.request
         speculation = request.speculation.model_copy(update={"tenant": self.tenant})
         return [
-            Add(request_id, prompt, request.params, speculation)
+            Add(request_id, prompt, request.params, speculation, adapter=self.adapter)
             for request_id, prompt in zip(self._choices_of, request.prompts, strict=True)
         ]
 
