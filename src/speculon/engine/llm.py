@@ -107,8 +107,9 @@ class LLM:
         """Continues every prompt (text, or token ids), all at once, in the order given.
 
         `params`, `speculation` and `adapter` are one for all or one per prompt; the empty adapter is the
-        model itself. `on_token(prompt index, new tokens)` is called as texts grow. When one prompt is refused nothing is written for any. A text whose logits
-        processor fails ends there, with finish reason `error` and the `LogitsProcessorError` as its `error`.
+        model itself. `on_token(prompt index, new tokens)` is called as texts grow. When one prompt is refused
+        nothing is written for any. A text whose logits processor fails ends there, with finish reason
+        `error` and the `LogitsProcessorError` as its `error`.
         """
         calls, outputs = self._read(prompts, params, speculation, adapter)
         with self._stepper.requests(calls) as queue:
@@ -130,9 +131,7 @@ class LLM:
         adapter: str | Seq[str] = "",
     ) -> list[RequestOutput]:
         """`generate` for an event loop. Cancelling the task aborts its requests."""
-        calls, outputs = await asyncio.to_thread(
-            self._read, prompts, params, speculation, adapter
-        )
+        calls, outputs = await asyncio.to_thread(self._read, prompts, params, speculation, adapter)
         async with TaskRequests(self._stepper, calls) as queue:
             results = dict(zip(queue.requests, outputs, strict=True))
             while events := await queue.take():
@@ -170,7 +169,7 @@ class LLM:
     ) -> RequestOutput | list[RequestOutput]:
         """Answers a conversation, or each of a list of conversations, through the checkpoint's chat template.
 
-        A list gives a list. Its `params`, `speculation` and `adapter` are one for all or one per conversation.
+        A list gives a list. Its `params`, `speculation` and `adapter` are one for all or one for each.
         """
         apply, many = self.tokenizer.apply_chat, conversations(messages)
         if many is not None:

@@ -84,7 +84,11 @@ class State:
         """
         if config.state is None:
             return None
-        model: dict[str, Any] = {"model": config.model, "parameters": parameters, "vocab_size": facts.vocab_size}
+        model: dict[str, Any] = {
+            "model": config.model,
+            "parameters": parameters,
+            "vocab_size": facts.vocab_size,
+        }
         model |= {"adapters": dict(adapters)} if adapters else {}
         machine = {name: getattr(facts, name) for name in MACHINE}
         draft = speculation_settings(config)["draft"]

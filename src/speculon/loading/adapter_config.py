@@ -63,6 +63,11 @@ class AdapterCheckpoint:
         return self.folder / ADAPTER_WEIGHTS
 
     @property
+    def num_bytes(self) -> int:
+        """Of the file."""
+        return self.file.stat().st_size
+
+    @property
     def rank(self) -> int:
         """The largest of its layers."""
         return max(layer.rank for layer in self.layers.values())

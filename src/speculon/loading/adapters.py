@@ -37,7 +37,9 @@ def add_adapters(target: Target, checkpoints: Sequence[AdapterCheckpoint]) -> No
         for checkpoint in checkpoints:
             try_rows(target, checkpoint.name, adapted)
     except CannotAdapt as reason:
-        raise UnsupportedModel(f"adapters {', '.join(map(repr, factors))} of {target.name}: {reason}") from None
+        raise UnsupportedModel(
+            f"adapters {', '.join(map(repr, factors))} of {target.name}: {reason}"
+        ) from None
     for checkpoint in checkpoints:
         num_bytes = sum(product.num_bytes(checkpoint.name) for product in adapted)
         facts = checkpoint.rank, checkpoint.targets, len(checkpoint.layers)
@@ -50,15 +52,27 @@ def check_layers(target: Target, checkpoint: AdapterCheckpoint) -> None:
     """
     where = f"adapter {checkpoint.name!r}: {checkpoint.folder}"
     modules = dict(target.model.named_modules())
-    ends = {name for name, module in modules.items() if module in (target.head, target.model.get_input_embeddings())}
-    mixers = {name for name, module in modules.items() if any(module is mixer.module for mixer in target.mixers)}
+    ends = {
+        name
+        for name, module in modules.items()
+        if module in (target.head, target.model.get_input_embeddings())
+    }
+    mixers = {
+        name for name, module in modules.items() if any(module is mixer.module for mixer in target.mixers)
+    }
     for name, layer in checkpoint.layers.items():
         if name in ends or name not in target.linears:
-            what = "the embedding and the head are the base's" if name in ends else "the target has no such linear layer"
+            what = (
+                "the embedding and the head are the base's"
+                if name in ends
+                else "the target has no such linear layer"
+            )
             raise UnsupportedModel(f"{where}: {name}: {what}")
         if (shape := target.linears[name]) != (layer.outputs, layer.inputs):
             ours = f"{layer.outputs} x {layer.inputs}"
-            raise UnsupportedModel(f"{where}: {name}: made for {ours}, the target has {shape[0]} x {shape[1]}")
+            raise UnsupportedModel(
+                f"{where}: {name}: made for {ours}, the target has {shape[0]} x {shape[1]}"
+            )
         if any(name.startswith(f"{mixer}.") for mixer in mixers):
             raise UnsupportedModel(f"{where}: {name}: recurrent layers run apart for each group of sequences")
         if ".experts." in name:
@@ -68,8 +82,12 @@ def check_layers(target: Target, checkpoint: AdapterCheckpoint) -> None:
 def warn_of_base(target: Target, checkpoint: AdapterCheckpoint) -> None:
     """Logs a base whose name is not the target's: the same model may have several names."""
     known = {name_of(path) for path in (target.name, target.source) if path}
-    if checkpoint.base and name_of(checkpoint.base).rpartition("/")[2] not in {n.rpartition("/")[2] for n in known}:
-        log.warning("adapter %r was made for %s, and the model is %s", checkpoint.name, checkpoint.base, target.name)
+    if checkpoint.base and name_of(checkpoint.base).rpartition("/")[2] not in {
+        n.rpartition("/")[2] for n in known
+    }:
+        log.warning(
+            "adapter %r was made for %s, and the model is %s", checkpoint.name, checkpoint.base, target.name
+        )
 
 
 def load_factors(target: Target, checkpoint: AdapterCheckpoint) -> dict[str, Factors]:
@@ -89,7 +107,7 @@ def load_factors(target: Target, checkpoint: AdapterCheckpoint) -> dict[str, Fac
 
 @torch.inference_mode()
 def try_rows(target: Target, name: str, adapted: Sequence[Adapted]) -> None:
-    """A forward with all rows under an adapter. Raises `CannotAdapt` unless each product runs once, for all."""
+    """A forward with all rows under an adapter. Raises `CannotAdapt` unless each product runs once."""
     trial = Trial.of(target)
     total = trial.batch.input_ids.shape[1]
     for product in adapted:

@@ -51,6 +51,11 @@ class Answer:
         self._deadline: float | None = None
         self._time_limit = model.config.request_timeout
 
+    @property
+    def base(self) -> str:
+        """The model's name, without that of an adapter."""
+        return self.model.removesuffix(f":{self.adapter}") if self.adapter else self.model
+
     def adds(self) -> list[Add]:
         """The messages that submit its prompts, for this tenant whatever the body says."""
         request = self.request
