@@ -103,6 +103,7 @@ class ScriptedEngine:
         self.waiting: list[Running] = []
         self.aborted: list[str] = []
         self.speculations: list[RequestSpeculation | None] = []  # of each request
+        self.adapters: list[str] = []
 
     @property
     def has_work(self) -> bool:
@@ -145,9 +146,11 @@ class ScriptedEngine:
         speculation: RequestSpeculation | None = None,
         request_id: str | None = None,
         written: Mapping[int, Seq[int]] | None = None,
+        adapter: str = "",
     ) -> str:
         assert request_id is not None, "the server names its requests"
         self.speculations.append(speculation)
+        self.adapters.append(adapter)
         if not prompt:
             raise EmptyPrompt("the prompt has no tokens")
         if (wrong := next((token for token in prompt if token >= VOCAB), None)) is not None:

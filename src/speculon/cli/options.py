@@ -32,7 +32,11 @@ from speculon.core.errors import ConfigError, InvalidParameter
 
 NO_FLAG = {"speculation", "serve", *IN_PYTHON}  # tables: their fields have flags
 MONITOR = ("monitor_share", "monitor_max_tokens")  # of no effect in a command that ends with its texts
-NO_REQUESTS = (*MONITOR, "generation_config")  # of no effect in a command that sets how it samples
+NO_REQUESTS = (
+    *MONITOR,
+    "generation_config",
+    "adapters",
+)  # of no effect in a command that sets how it samples
 NAMES = {float: "FLOAT", int: "INTEGER", str: "TEXT", SecretStr: "TEXT", Path: "FILE"}
 VLLM_NAMES = {
     "model": "draft",
