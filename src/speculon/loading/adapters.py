@@ -33,7 +33,7 @@ def add_adapters(target: Target, checkpoints: Sequence[AdapterCheckpoint]) -> No
         warn_of_base(target, checkpoint)
     factors = {checkpoint.name: load_factors(target, checkpoint) for checkpoint in checkpoints}
     try:
-        adapted = install(target, factors)
+        adapted = install(target.model, target.linears, factors)
         for checkpoint in checkpoints:
             try_rows(target, checkpoint.name, adapted)
     except CannotAdapt as reason:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,6 @@ from torch import Tensor, nn
 from speculon.decoding.batch import NO_ADAPTERS, AdapterRows
 from speculon.target.block import Block, FusedLayer, Stock
 from speculon.target.linear import Linear, Product
-
-if TYPE_CHECKING:
-    from speculon.target.target import Target
 
 # a stock module of a fused layer -> the part of the block, its product, and the modules before it there
 FUSED: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
@@ -162,33 +159,36 @@ def joined_factors(parts: list[tuple[int, Factors]], outputs: int) -> Factors:
 
 
 @torch.no_grad()
-def install(target: Target, adapters: Mapping[str, Mapping[str, Factors]]) -> list[Adapted]:
-    """Adds the updates of each adapter, by layer, to a target that has none.
+def install(
+    model: nn.Module, linears: Shapes, adapters: Mapping[str, Mapping[str, Factors]]
+) -> list[Adapted]:
+    """Adds the updates of each adapter, by layer, to a target's model that has none. `linears` are the layers
+    of its stock form.
 
     Raises `CannotAdapt` for a layer that has no place.
     """
     places: dict[tuple[int, str], Place] = {}
     for layer in sorted({layer for layers in adapters.values() for layer in layers}):
-        place = place_of(target, layer)
+        place = place_of(model, linears, layer)
         known = places.setdefault((id(place.owner), place.name), place)
         known.offsets |= place.offsets
     return [place.install(adapters) for place in places.values()]
 
 
-def place_of(target: Target, layer: str) -> Place:
+def place_of(model: nn.Module, linears: Shapes, layer: str) -> Place:
     """Of one layer, by its name in the stock model."""
-    prefix, block = block_of(target.model, layer)
+    prefix, block = block_of(model, layer)
     if block is None:
-        return module_place(target.model, layer, layer, target.linears)
+        return module_place(model, layer, layer, linears)
     inside = layer.removeprefix(f"{prefix}.")
     if isinstance(block.mlp, Stock) and inside.startswith("mlp."):
-        return module_place(block.mlp.module, inside.removeprefix("mlp."), layer, target.linears)
+        return module_place(block.mlp.module, inside.removeprefix("mlp."), layer, linears)
     if inside not in FUSED:
         raise CannotAdapt(f"{layer} is in no product of its fused layer")
     part, name, before = FUSED[inside]
-    offset = sum(target.linears[f"{prefix}.{other}"][0] for other in before)
+    offset = sum(linears[f"{prefix}.{other}"][0] for other in before)
     together = [other for other, (*product, _) in FUSED.items() if product == [part, name]]
-    outputs = sum(target.linears.get(f"{prefix}.{other}", (0, 0))[0] for other in together)
+    outputs = sum(linears.get(f"{prefix}.{other}", (0, 0))[0] for other in together)
     return Place(getattr(block, part), name, outputs, {layer: offset})
 
 
