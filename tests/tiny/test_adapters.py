@@ -78,8 +78,8 @@ def texts_of(results: dict[str, Result]) -> Texts:
 
 
 def drafting(mode: str, method: str, k: int = 4) -> list[tuple[Request, str]]:
-    asked = {"method": method, "num_speculative_tokens": k}
-    return [(replace(request, speculation=asked), adapter) for request, adapter in requests_of(mode)]
+    way = {"method": method, "num_speculative_tokens": k}
+    return [(replace(request, speculation=way), adapter) for request, adapter in requests_of(mode)]
 
 
 # what a row takes

@@ -84,17 +84,7 @@ class Admission:
     ) -> list[Sequence]:
         """The n sequences of a request, checked but not queued; `written` is the output they begin with."""
         check_adapter(adapter, self._adapters)
-        max_len = check_request(
-            prompt,
-            params,
-            vocab_size=self._vocab_size,
-            max_context=self._max_context,
-            pages=self._pool.num_blocks,
-            block_size=self._pool.block_size,
-            max_pages=self._pool.max_pages(self._max_context, self._rows),
-            written=written,
-        )
-        self._check_tokenizer(params)
+        max_len = self._check(prompt, params, written)
         if not isinstance(speculation, RequestSpeculation):
             speculation = RequestSpeculation(**(speculation or {}))
         config = speculation.defaults or self._config
@@ -135,6 +125,21 @@ class Admission:
             Sequence(next(ids), request, list(tokens), RequestStats(), n, grammar=grammar and grammar.fork())
             for n in range(params.n)
         ]
+
+    def _check(self, prompt: list[int], params: SamplingParams, written: Seq[int]) -> int:
+        """The most tokens of its sequences. Raises by name for what cannot be served."""
+        max_len = check_request(
+            prompt,
+            params,
+            vocab_size=self._vocab_size,
+            max_context=self._max_context,
+            pages=self._pool.num_blocks,
+            block_size=self._pool.block_size,
+            max_pages=self._pool.max_pages(self._max_context, self._rows),
+            written=written,
+        )
+        self._check_tokenizer(params)
+        return max_len
 
     def _check_tokenizer(self, params: SamplingParams) -> None:
         for name in NEED_TOKENIZER if self._tokenizer is None else ():

@@ -163,8 +163,8 @@ def adapters(target: Target) -> Capability:
     if not target.adapters:
         return row("off", "none is loaded; setting adapters names some")
     listed = "; ".join(f"{name}: {adapter}" for name, adapter in target.adapters.items())
-    apart = ". Steps with rows of adapters are not captured" * (target.runner.form == "captured")
-    return row("on", f"{listed}{apart}. Drafts are the base's", adapters=len(target.adapters))
+    captured = ". Steps with rows of adapters are not captured" * (target.runner.form == "captured")
+    return row("on", f"{listed}{captured}. Drafts are the base's", adapters=len(target.adapters))
 
 
 def programs(name: str, runner: Runner, here: str, config: EngineConfig) -> Capability:
