@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from safetensors import safe_open
@@ -110,10 +111,11 @@ def try_rows(target: Target, name: str, adapted: Sequence[Adapted]) -> None:
     """A forward with all rows under an adapter. Raises `CannotAdapt` unless each product runs once."""
     trial = Trial.of(target)
     total = trial.batch.input_ids.shape[1]
+    batch = replace(trial.batch, adapters=AdapterRows(total, ((name, 0, total),)))  # so it is not captured
     for product in adapted:
         product.calls = 0
-    with with_adapters(AdapterRows(total, ((name, 0, total),))):
-        target.runner.run(trial.batch, trial.view, None)
+    with with_adapters(batch.adapters):
+        target.runner.run(batch, trial.view, None)
     if wrong := [product for product in adapted if product.calls != 1]:
         times = "never" if not wrong[0].calls else f"{wrong[0].calls} times"
         raise CannotAdapt(f"{wrong[0].layer} is called {times} in a step")

@@ -106,7 +106,7 @@ class Adapted:
         if x.shape[-2] != total or x.numel() != total * x.shape[-1]:
             raise CannotAdapt(f"{self.layer} does not multiply each row of a step once")
         self.calls += 1
-        rows, sums = x.view(total, -1), y.view(total, -1)
+        rows, sums = x.reshape(total, -1), y.view(total, -1)
         for name, first, last in runs:
             if (update := self.updates.get(name)) is not None:
                 sums[first:last] += update(rows[first:last])
