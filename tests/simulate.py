@@ -44,6 +44,7 @@ class SimulatedSequence:
     branching: frozenset[str] = frozenset()
     depth: int | None = None
     shape: PromptShape = PromptShape()
+    adapter: str = ""
     from_request: tuple[str, ...] = ()
     lookups: frozenset[str] = frozenset()
     max_context: Mapping[str, int] = field(default_factory=dict)

@@ -195,10 +195,12 @@ def test_keys_do_not_see_each_other() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        pytest.param(lambda name, prompt, tenant="": "all", id="one pool for all"),
-        pytest.param(lambda name, prompt, tenant="": key_of(name, prompt), id="no tenant in the key"),
+        pytest.param(lambda name, prompt, tenant="", adapter="": "all", id="one pool for all"),
         pytest.param(
-            lambda name, prompt, tenant="": key_of(name, prompt, tenant if name else ""),
+            lambda name, prompt, tenant="", adapter="": key_of(name, prompt), id="no tenant in the key"
+        ),
+        pytest.param(
+            lambda name, prompt, tenant="", adapter="": key_of(name, prompt, tenant if name else ""),
             id="in names' keys alone",
         ),
     ],

@@ -105,6 +105,7 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         self.speculations: list[RequestSpeculation | None] = []  # of each request
         self.images: list[tuple[ImageInput, ...]] = []  # of each request
+        self.adapters: list[str] = []
 
     @property
     def has_work(self) -> bool:
@@ -148,10 +149,12 @@ class ScriptedEngine:
         request_id: str | None = None,
         written: Mapping[int, Seq[int]] | None = None,
         images: Seq[ImageInput] = (),
+        adapter: str = "",
     ) -> str:
         assert request_id is not None, "the server names its requests"
         self.speculations.append(speculation)
         self.images.append(tuple(images))
+        self.adapters.append(adapter)
         if not prompt:
             raise EmptyPrompt("the prompt has no tokens")
         if (wrong := next((token for token in prompt if token >= VOCAB), None)) is not None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from speculon.core.config import MAX_PREDICTION, SamplingParams
-from speculon.core.errors import SpeculonError
+from speculon.core.errors import SpeculonError, UnknownModel
 from speculon.core.images import ImageInput
 from speculon.core.types import Capability, Reason
 from speculon.decoding import verify
@@ -28,6 +28,7 @@ from speculon.target.block import Gated, Loop
 from speculon.target.captured import Captured
 from speculon.target.compiled import Program
 from speculon.target.fuse import FusedLayer
+from tests.tiny.adapter_files import adapted
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft
 from tests.tiny.forms import engine_of
@@ -70,8 +71,9 @@ ENGINES: dict[str, Callable[[], Engine]] = {
     "states row by row": lambda: engine_of(recurrent_target("jamba")),
     "without attention": lambda: engine_of(recurrent_target("mamba")),
     "not fused": lambda: engine_of(tiny_target("llama", fused=False), fuse=False),
+    "adapters": lambda: engine_of(adapted("llama")),
 }
-OF_MODELS = tuple(ENGINES)[-5:]
+OF_MODELS = tuple(ENGINES)[-6:]
 OF_REQUESTS = ("methods", "parameters", "policies", "acceptance")
 
 # what a request asks for each parameter, and a value beyond the limit of the row
@@ -120,6 +122,20 @@ BEYOND: dict[str, Callable[[int], Any]] = {
     "prediction": lambda n: [4] * n,
     "prediction.text": lambda n: "a" * n,
 }
+
+
+def adapts(engine: Engine) -> bool:
+    """Whether a request under an adapter is served, and writes another text than the model itself."""
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    try:
+        for adapter in ("", "one"):
+            engine.add_request(PROMPT, params, None, f"of {adapter}", adapter=adapter)
+    except UnknownModel as error:
+        assert error.feature == "adapters"
+        drain(engine)
+        return False
+    base, other = (result.tokens for result in drain(engine).values())
+    return base != other
 
 
 def ask(
@@ -340,6 +356,7 @@ def check_mode(engine: Engine, name: str, row: Capability) -> None:
         "captured": lambda: isinstance(target.runner.run, Captured),
         "batch_invariant": lambda: target.batch_invariant,
         "tokenizer": lambda: engine.tokenizer is not None,
+        "adapters": lambda: adapts(engine),
         "known_drafters": lambda: bool(cached_models().keys() & published(engine)),
         "external_logits": lambda: judged_by_caller(engine) == ((5, 6), 1),
     }

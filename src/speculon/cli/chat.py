@@ -17,7 +17,7 @@ from typer import Option
 
 from speculon.cli.app import SpeculativeConfig, command
 from speculon.cli.drafts import DraftStream, Run, WordWrap, colour_of, drawn, legend, painted
-from speculon.cli.generate import load_for_one_user
+from speculon.cli.generate import adapter_of, load_for_one_user
 from speculon.cli.options import MONITOR, Flags, settings_from
 from speculon.cli.screen import EXIT_REFUSED, account, errors, print_json, say, show_error, streaming
 from speculon.core.config import EngineConfig, SamplingParams, SpeculationConfig
@@ -77,7 +77,9 @@ def chat(
     llm, params = load_for_one_user(flags, speculative_config, as_json, None if raw else RAW)
     if not raw and not llm.tokenizer.has_chat_template:
         raise InvalidRequest(f"{llm.config.model} has no chat template: {RAW}")
-    conversation = Chat(llm, llm.session(params, system=system, raw=raw), show_drafts, as_json)
+    conversation = Chat(
+        llm, llm.session(params, system=system, raw=raw, adapter=adapter_of(llm.config)), show_drafts, as_json
+    )
     conversation.session.prompt("hello")  # a template that refuses the system message fails here
     conversation.run()
     if conversation.refused and not conversation.interactive:

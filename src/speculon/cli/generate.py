@@ -58,9 +58,12 @@ def generate(
         prompts = [llm.tokenizer.encode(text) for text in texts]
     if len(prompts) == 1 and params.n == 1 and not as_json:
         return stream(llm, prompts[0], params, speculation)
+    adapter = adapter_of(llm.config)
     total = None if params.max_tokens is None else params.max_tokens * params.n * len(prompts)
     with counting(as_json, "writing", total, "tokens") as advance:
-        outputs = llm.generate(prompts, params, speculation=speculation, on_token=lambda _, n: advance(n))
+        outputs = llm.generate(
+            prompts, params, speculation=speculation, adapter=adapter, on_token=lambda _, n: advance(n)
+        )
     for text, output in zip(texts, outputs, strict=True):
         print_json({"prompt": text, **output.to_dict()}) if as_json else show(text, output, params)
 
@@ -75,6 +78,7 @@ def load_for_one_user(
     params = SamplingParams(**pick(SamplingParams, flags))
     settings = engine_settings(flags, speculative_config)
     config = EngineConfig(**settings)
+    adapter_of(config)
     check_method(config.speculation.method)
     refuse_missing(config.model)
     if config.warmup is None:  # a single user waits for the first token: costs are measured meanwhile
@@ -87,6 +91,13 @@ def load_for_one_user(
         shown = ", ".join(f"{name} {value}" for name, value in values.items())
         say(f"from the model's generation_config.json: {shown}")
     return llm, merged
+
+
+def adapter_of(config: EngineConfig) -> str:
+    """The adapter of a single user, who has none or one. Raises `InvalidParameter` for several."""
+    if len(config.adapters) > 1:
+        raise InvalidParameter("adapter", [*config.adapters], "one at a time here; serve takes several")
+    return next(iter(config.adapters), "")
 
 
 def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
@@ -108,7 +119,7 @@ def stream(llm: LLM, prompt: list[int], params: SamplingParams, speculation: Req
     text = Stream.of(llm.tokenizer, params, prompt)
     output = RequestOutput([], [Completion()])
     with streaming():
-        for event in llm.events(prompt, params, speculation=speculation):
+        for event in llm.events(prompt, params, speculation=speculation, adapter=adapter_of(llm.config)):
             absorb(output, event)
             new = text.push(event.tokens)
             sys.stdout.write(new + (text.flush(event.finish.matched) if event.finish else ""))

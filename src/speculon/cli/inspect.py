@@ -21,6 +21,7 @@ from speculon.decoding.kv.slots import PER_SEQUENCE
 from speculon.drafters.families import Family, family_of
 from speculon.drafters.mtp.tensors import MTP, find_mtp
 from speculon.drafters.pairing import check_fit
+from speculon.loading.adapter_config import AdapterCheckpoint, is_adapter, read_adapter, read_adapters
 from speculon.loading.drafter_config import AUTHORS, DrafterConfig
 from speculon.loading.headers import Checkpoint, read_checkpoint
 from speculon.loading.locate import locate
@@ -39,7 +40,7 @@ FIT = (
     *("memory_policy", "memory_limit_gb", "additional_memory_gb"),
 )
 # how a model is loaded
-FORM = ("dtype", "device", "quantization", "fuse", "compile")
+FORM = ("dtype", "device", "quantization", "fuse", "compile", "adapters")
 
 # the parts of a memory estimate, whose module needs torch
 MEMORY = ("held", "drafters", "scratch", "remembered", "pages", "states", "snapshots", "additional")
@@ -49,8 +50,9 @@ LAYER = ("heads", "k_dim", "v_dim", "window", "dtype", "chunk")  # what is told 
 ROWS = (
     "path architecture model_type num_layers hidden_size vocab_size max_context dtype num_parameters "
     "num_bytes quantization tensor_types packed mtp kv_bytes_per_token layers states tokenizer fused "
-    "batch_invariant notes supported engine draft_fits memory"
+    "batch_invariant adapters notes supported engine draft_fits memory"
 ).split()
+ADAPTER_ROWS = "path holds base rank targets layers_adapted num_parameters num_bytes supported".split()
 DRAFTER_ROWS = (
     "path found method format attention rope taps context block norms own speculative_tokens verifier notes"
 ).split()
@@ -69,6 +71,8 @@ LABELS = {  # where they are not the names
     "batch_invariant": "batch-invariant",
     "memory": "memory with the draft",
     "found": "drafter",
+    "base": "made for",
+    "layers_adapted": "layers",
     "format": "written by",
     "rope": "RoPE",
     "own": "of its own",
@@ -95,11 +99,16 @@ def inspect(
 ) -> None:
     """Describe a checkpoint or drafter: whether it is supported, and whether a --draft fits it."""
     model = model or path
+    if is_adapter(locate(model)):
+        show_adapter(model, as_json)
+        return
     family = family_of(locate(model))
     if family.checkpoint is None or target is not None:
         show_drafter(family, target and read_checkpoint(locate(target)) or None, as_json)
         return
     facts, refusal = headers(family.checkpoint), None
+    own = pick(EngineConfig, flags).get("adapters", {})
+    facts["adapters"] = [adapter_words(adapter) for adapter in read_adapters(own)]
     if load:
         with loading(as_json) as stage:
             stage("importing torch")
@@ -184,6 +193,7 @@ def target_facts(target: Target) -> Facts:
         "packed": target.packed,
         "fused": str(target.runner),
         "batch_invariant": target.invariance,
+        "adapters": [f"{name}: {adapter}" for name, adapter in target.adapters.items()],
         "notes": list(target.notes),
         "supported": True,
     }
@@ -303,6 +313,40 @@ def size(number: float) -> str:
     return f"{number:.1f} GiB"
 
 
+# adapters
+
+
+def show_adapter(path: str, as_json: bool) -> None:
+    """Prints what a LoRA adapter is. Exits with a refusal where it is not supported."""
+    facts: Facts = {"path": path, "holds": "a LoRA adapter of a target"}
+    refusal = None
+    try:
+        adapter = read_adapter(locate(path).name, path)
+        facts |= {
+            "base": adapter.base,
+            "rank": adapter.rank,
+            "targets": list(adapter.targets),
+            "layers_adapted": len(adapter.layers),
+            "num_parameters": adapter.num_parameters,
+            "num_bytes": adapter.num_bytes,
+            "supported": True,
+        }
+    except ModelError as error:
+        refusal = error
+        facts |= {"supported": False, **as_json_error(error)}
+    if as_json:
+        print_json(facts)
+    else:
+        output().print(as_table(ADAPTER_ROWS, facts, drafter_words))
+    if refusal:
+        raise typer.Exit(EXIT_REFUSED)
+
+
+def adapter_words(adapter: AdapterCheckpoint) -> str:
+    where = f"{len(adapter.layers)} layers ({', '.join(adapter.targets)})"
+    return f"{adapter.name}: rank {adapter.rank}, {where}, {size(adapter.num_bytes)}"
+
+
 # drafters
 
 
@@ -362,7 +406,10 @@ def drafter_words(name: str, value: Any, facts: Facts) -> Text:
     if name in ("fits", "supported"):
         if not value:
             return Text(f"no: {facts['error']['message']}", style="red")
-        return Text("\n".join((f"yes: {facts['target']}", *facts["odd"])), style="green")
+        words = (f"yes: {facts['target']}", *facts["odd"]) if "target" in facts else ("yes",)
+        return Text("\n".join(words), style="green")
+    if name == "num_bytes":
+        return Text(size(value))
     if name == "format":
         return Text(AUTHORS[value])
     between = "\n" if name == "notes" else ", "

@@ -32,7 +32,11 @@ from speculon.core.errors import ConfigError, InvalidParameter
 
 NO_FLAG = {"speculation", "serve", *IN_PYTHON}  # tables: their fields have flags
 MONITOR = ("monitor_share", "monitor_max_tokens")  # of no effect in a command that ends with its texts
-NO_REQUESTS = (*MONITOR, "generation_config")  # of no effect in a command that sets how it samples
+NO_REQUESTS = (
+    *MONITOR,
+    "generation_config",
+    "adapters",
+)  # of no effect in a command that sets how it samples
 NAMES = {float: "FLOAT", int: "INTEGER", str: "TEXT", SecretStr: "TEXT", Path: "FILE"}
 VLLM_NAMES = {
     "model": "draft",
@@ -99,9 +103,9 @@ def config_file(named: Path | None) -> Iterator[None]:
 
 def as_parameter(name: str, field: FieldInfo, section: str) -> inspect.Parameter:
     """The option of a field. Its value stays text, which the field itself checks."""
-    field_type, flag = without_none(field.annotation), "--" + name.replace("_", "-")
-    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-    many, switch = get_origin(field_type) is tuple and not extra, field_type is bool
+    field_type, extra = without_none(field.annotation), extra_of(field)
+    flag = str(extra.get("flag") or "--" + name.replace("_", "-"))
+    many, switch = "flag" in extra or get_origin(field_type) is tuple and not extra, field_type is bool
     option = Option(
         f"{flag}/--no-{flag[2:]}" if switch else flag,
         help=help_of(field, many),
@@ -111,6 +115,11 @@ def as_parameter(name: str, field: FieldInfo, section: str) -> inspect.Parameter
     )
     option_type: Any = list[str] if many else bool if switch else str
     return keyword(name, option_type | None, option)
+
+
+def extra_of(field: FieldInfo) -> dict[str, Any]:
+    """How the option differs from others: its `metavar`, or the `flag` of one entry of a table."""
+    return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
 
 
 def keyword(name: str, option_type: Any, option: Any, default: Any = None) -> inspect.Parameter:
@@ -163,6 +172,8 @@ def pick(model: type[BaseModel], flags: Flags) -> dict[str, Any]:
 def read(name: str, value: Any, field: FieldInfo) -> Any:
     """A number where the text is one, an object where the field is a table; else the text itself."""
     field_type = without_none(field.annotation)
+    if flag := extra_of(field).get("flag"):
+        return dict(entry(str(flag), text) for text in value)
     if field_type in (int, float):
         try:
             return field_type(value)
@@ -172,6 +183,14 @@ def read(name: str, value: Any, field: FieldInfo) -> Any:
     # a text, or a table
     either = field_type is str and get_origin(field.annotation) is not None
     return read_object(name, value) if table or (either and str(value).startswith("{")) else value
+
+
+def entry(flag: str, text: str) -> tuple[str, str]:
+    """One of a table: NAME=VALUE."""
+    name, separator, value = text.partition("=")
+    if not (name and separator and value):
+        raise InvalidParameter(flag.removeprefix("--"), text, "takes NAME=FOLDER")
+    return name, value
 
 
 def read_object(name: str, text: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeGuard
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, StringConstraints, ValidationError
 
 from speculon.core.errors import InvalidParameter, InvalidRequest
 
@@ -82,3 +82,8 @@ def one_per_prompt(name: str, value: Any, count: int, kind: type | tuple[type, .
     if len(value) != count:
         raise InvalidRequest(f"{name}: {len(value)} given for {count} prompts")
     return list(value)
+
+
+# a name has no colon, which stands between a model and its adapter
+AdapterName = Annotated[str, StringConstraints(pattern=r"^[\w.-]+$", max_length=64)]
+AdapterFolder = Annotated[str, StringConstraints(min_length=1)]

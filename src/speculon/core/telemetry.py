@@ -98,6 +98,9 @@ class RequestStats:
     stood_at: Counter[tuple[str, int]] = field(default_factory=Counter)  # of these, as the text went on
     # method, stop, tokens matched -> proposals
     proposed: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    # adapter of the target -> drafts of its sequences; those of the base are in none
+    drafted_under: Counter[str] = field(default_factory=Counter)
+    accepted_under: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     # (from, to, reason): changes of mind
@@ -192,6 +195,11 @@ class RequestStats:
                 self.accepted_from[source] += 1
         if verdict.outcome is not None:
             self.outcomes[verdict.outcome.value] += 1
+
+    def count_under(self, adapter: str, drafted: int, accepted: int) -> None:
+        """Drafts of a sequence whose target has this adapter."""
+        self.drafted_under[adapter] += drafted
+        self.accepted_under[adapter] += accepted
 
     def see(self, tokens: int, drafted: int, accepted: int) -> None:
         """One target call, as far as its event tells of it."""

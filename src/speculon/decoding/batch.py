@@ -24,6 +24,16 @@ class ImageRows(NamedTuple):
     rows: list[int]  # one for each
 
 
+class AdapterRows(NamedTuple):
+    """Which of T rows belong to which adapter; the others are those of the base."""
+
+    total: int
+    runs: tuple[tuple[str, int, int], ...]  # adapter, from one row up to another; each adapter once
+
+
+NO_ADAPTERS = AdapterRows(0, ())
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     spans: list[Span]
@@ -31,6 +41,7 @@ class Batch:
     position_ids: Tensor  # [1, T], or [axes, 1, T] where a prompt has positions on several axes
     score_rows: Tensor  # [R] rows of the flat batch whose logits are wanted
     prompts: Runs = ()  # its rows that belong to prompts; the others are those of generated tokens and drafts
+    adapters: AdapterRows = NO_ADAPTERS
     images: tuple[ImageRows, ...] = ()
 
     @property
@@ -42,6 +53,7 @@ class Batch:
     def pack(cls, spans: list[Span], device: torch.device) -> Batch:
         """Lays the spans end to end and gives each its `row` and its `score` range.
 
+        Those of one adapter are beside each other, after those of the base.
         A span that reaches its sequence's last token is scored from that token on: K + 1 rows.
         A prompt chunk is scored nowhere, or everywhere when the request wants prompt log-probabilities.
         """
@@ -50,6 +62,9 @@ class Batch:
         positions: list[int] = []
         score_rows: list[int] = []
         prompts: list[tuple[int, int]] = []
+        adapted = any(span.seq.request.adapter for span in spans)
+        if adapted:
+            spans = sorted(spans, key=lambda span: span.seq.request.adapter)
         for span in spans:
             first = 0 if span.scores_prompt else span.length - 1 if span.samples else span.rows
             span.row, span.score = row, range(scored, scored + span.rows - first)
@@ -61,6 +76,8 @@ class Batch:
                 prompts.append((row, row + min(span.rows, span.seq.request.prompt_len - span.start)))
             row, scored = row + span.rows, scored + len(span.score)
         batch = cls.of(spans, ids, positions, score_rows, device, joined(prompts))
+        if adapted:
+            batch = replace(batch, adapters=adapter_rows(spans, row))
         if not any(span.seq.request.images.images for span in spans):
             return batch
         rows = tuple(rows for span in spans for rows in image_rows(span))
@@ -98,6 +115,16 @@ def on_axes(spans: list[Span], device: torch.device) -> Tensor:
     ]
     rows = [as_tensor([p for part in parts for p in part[axis]], device)[None] for axis in range(axes)]
     return rows[0] if axes == 1 else torch.stack(rows)
+
+
+def adapter_rows(spans: list[Span], total: int) -> AdapterRows:
+    """The rows of each adapter, of spans that are ordered by it."""
+    runs: dict[str, tuple[str, int, int]] = {}
+    for span in spans:
+        if adapter := span.seq.request.adapter:
+            _, first, _ = runs.get(adapter, ("", span.row, 0))
+            runs[adapter] = (adapter, first, span.row + span.rows)
+    return AdapterRows(total, tuple(runs.values()))
 
 
 def joined(runs: list[tuple[int, int]]) -> Runs:

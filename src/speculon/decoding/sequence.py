@@ -111,6 +111,7 @@ class Request:
     # whether its pages are found by later prompts, and it finds those of earlier ones
     prefix_cache: bool = True
     images: PromptImages = NO_IMAGES
+    adapter: str = ""  # of the target, by name; empty: the target itself
 
     @property
     def needs_q(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
 from math import isnan
@@ -25,6 +25,8 @@ from speculon.core.errors import (
     SpeculonError,
     TooLong,
     UnknownMethod,
+    UnknownModel,
+    shorten,
 )
 from speculon.core.images import NO_IMAGES, ImageInput, PromptImages
 from speculon.core.telemetry import RequestStats
@@ -69,6 +71,7 @@ class Admission:
         self._grammars, self._tokenizer = grammars, tokenizer
         self._pool, self._max_context, self._rows = pool, max_context, rows  # rows of a step at most
         self._block_rows = block_rows  # of a step, that one prompt can have for certain
+        self._adapters = target.adapters
         self._vocab_size, self._eos_ids = target.vocab_size, target.eos_ids
         self._vision, self._no_images = target.vision, target.no_images
         self._ids = itertools.count()
@@ -82,19 +85,11 @@ class Admission:
         written: Seq[int] = (),
         prefix_cache: bool = True,
         images: Seq[ImageInput] = (),
+        adapter: str = "",
     ) -> list[Sequence]:
         """The n sequences of a request, checked but not queued; `written` is the output they begin with."""
-        max_len = check_request(
-            prompt,
-            params,
-            vocab_size=self._vocab_size,
-            max_context=self._max_context,
-            pages=self._pool.num_blocks,
-            block_size=self._pool.block_size,
-            max_pages=self._pool.max_pages(self._max_context, self._rows),
-            written=written,
-        )
-        self._check_tokenizer(params)
+        check_adapter(adapter, self._adapters)
+        max_len = self._check(prompt, params, written)
         speculation = as_speculation(speculation)
         config = speculation.defaults or self._config
         own = self._own_method(speculation, config)  # refused first: a grammar may take seconds to compile
@@ -128,6 +123,7 @@ class Admission:
             tenant=speculation.tenant,
             prefix_cache=prefix_cache,
             images=self._images(prompt, images),
+            adapter=adapter,
         )
         return self._samples(request, [*prompt, *written], grammar)
 
@@ -150,6 +146,21 @@ class Admission:
             limit = f"an image of {longest} tokens is one chunk of the prompt, of at most {self._block_rows}"
             raise NeverFits(f"{limit} (max_batch_tokens - max_num_seqs)").about("images")
         return read
+
+    def _check(self, prompt: list[int], params: SamplingParams, written: Seq[int]) -> int:
+        """The most tokens of its sequences. Raises by name for what cannot be served."""
+        max_len = check_request(
+            prompt,
+            params,
+            vocab_size=self._vocab_size,
+            max_context=self._max_context,
+            pages=self._pool.num_blocks,
+            block_size=self._pool.block_size,
+            max_pages=self._pool.max_pages(self._max_context, self._rows),
+            written=written,
+        )
+        self._check_tokenizer(params)
+        return max_len
 
     def _check_tokenizer(self, params: SamplingParams) -> None:
         for name in NEED_TOKENIZER if self._tokenizer is None else ():
@@ -221,6 +232,13 @@ class Admission:
 
 def as_speculation(given: RequestSpeculation | Mapping[str, Any] | None) -> RequestSpeculation:
     return given if isinstance(given, RequestSpeculation) else RequestSpeculation(**(given or {}))
+
+
+def check_adapter(name: str, known: Collection[str]) -> None:
+    """Raises `UnknownModel`, with the adapters that are known; the empty name is the target itself."""
+    if name and name not in known:
+        names = ", ".join(map(repr, known)) or "none"
+        raise UnknownModel(f"adapter = {shorten(name)}: this model has {names}").about("adapters")
 
 
 def read_ids(name: str, ids: Any) -> list[int]:

@@ -51,6 +51,7 @@ def build_engine(
             compile=config.compile,
             batch_invariant=config.batch_invariant,
             quantization=config.quantization,
+            adapters=config.adapters,
             progress=progress,
         )
     add_ends(target, tokenizer)

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from speculon.decoding.kv.blocks import BlockPool
     from speculon.decoding.text.tokenizer import Tokenizer
     from speculon.engine.admission import Admission
-    from speculon.loading.memory.budget import MemoryEstimate
     from speculon.speculation.proposers.compose import Proposers
+    from speculon.target.budget import MemoryEstimate
     from speculon.target.target import Runner, Target
 
 
@@ -135,6 +135,7 @@ def modes(engine: EngineParts) -> Rows:
         for method, drafter in drafters.items():
             if isinstance(drafter, RunsModel):
                 yield f"{name}.{method}", programs(name, drafter.runner, target.device.type, config)
+    yield "adapters", adapters(target)
     why = target.invariance.partition(": ")[2] or "setting batch_invariant is off"
     yield "batch_invariant", row("on" if target.batch_invariant else "off", why)
     text = engine.tokenizer
@@ -168,6 +169,15 @@ def prefix_cache(engine: EngineParts) -> Capability:
     if not engine.config.prefix_cache:
         return row("off", "setting prefix_cache is off")
     return row("off", "recurrent states: there is no room for snapshots of them")
+
+
+def adapters(target: Target) -> Capability:
+    """The LoRA adapters of the target; drafters have none."""
+    if not target.adapters:
+        return row("off", "none is loaded; setting adapters names some")
+    listed = "; ".join(f"{name}: {adapter}" for name, adapter in target.adapters.items())
+    captured = ". Steps with rows of adapters are not captured" * (target.runner.form == "captured")
+    return row("on", f"{listed}{captured}. Drafts are the base's", adapters=len(target.adapters))
 
 
 def programs(name: str, runner: Runner, here: str, config: EngineConfig) -> Capability:

@@ -36,6 +36,7 @@ OF_CHECKPOINTS = "model dtype device allow_pickle trust_remote_code generation_c
 UNUSABLE = {
     "state": "is kept by LLM and by the server",
     "monitor_share": "is kept by LLM and by the server",
+    "adapters": "are of LLM and of the server",
     "draft_depth": "drafts are chains here, since a caller's logits have a row for each",
 }
 PLAIN_CALLS = 8  # guess: plain calls whose median is the plain cost

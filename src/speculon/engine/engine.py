@@ -38,12 +38,12 @@ from speculon.engine.messages import Ready
 from speculon.engine.monitor import Monitor
 from speculon.engine.scheduler import Ended, Scheduler
 from speculon.engine.state import State
-from speculon.loading.memory.budget import Budget
 from speculon.speculation.control.policies import Policies
 from speculon.speculation.drafting import Drafting
 from speculon.speculation.events import Events
 from speculon.speculation.proposers.base import TargetFacts
 from speculon.speculation.proposers.compose import Proposers
+from speculon.target.budget import Budget
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -195,17 +195,19 @@ class Engine:
         request_id: str | None = None,
         written: Mapping[int, Seq[int]] | None = None,
         images: Seq[ImageInput] = (),
+        adapter: str = "",
     ) -> str:
         """Admits a request or refuses it by name; nothing is started before every check has passed.
 
         `written` asks for some samples only, and has the output that each of them begins with. `images` are
-        those of the prompt, which has their placeholder tokens.
+        those of the prompt, which has their placeholder tokens. `adapter` is one of the target's by name.
         """
         if request_id is None:
             request_id = next(name for i in self._names if (name := f"r-{i}") not in self._requests)
         if request_id in self._requests:
             raise InvalidParameter("request_id", request_id, "is in use")
-        admit = partial(self.admission.admit, request_id, prompt, params, speculation, images=images)
+        fixed = request_id, prompt, params, speculation
+        admit = partial(self.admission.admit, *fixed, images=images, adapter=adapter)
         if written is None:
             samples = admit()
         else:
@@ -313,6 +315,7 @@ class Engine:
             self._facts,
             parameters=self.target.num_parameters,
             threads=torch.get_num_threads(),
+            adapters={name: adapter.digest for name, adapter in self.target.adapters.items()},
             lock=lock,
         )
         if self.state is not None:
@@ -393,7 +396,9 @@ def account(counters: EngineCounters, costs: Costs, done: Round) -> None:
     for span in done.spans:
         if not span.samples:
             continue
-        stats = span.seq.stats
+        stats, adapter = span.seq.stats, span.seq.request.adapter
+        if adapter and span.draft.tokens:
+            stats.count_under(adapter, len(span.draft.tokens), span.verdict.accepted)
         if not span.decodes:
             stats.record(span.draft, span.verdict)
             continue

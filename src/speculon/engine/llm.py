@@ -105,6 +105,7 @@ class LLM:
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         speculation: Speculation | Seq[Speculation] = None,
+        adapter: str | Seq[str] = "",
         on_token: Callable[[int, int], None] | None = None,
     ) -> list[RequestOutput]:
         """Continues every prompt, all at once, in the order given.
@@ -113,11 +114,12 @@ class LLM:
         text for each image, or `{"messages": [...]}`. An image is a `Path`, bytes, an image of Pillow or a
         data URL.
 
-        `params` and `speculation` are one for all or one per prompt. `on_token(prompt index, new tokens)` is
-        called as texts grow. When one prompt is refused nothing is written for any. A text whose logits
-        processor fails ends there, with finish reason `error` and the `LogitsProcessorError` as its `error`.
+        `params`, `speculation` and `adapter` are one for all or one per prompt; the empty adapter is the
+        model itself. `on_token(prompt index, new tokens)` is called as texts grow. When one prompt is refused
+        nothing is written for any. A text whose logits processor fails ends there, with finish reason
+        `error` and the `LogitsProcessorError` as its `error`.
         """
-        calls, outputs = self._read(prompts, params, speculation)
+        calls, outputs = self._read(prompts, params, speculation, adapter)
         with self._stepper.requests(calls) as queue:
             index = {request_id: i for i, request_id in enumerate(queue.requests)}
             for event in self._stepper.events(queue):
@@ -134,9 +136,10 @@ class LLM:
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         speculation: Speculation | Seq[Speculation] = None,
+        adapter: str | Seq[str] = "",
     ) -> list[RequestOutput]:
         """`generate` for an event loop. Cancelling the task aborts its requests."""
-        calls, outputs = await asyncio.to_thread(self._read, prompts, params, speculation)
+        calls, outputs = await asyncio.to_thread(self._read, prompts, params, speculation, adapter)
         async with TaskRequests(self._stepper, calls) as queue:
             results = dict(zip(queue.requests, outputs, strict=True))
             while events := await queue.take():
@@ -151,6 +154,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         speculation: Speculation = None,
+        adapter: str = "",
     ) -> RequestOutput: ...
 
     @overload
@@ -160,6 +164,7 @@ class LLM:
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         speculation: Speculation | Seq[Speculation] = None,
+        adapter: str | Seq[str] = "",
     ) -> list[RequestOutput]: ...
 
     def chat(
@@ -168,20 +173,26 @@ class LLM:
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         speculation: Speculation | Seq[Speculation] = None,
+        adapter: str | Seq[str] = "",
     ) -> RequestOutput | list[RequestOutput]:
         """Answers a conversation, or each of a list of conversations, through the checkpoint's chat template.
 
         Contents are texts, or lists of parts as OpenAI has them, with images as `image_url`. A part
         `{"type": "image", "image": ...}` takes an image as `generate` does. A list of conversations gives a
-        list. Its `params` and `speculation` are one for all or one per conversation.
+        list. Its `params`, `speculation` and `adapter` are one for all or one per conversation.
         """
         _, many = self.tokenizer, conversations(messages)  # refused here where there is no tokenizer
         prompts = [{"messages": chat} for chat in ([messages] if many is None else many)]
-        outputs = self.generate(prompts, params, speculation=speculation)
+        outputs = self.generate(prompts, params, speculation=speculation, adapter=adapter)
         return outputs[0] if many is None else outputs
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: Speculation = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        speculation: Speculation = None,
+        adapter: str = "",
     ) -> Iterator[str]:
         """Yields the text of one prompt as it is written. Closing the iterator aborts the request."""
         params = params or self.default_params
@@ -190,19 +201,24 @@ class LLM:
             Stream.of(self.tokenizer, params, prompt_ids),
             RequestOutput(prompt_ids, [Completion()]),
         )
-        with closing(self._stream_to(output, params, speculation, images)) as events:
+        with closing(self._stream_to(output, params, speculation, images, adapter)) as events:
             for event in events:
                 if new := new_text(text, event):
                     yield new
 
     async def astream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: Speculation = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        speculation: Speculation = None,
+        adapter: str = "",
     ) -> AsyncIterator[str]:
         """`stream` for an event loop. Closing the iterator, or cancelling the task, aborts the request."""
         params = one_sample(params or self.default_params)
         prompt_ids, images = await asyncio.to_thread(self._encode, prompt)
         text = Stream.of(self.tokenizer, params, prompt_ids)
-        call = Call(prompt_ids, params, speculation, images)
+        call = Call(prompt_ids, params, speculation, images, adapter)
         async with TaskRequests(self._stepper, [call]) as queue:
             while events := await queue.take():
                 for event in events:
@@ -212,19 +228,29 @@ class LLM:
                         raise event.finish.error
 
     def events(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: Speculation = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        speculation: Speculation = None,
+        adapter: str = "",
     ) -> Generator[Event, None, None]:
         """Yields what each step brings to one prompt. Closing the generator aborts the request."""
         prompt_ids, images = self._encode(prompt)
         output = RequestOutput(prompt_ids, [Completion()])
-        yield from self._stream_to(output, params or self.default_params, speculation, images)
+        yield from self._stream_to(output, params or self.default_params, speculation, images, adapter)
 
     def session(
-        self, params: SamplingParams | None = None, *, system: str | None = None, raw: bool = False
+        self,
+        params: SamplingParams | None = None,
+        *,
+        system: str | None = None,
+        raw: bool = False,
+        adapter: str = "",
     ) -> Session:
         """A conversation whose earlier turns stay in pages; a `raw` one has no roles: texts are continued."""
         _ = self.tokenizer  # refused here where there is none
-        return Session(self, params or self.default_params, system, raw)
+        return Session(self, params or self.default_params, system, raw, adapter)
 
     def forget_pools(self, pool: str | None = None) -> int:
         """Deletes the earlier answers under a name, or all; returns how many pools there were."""
@@ -252,9 +278,10 @@ class LLM:
         params: SamplingParams,
         speculation: Speculation,
         images: tuple[ImageInput, ...] = (),
+        adapter: str = "",
     ) -> Generator[Event, None, None]:
         """Yields what each step brings to `output`, which has it already; whole also if closed early."""
-        call = Call(output.prompt_token_ids, one_sample(params), speculation, images)
+        call = Call(output.prompt_token_ids, one_sample(params), speculation, images, adapter)
         with self._stepper.requests([call]) as queue:
             try:
                 for event in self._stepper.events(queue):
@@ -273,6 +300,7 @@ class LLM:
         prompts: Prompt | Seq[Prompt],
         params: SamplingParams | Seq[SamplingParams] | None,
         speculation: Speculation | Seq[Speculation],
+        adapter: str | Seq[str],
     ) -> tuple[list[Call], list[RequestOutput]]:
         """What is asked for each prompt, and its result, still empty."""
         many = as_list(prompts)
@@ -280,8 +308,9 @@ class LLM:
         all_params = one_per_prompt("params", params, len(many), SamplingParams)
         types = (RequestSpeculation, Mapping, type(None))
         requested = one_per_prompt("speculation", speculation, len(many), types)
-        values = zip(map(self._encode, many), all_params, requested, strict=True)
-        calls = [Call(ids, own, options, images) for (ids, images), own, options in values]
+        adapters = one_per_prompt("adapter", adapter, len(many), str)
+        values = zip(map(self._encode, many), all_params, requested, adapters, strict=True)
+        calls = [Call(ids, own, options, images, name) for (ids, images), own, options, name in values]
         outputs = [RequestOutput(call.prompt, [Completion() for _ in range(call.params.n)]) for call in calls]
         return calls, outputs
 
@@ -323,10 +352,17 @@ class Session:
     `system` may be changed between turns, and `turns` shortened: the last one taken back, or all of them.
     """
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None, raw: bool = False):
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        system: str | None = None,
+        raw: bool = False,
+        adapter: str = "",
+    ):
         if raw and system:
             raise InvalidParameter("system", system, "a raw conversation has no roles")
-        self.llm, self.params, self.system, self.raw = llm, params, system, raw
+        self.llm, self.params, self.system, self.raw, self.adapter = llm, params, system, raw, adapter
         self.turns: list[Turn] = []
 
     @property
@@ -356,7 +392,7 @@ class Session:
         text = self._render(content)
         output = RequestOutput(self._encode(text), [Completion()])
         try:
-            yield from self.llm._stream_to(output, params or self.params, speculation)
+            yield from self.llm._stream_to(output, params or self.params, speculation, (), self.adapter)
         except (GeneratorExit, KeyboardInterrupt):
             if output.token_ids:
                 self._keep(content, text, output)

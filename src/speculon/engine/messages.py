@@ -22,6 +22,7 @@ class Add:
     speculation: RequestSpeculation | None = None
     written: dict[int, list[int]] | None = None
     images: tuple[ImageInput, ...] = ()
+    adapter: str = ""  # of the target, by name
 
 
 @dataclass(frozen=True, slots=True)

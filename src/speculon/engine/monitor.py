@@ -28,11 +28,11 @@ from speculon.decoding.kv.blocks import BlockPool
 from speculon.decoding.kv.lease import Lease, Leases
 from speculon.decoding.kv.slots import StateSlots
 from speculon.decoding.kv.store import PageStore
+from speculon.decoding.regret import TOP, at_or_none, movement, tie_limit, token_regret
 from speculon.decoding.sampling import Row
 from speculon.decoding.sequence import Ending, Request, Rules, Sequence, Span
 from speculon.decoding.verify import cut, scored_rows, verify
-from speculon.engine.regret import TOP, at_or_none, movement, tie_limit, token_regret
-from speculon.loading.memory.budget import REPLAY_ROWS, replay_pages
+from speculon.target.budget import REPLAY_ROWS, replay_pages
 
 if TYPE_CHECKING:
     from speculon.decoding.text.grammar import Matcher

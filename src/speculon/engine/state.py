@@ -75,12 +75,21 @@ class State:
         *,
         parameters: int,
         threads: int,
+        adapters: Mapping[str, str] | None = None,
         lock: FileLock | None = None,
     ) -> State | None:
-        """Where the settings ask for it. Raises `ConfigError` for a folder that cannot be."""
+        """Where the settings ask for it. Raises `ConfigError` for a folder that cannot be.
+
+        `adapters` have digests by name: what was learned under one is not that of another.
+        """
         if config.state is None:
             return None
-        model = {"model": config.model, "parameters": parameters, "vocab_size": facts.vocab_size}
+        model: dict[str, Any] = {
+            "model": config.model,
+            "parameters": parameters,
+            "vocab_size": facts.vocab_size,
+        }
+        model |= {"adapters": dict(adapters)} if adapters else {}
         machine = {name: getattr(facts, name) for name in MACHINE}
         draft = speculation_settings(config)["draft"]
         machine |= {"threads": threads, "draft": draft, "versions": versions()}

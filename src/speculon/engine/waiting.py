@@ -230,6 +230,7 @@ class Call(NamedTuple):
     params: SamplingParams
     speculation: RequestSpeculation | Mapping[str, Any] | None
     images: tuple[ImageInput, ...] = ()
+    adapter: str = ""
 
 
 @contextmanager
@@ -356,9 +357,9 @@ class Stepper:
     def admit(self, calls: Seq[Call], queue: OutputQueue) -> None:
         with self.turn() as engine:
             for call in calls:
-                prompt, params, speculation, images = call
-                request_id = engine.add_request(prompt, params, speculation, images=images)
-                self._requests.add(Progress(Add(request_id, prompt, params)), queue)
+                own = call.prompt, call.params, call.speculation
+                request_id = engine.add_request(*own, images=call.images, adapter=call.adapter)
+                self._requests.add(Progress(Add(request_id, call.prompt, call.params)), queue)
 
     def step_for(self, queue: OutputQueue) -> None:
         try:

@@ -142,14 +142,22 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     path = folder / "config.json"
     if not path.is_file():
-        adapter = " (adapter_config.json is there: merge the adapter into its base model first)"
-        raise ModelNotFound(
-            f"{folder}: no config.json{adapter if (folder / 'adapter_config.json').exists() else ''}"
-        )
+        raise ModelNotFound(f"{folder}: no config.json{adapter_advice(folder)}")
     config = read_json(path, ModelError)
     if not isinstance(config, dict):
         raise ModelError(f"{path}: not a JSON object")
     return config
+
+
+def adapter_advice(folder: Path) -> str:
+    """How to load an adapter whose folder was given as a model; empty for other folders."""
+    path = folder / "adapter_config.json"
+    if not path.is_file():
+        return ""
+    config = read_json(path, ModelError)
+    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    made = f" of {base}" if base else ""
+    return f"; it is an adapter{made}: speculon serve --model {base or 'BASE'} --adapter NAME={folder}"
 
 
 def read_json(path: Path, error: type[ModelError]) -> Any:

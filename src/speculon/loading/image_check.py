@@ -107,5 +107,5 @@ def image_logits(target: Target, vision: Vision, sample: ImageSample) -> Tensor:
         positions = torch.from_numpy(images.positions).to(target.device)[:, None]
     placed = (ImageRows(image, range(len(image.rows)), list(image.rows)),)
     tokens = torch.tensor([ids], device=target.device)
-    batch = Batch([], tokens, positions, rows, ((0, count),), placed)
+    batch = Batch([], tokens, positions, rows, ((0, count),), images=placed)
     return target.forward(batch, store.view_of(spans)).logits

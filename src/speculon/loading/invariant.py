@@ -28,6 +28,7 @@ from speculon.loading.batch_check import (
     differing,
     uneven_keys,
 )
+from speculon.target.adapters import Adapted
 from speculon.target.block import Block, CannotReplace, Fused, Gated, Loop
 from speculon.target.captured import Captured, captured_loop
 from speculon.target.grouping import PlanKey
@@ -128,7 +129,7 @@ def put_products_in_pieces(target: Target, undo: ExitStack) -> None:
         for name, inputs in (("qkv", width), ("out", heads)):
             product = getattr(attention, name)
             made = pieces.by_row(product, num_outputs(product, inputs, target), inputs, dtype)
-            differ |= isinstance(made, PromptsApart)
+            differ |= isinstance(made.product if isinstance(made, Adapted) else made, PromptsApart)
             put(undo, attention, name, made)
         if isinstance(mlp, Gated):
             differ |= put_mlp_in_pieces(block, mlp, pieces, target, undo)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from speculon.core.errors import (
     UnsafeCheckpoint,
     UnsupportedModel,
 )
+from speculon.loading.adapter_config import read_adapters
+from speculon.loading.adapters import add_adapters
 from speculon.loading.ends import eos_ids
 from speculon.loading.headers import Checkpoint, read_checkpoint, refuse_unsafe
 from speculon.loading.image_check import ImageSample, check_images, stock_image_logits
@@ -66,9 +68,10 @@ def load_target(
     compile: bool = False,
     batch_invariant: bool | None = False,
     quantization: Quantization = "auto",
+    adapters: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> Target:
-    """A checked Target from a folder, a GGUF file, a hub id or a name.
+    """A checked Target from a folder, a GGUF file, a hub id or a name, with `adapters` (folders by name).
 
     Raises `ModelError` with path and reason.
     """
@@ -77,6 +80,7 @@ def load_target(
     folder = locate(path, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     checkpoint = read_checkpoint(folder)
     refuse_unsafe(checkpoint, allow_pickle=allow_pickle)
+    own = read_adapters(adapters or {})
     with quiet():
         config = load_config(checkpoint, trust_remote_code)
         place = pick_device(device)
@@ -93,12 +97,14 @@ def load_target(
             round_weights(model, quantization, checkpoint, place)
             model = model.to(place)
         release_memory()
-        settings = precision, place, max_context, fused, compile, batch_invariant, quantization
+        settings: tuple[object, ...] = precision, place, max_context, fused, compile, batch_invariant
+        settings += quantization, *sorted({layer for adapter in own for layer in adapter.layers})
         with remembering([*checkpoint.files, *configs(folder)], *settings):
             report("checking the model against its stock forward")
             target = make_target(model, str(path), max_context, fused=fused, compile=compile)
             target.source = str(folder)
             target.notes += notes
+            add_adapters(target, own)
             if batch_invariant is not False:
                 report("checking that logits do not depend on the batch")
                 decide(target, batch_invariant)

@@ -30,7 +30,9 @@ def add_models(app: FastAPI, state: AppState) -> None:
         """What this server serves, and the drafters beside it, which `drafter` marks."""
         if pool.single:
             pool.check_health()
-        cards = [card(state, model) for model in pool.models.values()]
+        cards = [
+            named for model in pool.models.values() for named in (card(state, model), *adapters(state, model))
+        ]
         drafters = [drafter_card(state, name, method) for name, method in pool.drafters.items()]
         return ModelList(object="list", data=cards + drafters)
 
@@ -49,7 +51,7 @@ def add_models(app: FastAPI, state: AppState) -> None:
     async def model(model: str) -> ModelCard:
         if pool.single:
             pool.check_health()
-        return card(state, pool.find(model))
+        return card(state, pool.find(model), pool.adapter_of(model))
 
     stages = event_stream("The stages as server-sent events, then the state or an error")
 
@@ -68,16 +70,22 @@ def add_models(app: FastAPI, state: AppState) -> None:
         return card(state, pooled)
 
 
-def card(state: AppState, model: PooledModel) -> ModelCard:
+def adapters(state: AppState, model: PooledModel) -> list[ModelCard]:
+    """Cards of a model's adapters, each with the model as its parent."""
+    return [card(state, model, adapter) for adapter in model.config.adapters]
+
+
+def card(state: AppState, model: PooledModel, adapter: str = "") -> ModelCard:
     served, config = model.served, model.config
     return ModelCard(
-        id=model.name,
+        id=f"{model.name}:{adapter}" if adapter else model.name,
+        parent=model.name if adapter else None,
         object="model",
         created=state.started,
         owned_by="speculon",
         max_model_len=None if served is None else served.max_context,
         state=model.shown_state,
-        default=model is state.pool.default,
+        default=model is state.pool.default and not adapter,
         pinned=model.pinned,
         drafters=model.drafters,
         method=config.speculation.method if served is None else served.method,

@@ -34,6 +34,7 @@ class Answer:
 
     def __init__(self, answer_id: str, request: GenerationRequest, model: ServedModel, tenant: str = ""):
         self.id, self.request, self.model, self.tenant = answer_id, request, model.name, tenant
+        self.adapter = model.adapter
         self.tokenizer, self.created = model.tokenizer, int(time.time())
         self.choices: list[Choice] = []
         self._choices_of: dict[str, list[Choice]] = {}  # of each request in the engine, by its id
@@ -50,12 +51,24 @@ class Answer:
         self._deadline: float | None = None
         self._time_limit = model.config.request_timeout
 
+    @property
+    def base(self) -> str:
+        """The model's name, without that of an adapter."""
+        return self.model.removesuffix(f":{self.adapter}") if self.adapter else self.model
+
     def adds(self) -> list[Add]:
         """The messages that submit its prompts, for this tenant whatever the body says."""
         request = self.request
         speculation = request.speculation.model_copy(update={"tenant": self.tenant})
         return [
-            Add(request_id, prompt, request.params, speculation, images=request.images)
+            Add(
+                request_id,
+                prompt,
+                request.params,
+                speculation,
+                images=request.images,
+                adapter=self.adapter,
+            )
             for request_id, prompt in zip(self._choices_of, request.prompts, strict=True)
         ]
 

@@ -158,6 +158,7 @@ class ModelCard(Body):
     owned_by: str
     max_model_len: int | None = Field(description="null until the model was loaded")
     state: Literal["unloaded", "loading", "loaded", "draining", "failed", "drafter"]
+    parent: str | None = Field(None, description="for an adapter, the model that it belongs to")
     default: bool = Field(False, description="whether requests without `model` use it")
     pinned: bool = Field(False, description="whether it is never ended to make room for others")
     drafters: dict[str, str] = Field({}, description="its drafters by method, once it was loaded")

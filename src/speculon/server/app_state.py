@@ -105,7 +105,7 @@ class AppState:
         """
         self.pool.check_open()
         async with self.pool.use(model) as pooled:
-            served = pooled.model
+            served = pooled.model.under(self.pool.adapter_of(model))
             request = await self.read(partial(read, served), images)
             pooled.check_room(request)  # no other request comes in between: `submit` takes its place at once
             answer = make(answer_id, request, served, tenant)

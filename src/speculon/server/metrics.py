@@ -177,6 +177,10 @@ def sum_metrics(counters: EngineCounters) -> Iterator[Metric]:
 def draft_metrics(totals: RequestStats) -> Iterator[Metric]:
     yield counter("draft_tokens", "draft tokens verified, by source", totals.drafted_from, "source")
     yield counter("accepted_tokens", "draft tokens accepted, by source", totals.accepted_from, "source")
+    text = "draft tokens verified under an adapter of the target, by adapter"
+    yield counter("adapter_draft_tokens", text, totals.drafted_under, "adapter")
+    text = "of these, accepted; totals less these are those of the base"
+    yield counter("adapter_accepted_tokens", text, totals.accepted_under, "adapter")
     text = "drafts measured in shadow, not verified, by method"
     yield counter("shadow_rounds", text, totals.watched, "method")
     drafted, accepted = by_method(totals.watched_at), by_method(totals.stood_at)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 from speculon.core.config import RequestSpeculation, SpeculationConfig
 from speculon.core.config.serve import ServeConfig
@@ -27,12 +27,17 @@ class ServedModel:
     sampling: Mapping[str, Any] = field(default_factory=dict)  # for requests that set none
     max_new_tokens: int | None = None  # of the checkpoint, where neither request nor settings say more
     images: Images = field(default_factory=Images.none)
+    adapter: str = ""  # of the target, that the client named
     speculation: SpeculationConfig | None = None  # the same, where its process was started with other values
 
     @property
     def method(self) -> str:
         """That drafts for a request which names none."""
         return self.own_method if self.speculation is None else self.speculation.method
+
+    def under(self, adapter: str) -> Self:
+        """The same model under one of its adapters, with the name of both."""
+        return replace(self, name=f"{self.name}:{adapter}", adapter=adapter) if adapter else self
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt.

@@ -202,6 +202,7 @@ class Events:
         if seq.id not in self._known:
             self._known.add(seq.id)
             fields["methods"] = {method: request.max_drafts[method] for method in seq.methods}
+            fields |= {"adapter": request.adapter} if request.adapter else {}
             fields |= {"prompt_class": request.shape.name, "marker": request.shape.marker}
         fields |= drafted_fields(span) if span.decodes else {"prompt": span.length}
         fields |= {"outcome": verdict.outcome} if verdict.outcome else {}

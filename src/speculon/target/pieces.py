@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from speculon.core.types import ceil_div
 from speculon.decoding.batch import Runs
+from speculon.target.adapters import Adapted, LowRank
 from speculon.target.linear import Linear, Packed, Product, SideBySide, packed
 from speculon.target.quantized import Packed4
 from speculon.target.remembered import once
@@ -142,6 +143,8 @@ class Pieces:
 
     def by_row(self, product: Product, outputs: int, width: int, dtype: torch.dtype) -> Product:
         """The same for a product of all rows of a forward in their order, where prompts may be apart."""
+        if isinstance(product, Adapted):
+            return self.adapted(product, self.by_row(product.product, outputs, width, dtype), width, dtype)
         made = self.of(product, outputs, width, dtype)
         if not isinstance(made, InPieces) or not made.rows.only_small:
             return made
@@ -156,7 +159,20 @@ class Pieces:
             case SideBySide():
                 outputs_of = partial(num_outputs, width=width, dtype=dtype)
                 return SideBySide([self.of(part, outputs_of(part), width, dtype) for part in product.parts])
+            case Adapted():
+                return self.adapted(product, self.of(product.product, outputs, width, dtype), width, dtype)
         return InPieces(product, self.once("rows", (product, outputs, width, dtype), measured, rows_from))
+
+    def adapted(self, product: Adapted, made: Product, width: int, dtype: torch.dtype) -> Adapted:
+        """The updates in pieces, too, beside the product that was made of its own."""
+
+        def in_pieces(update: LowRank) -> LowRank:
+            rank = num_outputs(update.a, width, dtype)
+            outputs = num_outputs(update.b, rank, dtype)
+            return LowRank(self.of(update.a, rank, width, dtype), self.of(update.b, outputs, rank, dtype))
+
+        updates = {name: in_pieces(update) for name, update in product.updates.items()}
+        return replace(product, product=made, updates=updates)
 
     def prompt_sizes(self, product: Product, outputs: int, width: int, dtype: torch.dtype) -> tuple[int, ...]:
         """The sizes of pieces of prompts, which agree with one another and may differ from all others."""

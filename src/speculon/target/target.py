@@ -21,10 +21,11 @@ from speculon.decoding.batch import Batch
 from speculon.decoding.kv.slots import PER_SEQUENCE
 from speculon.decoding.kv.states import KEPT_BYTES, StateSpan, StateStep, StateStore, slot_bytes
 from speculon.decoding.kv.store import PageStore, SpanView, View
+from speculon.target.adapters import Adapter, Shapes, with_adapters
 from speculon.target.attention import running
 from speculon.target.footprint import scratch_bytes
 from speculon.target.pieces import with_prompts
-from speculon.target.quantized import describe, layers_of
+from speculon.target.quantized import QuantizedLinear, describe, layers_of
 from speculon.target.recurrent import Mixer, restore
 from speculon.target.taps import Taps
 from speculon.target.vision import Vision
@@ -96,6 +97,8 @@ class Target:
         self.runner = Runner(partial(stock_forward, model), len(layers))
         self.vision, self.no_images = vision, no_images  # or why it takes no images
         self.taps: Taps | None = None
+        self.linears: Shapes = linear_shapes(model)  # before any is fused
+        self.adapters: dict[str, Adapter] = {}  # LoRA adapters by name
         self.prompts_apart = False  # whether rows of prompts run in other products than generated tokens
         self.invariance = "no"  # whether its logits are batch-invariant, and why not
         self.count()
@@ -117,8 +120,9 @@ class Target:
 
     @property
     def num_bytes(self) -> int:
-        """The weights, and what its runner holds beside them."""
-        return self.weight_bytes + self.runner.num_bytes
+        """The weights, and what its runner holds beside them, adapters included."""
+        adapters = sum(adapter.num_bytes for adapter in self.adapters.values())
+        return self.weight_bytes + self.runner.num_bytes + adapters
 
     @property
     def batch_invariant(self) -> bool:
@@ -224,11 +228,12 @@ class Target:
         """Logits of `decoding.batch.score_rows`; K and V of all rows go to the pages of `view`."""
         start = time.perf_counter()
         assert (view.states is None) == (not self.mixers), "states for a model with mixers alone"
+        prompts = batch.prompts if self.prompts_apart else ()
         placed: AbstractContextManager[None] = nullcontext()
         if batch.images:
             assert self.vision is not None, "images for a text model"
             placed = self.vision.placed(batch.images)
-        with placed, with_prompts(batch.prompts if self.prompts_apart else ()):
+        with with_prompts(prompts), with_adapters(batch.adapters), placed:
             scores = self.runner.run(batch, view, self.taps)
         logits = torch.empty(0, self.vocab_size, device=self.device) if scores is None else scores.float()
         if self.device.type == "cuda":
@@ -249,6 +254,15 @@ def stock_forward(
             return model(**row, logits_to_keep=batch.score_rows).logits[0]
         model.base_model(**row)  # a prompt chunk without scored rows needs no head
     return None
+
+
+def linear_shapes(model: nn.Module) -> Shapes:
+    """The linear layers of a stock model by name: outputs, inputs."""
+    return {
+        name: (layer.out_features, layer.in_features)
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear | QuantizedLinear)
+    }
 
 
 def decoder_layer_class(model: PreTrainedModel) -> type[nn.Module] | None:

@@ -9,8 +9,8 @@ import pytest
 
 from speculon import LLM, SamplingParams
 from speculon.core.errors import InvalidParameter, TooLong
+from speculon.decoding.regret import token_regret
 from speculon.engine.llm import Completion
-from speculon.engine.regret import token_regret
 from speculon.measure.check import sampled as check_sampled
 from speculon.measure.check.arms import ArmStats, watched, whole
 from speculon.measure.check.exact import Divergence, ExactResult, Margin, judge, row_after

@@ -18,7 +18,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from speculon.core.checked import FilePath, FolderPath, invalid_parameter, nearest
+from speculon.core.checked import AdapterFolder, AdapterName, FilePath, FolderPath, invalid_parameter, nearest
 from speculon.core.config.file import CACHE, FILE, MODELS, VARIABLE, place, settings_file, syntax_error
 from speculon.core.config.serve import ServeConfig
 from speculon.core.config.speculation import Quantization, SpeculationConfig
@@ -115,6 +115,12 @@ class EngineConfig(BaseSettings):
     )
     allow_pickle: bool = Field(False, description="accept pickle checkpoints (weights_only)")
     trust_remote_code: bool = Field(False, description="run Python code that comes with a checkpoint")
+    adapters: dict[AdapterName, AdapterFolder] = Field(
+        default_factory=dict,
+        description="LoRA adapters of the model in peft's format, by name; a request chooses one, over HTTP "
+        "as `model:NAME`",
+        json_schema_extra={"flag": "--adapter", "metavar": "NAME=FOLDER"},
+    )
     generation_config: bool = Field(
         True, description="take the defaults of sampling from the checkpoint's generation_config.json"
     )

@@ -20,8 +20,8 @@ from speculon.decoding.sequence import GONE, Sequence
 FREE, CLAIMED, TAKEN = 0, 1, 2
 ROOT = 0  # the content id before the first page
 
-# content id before, tokens (and numbers of images), those of a prompt where they are apart
-Key = tuple[int, tuple[int, ...], int]
+# content id before, tokens (and numbers of images), those of a prompt where they are apart, adapter
+Key = tuple[int, tuple[int, ...], int, str]
 
 
 class BlockPool:
@@ -240,7 +240,7 @@ class BlockPool:
         """Of the full page of a sequence that begins at `start`, after a page of this content."""
         size, prompt = self.block_size, seq.request.prompt_len
         own = min(max(0, prompt - start), size) if self.prompts_apart else size
-        return content, seq.contents(start, start + size), own
+        return content, seq.contents(start, start + size), own, seq.request.adapter
 
     # pages, one by one
 

@@ -32,6 +32,7 @@ class Lease:
 
     def view(self, batch: Batch) -> View:
         """Where each row of the batch is written, and what each span reads."""
+        self._spans = batch.spans  # in the order of its rows, in which states are rolled back
         view = self._of.store.view(batch.spans)
         if self._of.states is not None:
             view.states = self._step = StateStep(self._of.states, [self._state_span(s) for s in batch.spans])

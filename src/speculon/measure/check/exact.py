@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from speculon.core.config import MAX_LOGPROBS, SamplingParams
+from speculon.decoding.regret import TOP, at_or_none, first_difference, movement, tie_limit, token_regret
 from speculon.decoding.sampling import Row
 from speculon.engine.monitor import Lane
-from speculon.engine.regret import TOP, at_or_none, first_difference, movement, tie_limit, token_regret
 from speculon.measure.check.arms import Advance, ArmStats, Texts, write
 from speculon.measure.check.plan import CheckPlan
 from speculon.speculation.proposers.registry import OFF

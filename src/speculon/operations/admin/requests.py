@@ -78,7 +78,7 @@ class RequestLog:
         answer = record.answer
         if answer is None or (entry := self._running.pop(answer.id, None)) is None:
             return
-        self._ended_tokens[answer.model] += answer.tokens
+        self._ended_tokens[answer.base] += answer.tokens
         entry.ended = self._view(entry)
         entry.running = record.watch = None
         self._recent.appendleft(entry)
@@ -87,7 +87,7 @@ class RequestLog:
         tokens = Counter(self._ended_tokens)
         for entry in self._running.values():
             if entry.running is not None:
-                tokens[entry.running[1].model] += entry.running[1].tokens
+                tokens[entry.running[1].base] += entry.running[1].tokens
         return tokens
 
     def rates(self) -> dict[str, float]:

@@ -231,7 +231,7 @@ class Reading:
         if self._queue.requests[self._add.request_id].written:
             raise ReplicaLost(f"{self.replica}: the stream has ended early")
         if self.replica is not None:
-            self._routing.wrote(self.replica, self._text, pool_of(self._add))
+            self._routing.wrote(self.replica, self._text, pool_of(self._add), self._add.adapter)
 
     def _handle(self, message: FromReplica) -> None:
         match message:

@@ -42,4 +42,6 @@ class ReplicaLost(NotReady):
 def pool_of(add: Add) -> str | None:
     """The user whose earlier answers a request may draft from, if it names one."""
     options = add.speculation
-    return f"{options.tenant} {options.pool}" if options is not None and options.pool else None
+    if options is None or not options.pool:
+        return None
+    return f"{options.tenant} {options.pool}" + f" {add.adapter}" * bool(add.adapter)

@@ -39,10 +39,10 @@ class PrefixRouter(RequestRouter):
         lengths = self.replica_queue_len_cache
         load = {name: lengths.get(replica.replica_id) or 0 for name, replica in replicas.items()}
         add: Add = pending_request.args[0]
-        chosen = self.routing.choose(add.prompt, pool_of(add), load, self._limit)
+        chosen = self.routing.choose(add.prompt, pool_of(add), load, self._limit, add.adapter)
         return [] if chosen is None else [[replicas[chosen]]]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         if pending_request.args:
             add: Add = pending_request.args[0]
-            self.routing.sent(replica_id.unique_id, add.prompt, pool_of(add))
+            self.routing.sent(replica_id.unique_id, add.prompt, pool_of(add), add.adapter)

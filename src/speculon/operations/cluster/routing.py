@@ -49,9 +49,15 @@ class Routing:
         return len(self._pools)
 
     def choose(
-        self, prompt: Sequence[int], pool: str | None, load: Mapping[str, int], limit: int
+        self,
+        prompt: Sequence[int],
+        pool: str | None,
+        load: Mapping[str, int],
+        limit: int,
+        adapter: str = "",
     ) -> str | None:
         """The replica for a prompt, of those in `load` (replica -> open requests); None where all are lost.
+        A prefix under another adapter is another one.
 
         One with `limit` or more open requests is passed over, unless all have as many.
         """
@@ -63,26 +69,26 @@ class Routing:
             self.passed_over += len(free) < len(serving)
             free = free or serving
             other = self._less_busy(free, load)
-            best, tokens = self._best(prompt, pool, free, load)
+            best, tokens = self._best(self._hashes(prompt, adapter), pool, free, load)
             return other if (load[best] - load[other]) * TOKENS_PER_REQUEST > tokens else best
 
-    def sent(self, replica: str, prompt: Sequence[int], pool: str | None) -> None:
+    def sent(self, replica: str, prompt: Sequence[int], pool: str | None, adapter: str = "") -> None:
         """A request went to a replica, which soon has the prompt in its cache."""
         with self._lock:
-            bit = self._bit(replica)
-            first = next(self._hashes(prompt), None)
+            bit, blocks = self._bit(replica), list(self._hashes(prompt, adapter))
+            first = next(iter(blocks), None)
             if first is not None and self._holders.get(first, 0) & bit:
                 self.routed[PREFIX] += 1
             elif pool is not None and self._pools.get(pool) == replica:
                 self.routed[POOL] += 1
             else:
                 self.routed[LOAD] += 1
-            self._learn(bit, prompt)
+            self._learn(bit, blocks)
 
-    def wrote(self, replica: str, tokens: Sequence[int], pool: str | None) -> None:
+    def wrote(self, replica: str, tokens: Sequence[int], pool: str | None, adapter: str = "") -> None:
         """A replica has written an answer: `tokens` are the prompt and the answer."""
         with self._lock:
-            self._learn(self._bit(replica), tokens)
+            self._learn(self._bit(replica), list(self._hashes(tokens, adapter)))
             if pool is not None:
                 self._pools[pool] = replica
                 self._pools.move_to_end(pool)
@@ -113,20 +119,20 @@ class Routing:
                 del self._pools[pool]
 
     def _best(
-        self, prompt: Sequence[int], pool: str | None, free: list[str], load: Mapping[str, int]
+        self, blocks: Iterable[int], pool: str | None, free: list[str], load: Mapping[str, int]
     ) -> tuple[str, int]:
         """The replica that knows most of this request, and the tokens that weigh for it."""
-        holders, tokens = self._longest(prompt, sum(self._bits.get(replica, 0) for replica in free))
+        holders, tokens = self._longest(blocks, sum(self._bits.get(replica, 0) for replica in free))
         having = [replica for replica in free if self._bits.get(replica, 0) & holders] or free
         wrote = self._pools.get(pool) if pool is not None else None
         if wrote in having:
             return wrote, max(tokens, POOL_TOKENS)
         return self._less_busy(having, load), tokens
 
-    def _longest(self, prompt: Sequence[int], mask: int) -> tuple[int, int]:
+    def _longest(self, blocks: Iterable[int], mask: int) -> tuple[int, int]:
         """Bits of the replicas, of those in `mask`, that have the longest prefix, and its tokens."""
         found, used = 0, []
-        for block in self._hashes(prompt):
+        for block in blocks:
             bits = self._holders.get(block, 0) & mask
             if not bits:
                 break
@@ -140,16 +146,16 @@ class Routing:
         two = replicas if len(replicas) < 2 else self._rng.sample(replicas, 2)
         return min(two, key=load.__getitem__)
 
-    def _learn(self, bit: int, tokens: Sequence[int]) -> None:
-        for block in reversed(list(self._hashes(tokens))):
+    def _learn(self, bit: int, blocks: list[int]) -> None:
+        for block in reversed(blocks):
             self._holders[block] = self._holders.get(block, 0) | bit
             self._holders.move_to_end(block)
         while len(self._holders) > self._max_blocks:
             self._holders.popitem(last=False)
 
-    def _hashes(self, tokens: Sequence[int]) -> Iterator[int]:
+    def _hashes(self, tokens: Sequence[int], adapter: str) -> Iterator[int]:
         """Of each prefix of whole blocks."""
-        prefix, size = 0, self._block_size
+        prefix, size = hash(adapter) if adapter else 0, self._block_size
         for end in range(size, len(tokens) + 1, size):
             prefix = hash((prefix, *tokens[end - size : end]))
             yield prefix

@@ -68,7 +68,7 @@ class Loader:
     def free_memory(self, config: EngineConfig) -> int:
         """Free bytes of the device of these settings."""
         from speculon.loading.load import pick_device
-        from speculon.loading.memory.budget import free_memory
+        from speculon.target.budget import free_memory
 
         device = pick_device(config.device)
         if device.type == "cpu":

@@ -84,9 +84,24 @@ class ModelPool:
             return self.default
         if name in self._names:
             return self.models[self._names[name]]
-        names = ", ".join(map(repr, self.models))
+        if adapter := self.adapter_of(name):
+            return self.models[self._names[name.removesuffix(f":{adapter}")]]
+        names = ", ".join(map(repr, self.served_names))
         what = f"a drafter of method {self.drafters[name]}; " if name in self.drafters else ""
         raise UnknownModel(f"model = {shorten(name)}: {what}this server serves {names}")
+
+    @property
+    def served_names(self) -> list[str]:
+        """Of the models, each followed by those of its adapters."""
+        return [served for name, model in self.models.items() for served in (name, *model.adapter_names)]
+
+    def adapter_of(self, name: str | None) -> str:
+        """The adapter in a request's name, `model:adapter`; empty for a model itself, and unknown names."""
+        if name is None or name in self._names:
+            return ""
+        base, _, adapter = name.rpartition(":")
+        known = self._names.get(base)
+        return adapter if known is not None and adapter in self.models[known].config.adapters else ""
 
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[PooledModel]:

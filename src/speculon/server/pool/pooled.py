@@ -70,6 +70,11 @@ class PooledModel:
         self._watchers: set[asyncio.Queue[dict[str, Any] | None]] = set()
         self._watching: asyncio.Task[None] | None = None
 
+    @property
+    def adapter_names(self) -> list[str]:
+        """Under which its adapters are listed and requested."""
+        return [f"{self.name}:{adapter}" for adapter in self.config.adapters]
+
     def adopt(self, own: ModelSettings) -> None:
         """These settings are its own; those of the process are in force with the next load."""
         self.own, self.config = own, own.config

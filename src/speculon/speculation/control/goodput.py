@@ -53,7 +53,7 @@ from speculon.speculation.control.acceptance import POSITIONS, STATE, Acceptance
 from speculon.speculation.control.cost import BENDS, OF_LATE, Costs
 from speculon.speculation.control.fixed import unable
 from speculon.speculation.control.policy import Policy
-from speculon.speculation.control.statistics import Added, PromptClass, Running, parts
+from speculon.speculation.control.statistics import Added, PromptClass, Running, class_of, parts
 from speculon.speculation.control.trees import Shape, forks
 
 COLD = 2  # proposals before a cost is believed, drafts of a probe
@@ -117,7 +117,7 @@ class Goodput(Policy):
         if stats := self._running.get(seq.id):
             stats.span = span
             return stats
-        cls = self._classes.setdefault(seq.request.shape.name, PromptClass(self._methods))
+        cls = self._classes.setdefault(class_of(seq.request), PromptClass(self._methods))
         # lookups are asked at first: it may repeat what they know
         added = replace(cls.added, gain=max(OF_LATE, cls.added.gain))
         return self._running.setdefault(seq.id, Running(span, cls, added))

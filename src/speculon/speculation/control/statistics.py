@@ -9,7 +9,7 @@ from itertools import accumulate
 from operator import mul
 
 from speculon.core.types import Draft
-from speculon.decoding.sequence import Sequence, Span
+from speculon.decoding.sequence import Request, Sequence, Span
 from speculon.speculation.control.acceptance import POSITIONS, PRIOR, Acceptance, SequenceAcceptance
 from speculon.speculation.control.cost import OF_LATE
 from speculon.speculation.control.trees import judged_nodes, node_values
@@ -108,6 +108,11 @@ class Running:
             for chance in self.cls.of(name).chances(count, match, self.own[name].shift)
         ]
         return [*accumulate(chances, mul)]
+
+
+def class_of(request: Request) -> str:
+    """Of a request's prompt; under an adapter the target writes other texts, so its classes are others."""
+    return f"{request.shape.name}, adapter {request.adapter}" if request.adapter else request.shape.name
 
 
 def parts(seq: Sequence, draft: Draft, method: str) -> Iterator[tuple[str, int, int, int]]:

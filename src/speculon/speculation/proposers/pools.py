@@ -194,8 +194,9 @@ class Pools:
             del self._pools[key]
 
 
-def key_of(name: str | None, prompt: Sequence[int], tenant: str = "") -> str | None:
+def key_of(name: str | None, prompt: Sequence[int], tenant: str = "", adapter: str = "") -> str | None:
     """The pool of a request: that of its name, else that of its prompt's beginning; none for the empty name.
+    Each adapter has pools of its own, which are deleted with those of the base.
 
     Digests, so that no file tells names; a name never equals a prompt, and no key of a tenant equals
     another's.
@@ -203,12 +204,14 @@ def key_of(name: str | None, prompt: Sequence[int], tenant: str = "") -> str | N
     if name == "":
         return None
     key = f"prompt {list(prompt[:PROMPT])}" if name is None else f"name {name}"
-    return digest(f"tenant {tenant}") + digest(key)
+    own = digest(f"adapter {adapter}") if adapter else ""
+    return digest(f"tenant {tenant}") + digest(key) + own
 
 
 def belongs(key: str, tenant: str, name: str | None) -> bool:
     """Whether it is the key of the pool of this name, or of any pool of the tenant."""
-    return key.startswith(digest(f"tenant {tenant}")) if name is None else key == key_of(name, (), tenant)
+    beginning = digest(f"tenant {tenant}") if name is None else key_of(name, (), tenant)
+    return beginning is not None and key.startswith(beginning)
 
 
 def digest(key: str) -> str:

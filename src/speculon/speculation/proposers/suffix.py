@@ -86,6 +86,12 @@ def count(following: list[Sequence[int]], i: int) -> dict[int, int]:
     return counts
 
 
+def pool_key(seq: Text) -> str | None:
+    """Of its request's pool; answers under another adapter are another pool's."""
+    request = seq.request
+    return key_of(request.pool, seq.tokens[: request.prompt_len], request.tenant, request.adapter)
+
+
 class Suffix(Lookup):
     """Drafts from a sequence's own prompt and output, and from earlier answers of the same user or to the
     same prompt.
@@ -116,7 +122,7 @@ class Suffix(Lookup):
     def admit(self, seq: Text) -> None:
         self.trails[seq.id] = (
             Trail(seq.request.max_len),
-            key_of(seq.request.pool, seq.tokens[: seq.request.prompt_len], seq.request.tenant),
+            pool_key(seq),
         )
 
     def release(self, seq: Text) -> None:
