@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from difflib import get_close_matches
 from pathlib import Path
@@ -71,6 +71,23 @@ FilePath = Annotated[Path, AfterValidator(file_in_folder)]
 
 def is_list(value: object) -> TypeGuard[Seq[Any]]:
     return isinstance(value, Seq) and not isinstance(value, str | bytes | bytearray)
+
+
+def as_list(prompts: Any) -> list[Any]:
+    """Several prompts as they are; a single one (a text, token ids, a table) as a list of one."""
+    ids = is_list(prompts) and len(prompts) > 0 and isinstance(prompts[0], int)
+    if ids or isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not is_list(prompts):
+        raise InvalidParameter("prompts", prompts, "a string, a list of token ids, or a list of these")
+    return list(prompts)
+
+
+def conversations(messages: Seq[Any]) -> list[Seq[Any]] | None:
+    """The conversations of a list of them; None where it is a single one."""
+    if not is_list(messages) or not messages or not is_list(messages[0]):
+        return None
+    return list(messages)
 
 
 def one_per_prompt(name: str, value: Any, count: int, kind: type | tuple[type, ...]) -> list[Any]:

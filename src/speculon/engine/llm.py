@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mappin
 from collections.abc import Sequence as Seq
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Self, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
-from speculon.core.checked import is_list, one_per_prompt
+from speculon.core.checked import as_list, conversations, is_list, one_per_prompt
 from speculon.core.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
 from speculon.core.errors import ConfigError, InvalidParameter
 from speculon.core.images import ImageInput
@@ -434,21 +434,3 @@ def one_sample(params: SamplingParams) -> SamplingParams:
 
 def new_text(stream: Stream, event: Event) -> str:
     return stream.push(event.tokens) + (stream.flush(event.finish.matched) if event.finish else "")
-
-
-def as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    """Several prompts as they are; a single one as a list of one."""
-    if isinstance(prompts, str | Mapping) or (
-        is_list(prompts) and len(prompts) > 0 and isinstance(prompts[0], int)
-    ):
-        return [prompts]
-    if not is_list(prompts):
-        raise InvalidParameter("prompts", prompts, "a string, a list of token ids, or a list of these")
-    return list(prompts)
-
-
-def conversations(messages: Seq[Message] | Seq[Seq[Message]]) -> list[Seq[Message]] | None:
-    """The conversations of a list of them; None where it is a single one."""
-    if not is_list(messages) or not messages or not is_list(messages[0]):
-        return None
-    return [cast(Seq[Message], conversation) for conversation in messages]
