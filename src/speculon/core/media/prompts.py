@@ -94,7 +94,7 @@ class Processor:
 
 
 class Images:
-    """The images of prompts to one model, whose processor is loaded with the first of them."""
+    """The images of prompts to one model, whose processor is loaded by `load` or with the first of them."""
 
     def __init__(self, load: Callable[[], Processor], limits: ImageLimits):
         self._load, self._limits = load, limits
@@ -102,14 +102,18 @@ class Images:
         self._processor: Processor | None = None
         self._why: str = ""  # there is no processor
 
-    def processor(self, sources: Seq[Source]) -> Processor:
-        """That for these images. Raises `InvalidParameter` where the model takes none, or not so many."""
+    def load(self) -> None:
+        """Loads the processor, if there is one; takes seconds, the first time."""
         with self._loading:
             if self._processor is None and not self._why:
                 try:
                     self._processor = self._load()
                 except ModelError as error:
                     self._why = str(error)
+
+    def processor(self, sources: Seq[Source]) -> Processor:
+        """That for these images. Raises `InvalidParameter` where the model takes none, or not so many."""
+        self.load()
         if self._processor is None:
             raise refusal(sources[0].name, "an image", f"this model takes none: {self._why}")
         check_count(len(sources), sources[0].name.partition(".")[0], self._limits)

@@ -187,6 +187,8 @@ class PooledModel:
         config = self.config.serve
         served = ServedModel(self.name, tokenizer, facts.max_context, facts.vocab_size, facts.method, config)
         served = replace(served, images=self._loader.images(self.config))
+        if (row := facts.capabilities.get("images")) and row.status == "on":
+            await asyncio.to_thread(served.images.load)  # the first request with an image would wait for it
         self.served = self._with_defaults(served)
         self.drafters = facts.drafters
         self.loads, self.load_seconds = self.loads + 1, perf_counter() - began
