@@ -14,6 +14,7 @@ from transformers import (
     Gemma3ImageProcessorPil,
     Idefics3ImageProcessorPil,
     Qwen2VLImageProcessorPil,
+    SmolVLMImageProcessorPil,
 )
 
 from tests.tiny.checkpoint import byte_tokenizer
@@ -31,12 +32,15 @@ SPECIALS: dict[str, list[str]] = {
     "llava": ["<image>"],
     "idefics3": ["<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"]
     + [f"<row_{i}_col_{j}>" for i in range(1, 3) for j in range(1, 3)],
+    "smolvlm": ["<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"]
+    + [f"<row_{i}_col_{j}>" for i in range(1, 3) for j in range(1, 3)],
     "qwen2_5_vl": ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"],
     "gemma3": ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
 }
 PLACEHOLDER = {
     "llava": "<image>\n",
     "idefics3": "<image>",
+    "smolvlm": "<image>",
     "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "gemma3": "<start_of_image>",
 }
@@ -50,6 +54,7 @@ NAMED = {
 TOKENS = {  # of a config
     "llava": {"image_token_index": "<image>"},
     "idefics3": {"image_token_id": "<image>"},
+    "smolvlm": {"image_token_id": "<image>"},
     "qwen2_5_vl": {
         "image_token_id": "<|image_pad|>",
         "video_token_id": "<|video_pad|>",
@@ -74,6 +79,11 @@ PROCESSORS: dict[str, Callable[[], tuple[str, dict[str, Any], Any]]] = {
         "Idefics3Processor",
         {"image_seq_len": 4},
         Idefics3ImageProcessorPil(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}),
+    ),
+    "smolvlm": lambda: (
+        "SmolVLMProcessor",
+        {"image_seq_len": 4},
+        SmolVLMImageProcessorPil(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}),
     ),
     "qwen2_5_vl": lambda: (
         "Qwen2_5_VLProcessor",
