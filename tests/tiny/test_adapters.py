@@ -51,7 +51,7 @@ MODES: dict[str, dict[str, Any]] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {},
     "prompts in chunks": {"max_batch_tokens": 9},
-    "a small pool": {"num_blocks": 44, "max_num_seqs": 8},
+    "a small pool": {"num_blocks": 34, "max_num_seqs": 8},
     "no prefix cache": {"prefix_cache": False},
 }
 Texts = dict[str, list[int]]
@@ -64,7 +64,7 @@ def requests_of(mode: str) -> tuple[tuple[Request, str], ...]:
     found = []
     for i in range(9):
         prompt = common[: 9 * (i % 3 == 0)] + [chance.randrange(3, 96) for _ in range(2 + 5 * i % 17)]
-        params = SamplingParams(max_tokens=20 + i, seed=50 + i, ignore_eos=True, **MODES[mode])
+        params = SamplingParams(max_tokens=12 + i, seed=50 + i, ignore_eos=True, **MODES[mode])
         found.append((Request(prompt, params, {"method": "off"}, f"q{i}"), NAMES[i % 3]))
     return tuple(found)
 
@@ -154,7 +154,7 @@ def test_rows_are_bitwise_equal_alone_and_in_a_batch(dtype: str) -> None:
     target = adapted("llama", True, True, dtype)
     assert target.batch_invariant
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=3, seed=1)
-    requests = [(replace(request, params=params), adapter) for request, adapter in requests_of("greedy")]
+    requests = [(replace(request, params=params), adapter) for request, adapter in requests_of("greedy")[:6]]
     together = write(target, requests)
     for request, adapter in requests:
         own = write(target, [(request, adapter)])[request.id]
