@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from speculon.loading.load import wrap_model
-from speculon.loading.memory.budget import held_memory
+from speculon.target.budget import held_memory
 from speculon.target.captured import Captured, bucket_for, sizes
 from speculon.target.compare import close
 from speculon.target.footprint import CaptureSizes

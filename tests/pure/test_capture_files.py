@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from speculon.core import line_files
 from speculon.core.config.serve import ServeConfig
 from speculon.core.errors import ConfigError, InvalidParameter
-from speculon.server import capture
-from speculon.server.capture import BLOCK, Capture, Files
+from speculon.core.line_files import BLOCK, Files
+from speculon.server.capture import Capture
 
 A, B = "a" * 32, "b" * 32
 MB = 2**20
@@ -185,7 +186,7 @@ def test_half_a_line_is_cut_off(left: bytes, tmp_path: Path) -> None:
 
 
 def test_half_a_line_that_stays_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "mend", lambda path: path.stat().st_size)
+    monkeypatch.setattr(line_files, "mend", lambda path: path.stat().st_size)
     with pytest.raises((AssertionError, ValueError)):
         check_mended(tmp_path, b"4")
 

@@ -127,6 +127,18 @@ def test_a_template_that_rewrites_earlier_turns_ends_the_chat(tmp_path: Path) ->
     assert learned(document) == "b</>"
 
 
+def test_what_comes_after_an_image_is_not_learned(tmp_path: Path) -> None:
+    """A captured line has the number of a turn's images alone."""
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    seen = {**user, "images": 1}
+    (document,) = read(lines(tmp_path / "x.jsonl", {"messages": [user, answer, seen, answer]}))
+    assert learned(document) == "b</>"
+    with pytest.raises(DataError, match="no documents"):
+        read(lines(tmp_path / "y.jsonl", {"messages": [seen, answer]}))
+    with pytest.raises(DataError, match="no documents"):
+        read_documents([lines(tmp_path / "z.jsonl", {"messages": [seen]})], Bytes(), 256, prompts_alone=True)
+
+
 def test_a_call_that_the_template_cannot_render_ends_the_chat(tmp_path: Path) -> None:
     call = {
         "role": "assistant",

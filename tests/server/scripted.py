@@ -14,6 +14,7 @@ from typing import Any
 
 from speculon.core.config import EngineConfig, RequestSpeculation, SamplingParams
 from speculon.core.errors import EmptyPrompt, InvalidParameter, TooLong
+from speculon.core.images import ImageInput
 from speculon.core.telemetry import PLAIN, EngineCounters, RequestStats
 from speculon.core.types import Capability, Finish, Load, Reason, TokenLogprobs
 from speculon.decoding.sequence import Event
@@ -103,6 +104,7 @@ class ScriptedEngine:
         self.waiting: list[Running] = []
         self.aborted: list[str] = []
         self.speculations: list[RequestSpeculation | None] = []  # of each request
+        self.images: list[tuple[ImageInput, ...]] = []  # of each request
         self.adapters: list[str] = []
 
     @property
@@ -146,10 +148,12 @@ class ScriptedEngine:
         speculation: RequestSpeculation | None = None,
         request_id: str | None = None,
         written: Mapping[int, Seq[int]] | None = None,
+        images: Seq[ImageInput] = (),
         adapter: str = "",
     ) -> str:
         assert request_id is not None, "the server names its requests"
         self.speculations.append(speculation)
+        self.images.append(tuple(images))
         self.adapters.append(adapter)
         if not prompt:
             raise EmptyPrompt("the prompt has no tokens")

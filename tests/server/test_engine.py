@@ -304,7 +304,7 @@ def test_a_worker_whose_server_is_gone_ends() -> None:
 
 
 def test_a_fault_at_admission_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: Any, **options: Any) -> None:
+    def fail(*arguments: Any, **more: Any) -> None:
         raise KeyError("planted")
 
     alone = WorkerAlone()

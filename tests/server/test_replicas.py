@@ -10,10 +10,12 @@ from random import Random
 from time import monotonic
 from typing import Any
 
+import numpy as np
 import pytest
 
 from speculon.core.config import RequestSpeculation, SamplingParams
 from speculon.core.errors import InvalidParameter, NotReady
+from speculon.core.images import ImageInput
 from speculon.engine.messages import Add, Admitted
 from speculon.operations.cluster.engine import ReplicatedEngine
 from speculon.operations.cluster.messages import FromReplica, ReplicaLost, ReplicaStatistics, pool_of
@@ -160,6 +162,18 @@ def test_requests_without_a_seed_get_one() -> None:
         await text(engine, add(4))
         seeds = [request.params.seed for request in local.sent]
         assert seeds[0] is not None and seeds[1:] == [None, None, 7, None]
+
+    run(test)
+
+
+def test_images_go_along_with_their_request() -> None:
+    async def test(engine: ReplicatedEngine, local: Local) -> None:
+        image = ImageInput((1, 2), "0" * 64, {"pixel_values": np.zeros((1, 3, 4, 4), np.float32)})
+        writing = asyncio.create_task(text(engine, replace(add(), images=(image,))))
+        await asyncio.sleep(0.1)
+        cut(next(one for one in local.replicas.values() if one.engine.open_requests).engine)
+        assert await writing == TEXT
+        assert [len(sent.images) for sent in local.sent] == [1, 1]
 
     run(test)
 

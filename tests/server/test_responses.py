@@ -205,7 +205,7 @@ def test_items_become_messages() -> None:
         ({"input": [{"type": "reasoning", "content": [{"type": "x"}]}]}, "input.0.content.0.type"),
         ({"input": [{"role": "user"}]}, "input.0.content"),
         ({"input": [{"content": "x"}]}, "input.0.role"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.image_url"),
         ({"input": [{**CALL, "call_id": None}]}, "input.0.call_id"),
         ({"input": [{"type": "function_call_output", "call_id": "x"}]}, "input.0.output"),
         ({"max_output_tokens": 4000}, "max_output_tokens"),

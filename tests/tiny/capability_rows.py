@@ -6,11 +6,13 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from speculon.core.config import MAX_PREDICTION, SamplingParams
 from speculon.core.errors import SpeculonError, UnknownModel
+from speculon.core.images import ImageInput
 from speculon.core.types import Capability, Reason
 from speculon.decoding import verify
 from speculon.decoding.kv import slots
@@ -393,7 +395,17 @@ def compiled(run: object) -> bool:
     )
 
 
+def check_images(engine: Engine, name: str, row: Capability) -> None:
+    """A prompt with an image that no text has; what a vision tower does with one is tested elsewhere."""
+    image = ImageInput((0,), "0", {"pixel_values": np.zeros((1, 3, 28, 28), np.float32)})
+    found = refusal(
+        lambda: engine.admission.admit("images", PROMPT, SamplingParams(max_tokens=1), images=[image])
+    )
+    assert (row.status, found) == (("refused", "images") if engine.target.vision is None else ("on", None))
+
+
 CHECKS: dict[str, Callable[[Engine, str, Capability], None]] = {
+    "images": check_images,
     "compiled": check_programs,
     "captured": check_programs,
     "methods": check_method,

@@ -351,9 +351,9 @@ def test_ctrl_c_before_the_first_step_leaves_nothing_running(
 ) -> None:
     add = llm.engine.add_request
 
-    def interrupted(*arguments: Any) -> str:
+    def interrupted(*arguments: Any, **more: Any) -> str:
         signal.raise_signal(signal.SIGINT)
-        return add(*arguments)
+        return add(*arguments, **more)
 
     monkeypatch.setattr(llm.engine, "add_request", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -205,6 +205,7 @@ def test_a_unified_target_reads_text_as_the_stock_model_does() -> None:
     """Its config asks for attention in both directions within images."""
     assert stock("unified").config.get_text_config().use_bidirectional_attention == "vision"
     target = target_of("unified")
+    assert target.vision is None and target.no_images
     ids = torch.tensor(PROMPTS[-1])
     logits, _ = target.tapped(ids, PageStore(target.layers, 1, len(ids), "cpu"), (5,))
     expected = stock("unified")(ids[None]).logits[0]

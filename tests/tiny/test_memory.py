@@ -21,8 +21,8 @@ from speculon.core.config import EngineConfig, SpeculationConfig
 from speculon.core.errors import ConfigError, MemoryExceeded
 from speculon.core.types import LayerSpec, Needs, Reason
 from speculon.drafters.draft_model import model_drafter
-from speculon.loading.memory import budget
-from speculon.loading.memory.budget import Budget
+from speculon.target import budget
+from speculon.target.budget import Budget
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, NoisyModel, use_draft
 from tests.tiny.folders import make_folder

@@ -22,8 +22,8 @@ from speculon.core.errors import ConfigError, UnsupportedModel
 from speculon.decoding.kv.states import StateSpan, StateStep
 from speculon.engine.engine import Engine
 from speculon.loading.load import context_limit, wrap_model
-from speculon.loading.memory.budget import Budget
 from speculon.target import convolution, recurrent
+from speculon.target.budget import Budget
 from speculon.target.fuse import Fused
 from tests.recording import read
 from tests.tiny.checkpoint import byte_tokenizer

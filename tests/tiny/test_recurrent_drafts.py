@@ -26,7 +26,7 @@ from speculon.decoding.sequence import Sequence
 from speculon.drafters.draft_model import model_drafter
 from speculon.drafters.draft_model.proposer import NAME
 from speculon.engine import engine as engine_module
-from speculon.loading.memory import budget
+from speculon.target import budget
 from speculon.target.recurrent import Mixer
 from tests.tiny.checkpoint import byte_tokenizer
 from tests.tiny.conftest import build, tiny_model, tiny_target

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeGuard
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, StringConstraints, ValidationError
 
-from speculon.core.errors import InvalidParameter
+from speculon.core.errors import InvalidParameter, InvalidRequest
 
 # types of validation errors of a value beyond a limit, or not among those that are known
 BEYOND = ("less_than_equal", "too_long", "literal_error")
@@ -66,6 +67,23 @@ def file_in_folder(value: Path) -> Path:
 # existing, or new inside an existing folder
 FolderPath = Annotated[Path, AfterValidator(new_or_there)]
 FilePath = Annotated[Path, AfterValidator(file_in_folder)]
+
+
+def is_list(value: object) -> TypeGuard[Seq[Any]]:
+    return isinstance(value, Seq) and not isinstance(value, str | bytes | bytearray)
+
+
+def one_per_prompt(name: str, value: Any, count: int, kind: type | tuple[type, ...]) -> list[Any]:
+    if isinstance(value, kind):
+        return [value] * count
+    if not is_list(value) or not all(isinstance(item, kind) for item in value):
+        names = " or ".join(item.__name__ for item in (kind if isinstance(kind, tuple) else (kind,)))
+        raise InvalidParameter(name, value, f"takes {names}, or a list with one per prompt")
+    if len(value) != count:
+        raise InvalidRequest(f"{name}: {len(value)} given for {count} prompts")
+    return list(value)
+
+
 # a name has no colon, which stands between a model and its adapter
 AdapterName = Annotated[str, StringConstraints(pattern=r"^[\w.-]+$", max_length=64)]
 AdapterFolder = Annotated[str, StringConstraints(min_length=1)]

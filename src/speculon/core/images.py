@@ -1,9 +1,11 @@
-"""An image of a prompt, as plain data."""
+"""Images of a prompt, as plain data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,5 +17,64 @@ class ImageInput:
     """What a processor made of one image: where its features go, and what the vision tower reads."""
 
     rows: tuple[int, ...]  # positions of its placeholder tokens in the prompt, ascending
-    digest: str  # of its pixels: images of one digest are the same
+    digest: str  # of its pixels, hexadecimal: images of one digest are the same
     inputs: Mapping[str, ndarray]  # by argument of the model: pixel_values, image_grid_thw, ...
+
+    def within(self, start: int, end: int) -> range:
+        """Which of its placeholders lie at positions from `start` to `end`."""
+        return range(bisect_left(self.rows, start), bisect_left(self.rows, end))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptImages:
+    """The images of one prompt, and what the target needs to know of their places."""
+
+    images: tuple[ImageInput, ...] = ()
+    # of each prompt token on each axis of the rotary embedding, [axes, n] int64; None: its place
+    positions: ndarray | None = None
+    blocks: tuple[range, ...] = ()  # prompt positions that see each other in both directions
+    contents: Mapping[int, int] = field(init=False)  # position of a placeholder -> what stands for its image
+
+    def __post_init__(self) -> None:
+        # negative: no token has such a number
+        marks = {row: -1 - int(image.digest[:15], 16) for image in self.images for row in image.rows}
+        object.__setattr__(self, "contents", marks)
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        return tuple(image.digest for image in self.images)
+
+    def axes_of(self, places: Seq[int]) -> list[list[int]]:
+        """Positions on each axis of these places in the sequence; after the prompt all axes go on as one."""
+        assert self.positions is not None
+        size = self.positions.shape[1]
+        shift = int(self.positions.max()) + 1 - size
+        return [[int(axis[p]) if p < size else p + shift for p in places] for axis in self.positions]
+
+    def runs(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """The positions from `start` to `end` in parts [begin, stop) with the end of the context that the
+        rows of each see: of a block its own end, also where that lies behind `end`; else 0.
+        """
+        at = start
+        for block in self.blocks:
+            if block.stop <= at or block.start >= end:
+                continue
+            if block.start > at:
+                yield at, block.start, 0
+                at = block.start
+            stop = min(block.stop, end)
+            yield at, stop, block.stop
+            at = stop
+        if at < end:
+            yield at, end, 0
+
+    def whole(self, start: int, rows: int) -> int:
+        """As many of `rows` rows from `start` on as end outside of a block; 0 where a block takes more."""
+        end = start + rows
+        for block in self.blocks:
+            if block.start < end < block.stop:
+                return max(0, block.start - start)
+        return rows
+
+
+NO_IMAGES = PromptImages()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -9,9 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speculon.core.images import ImageInput
 from speculon.decoding.sequence import Span
 
 Runs = tuple[tuple[int, int], ...]  # rows from one up to another, in order
+
+
+class ImageRows(NamedTuple):
+    """Rows of the flat batch that take features of an image in the place of embeddings."""
+
+    image: ImageInput
+    features: range  # which of its features
+    rows: list[int]  # one for each
 
 
 class AdapterRows(NamedTuple):
@@ -28,10 +38,16 @@ NO_ADAPTERS = AdapterRows(0, ())
 class Batch:
     spans: list[Span]
     input_ids: Tensor  # [1, T]
-    position_ids: Tensor  # [1, T]
+    position_ids: Tensor  # [1, T], or [axes, 1, T] where a prompt has positions on several axes
     score_rows: Tensor  # [R] rows of the flat batch whose logits are wanted
     prompts: Runs = ()  # its rows that belong to prompts; the others are those of generated tokens and drafts
     adapters: AdapterRows = NO_ADAPTERS
+    images: tuple[ImageRows, ...] = ()
+
+    @property
+    def sees_images(self) -> bool:
+        """Whether a row takes a feature, or has a position on several axes."""
+        return bool(self.images) or self.position_ids.dim() == 3
 
     @classmethod
     def pack(cls, spans: list[Span], device: torch.device) -> Batch:
@@ -60,7 +76,12 @@ class Batch:
                 prompts.append((row, row + min(span.rows, span.seq.request.prompt_len - span.start)))
             row, scored = row + span.rows, scored + len(span.score)
         batch = cls.of(spans, ids, positions, score_rows, device, joined(prompts))
-        return replace(batch, adapters=adapter_rows(spans, row)) if adapted else batch
+        if adapted:
+            batch = replace(batch, adapters=adapter_rows(spans, row))
+        if not any(span.seq.request.images.images for span in spans):
+            return batch
+        rows = tuple(rows for span in spans for rows in image_rows(span))
+        return replace(batch, position_ids=on_axes(spans, device), images=rows)
 
     @classmethod
     def of(
@@ -75,6 +96,25 @@ class Batch:
         """The same from plain numbers: as parts of one tensor, since a call costs more than its numbers."""
         rows, packed = len(ids), as_tensor([*ids, *positions, *scored], device)
         return cls(spans, packed[None, :rows], packed[None, rows : 2 * rows], packed[2 * rows :], prompts)
+
+
+def image_rows(span: Span) -> Iterator[ImageRows]:
+    """The placeholders of each image in a span."""
+    for image in span.seq.request.images.images:
+        if which := image.within(span.start, span.start + span.length):
+            yield ImageRows(image, which, [span.row + image.rows[i] - span.start for i in which])
+
+
+def on_axes(spans: list[Span], device: torch.device) -> Tensor:
+    """Positions of all rows, [axes, 1, T] where a prompt has several axes, else [1, T]."""
+    tables = [span.seq.request.images.positions for span in spans]
+    axes = max((len(table) for table in tables if table is not None), default=1)
+    parts = [
+        [list(span.positions)] * axes if table is None else span.seq.request.images.axes_of(span.positions)
+        for span, table in zip(spans, tables, strict=True)
+    ]
+    rows = [as_tensor([p for part in parts for p in part[axis]], device)[None] for axis in range(axes)]
+    return rows[0] if axes == 1 else torch.stack(rows)
 
 
 def adapter_rows(spans: list[Span], total: int) -> AdapterRows:

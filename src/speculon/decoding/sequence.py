@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from speculon.core.config import MAX_DRAFTS, SamplingParams
 from speculon.core.errors import SpeculonError
+from speculon.core.images import NO_IMAGES, PromptImages
 from speculon.core.telemetry import RequestStats
 from speculon.core.types import (
     NO_DRAFT,
@@ -109,6 +110,7 @@ class Request:
     tenant: str = ""  # that the pool belongs to
     # whether its pages are found by later prompts, and it finds those of earlier ones
     prefix_cache: bool = True
+    images: PromptImages = NO_IMAGES
     adapter: str = ""  # of the target, by name; empty: the target itself
 
     @property
@@ -177,10 +179,16 @@ class Sequence:
         """Tokens it may still generate."""
         return self.request.max_len - len(self.tokens)
 
+    def contents(self, start: int, end: int) -> tuple[int, ...]:
+        """Its tokens from `start` to `end`, with a number of its image in the place of each placeholder."""
+        tokens, images = tuple(self.tokens[start:end]), self.request.images.contents
+        return tuple(images.get(start + i, x) for i, x in enumerate(tokens)) if images else tokens
+
     def continues(self, other: Sequence) -> bool:
         """Whether it has all tokens of the other as its beginning, with the same prompt and parameters."""
         mine, theirs = self.request, other.request
         same = (mine.prompt_len, mine.params) == (theirs.prompt_len, theirs.params)
+        same = same and mine.images.digests == theirs.images.digests
         return same and self.tokens[: len(other.tokens)] == other.tokens
 
     @property

@@ -28,6 +28,7 @@ from speculon.core.errors import (
     UnknownModel,
     shorten,
 )
+from speculon.core.images import NO_IMAGES, ImageInput, PromptImages
 from speculon.core.telemetry import RequestStats
 from speculon.core.types import Draft, PromptShape, Reason, acceptance_rule, ceil_div
 from speculon.decoding.sequence import Ending, Request, Rules, Sequence
@@ -39,7 +40,7 @@ from speculon.speculation.proposers.registry import OFF
 
 if TYPE_CHECKING:
     from speculon.decoding.kv.blocks import BlockPool
-    from speculon.decoding.text.grammar import Grammars
+    from speculon.decoding.text.grammar import Grammars, Matcher
     from speculon.speculation.proposers.compose import Proposers
     from speculon.target.target import Target
 
@@ -64,12 +65,15 @@ class Admission:
         target: Target,
         max_context: int,
         rows: int,
+        block_rows: int,
     ):
         self._config, self._proposers = config, proposers
         self._grammars, self._tokenizer = grammars, tokenizer
         self._pool, self._max_context, self._rows = pool, max_context, rows  # rows of a step at most
+        self._block_rows = block_rows  # of a step, that one prompt can have for certain
         self._adapters = target.adapters
         self._vocab_size, self._eos_ids = target.vocab_size, target.eos_ids
+        self._vision, self._no_images = target.vision, target.no_images
         self._ids = itertools.count()
 
     def admit(
@@ -80,13 +84,13 @@ class Admission:
         speculation: RequestSpeculation | Mapping[str, Any] | None = None,
         written: Seq[int] = (),
         prefix_cache: bool = True,
+        images: Seq[ImageInput] = (),
         adapter: str = "",
     ) -> list[Sequence]:
         """The n sequences of a request, checked but not queued; `written` is the output they begin with."""
         check_adapter(adapter, self._adapters)
         max_len = self._check(prompt, params, written)
-        if not isinstance(speculation, RequestSpeculation):
-            speculation = RequestSpeculation(**(speculation or {}))
+        speculation = as_speculation(speculation)
         config = speculation.defaults or self._config
         own = self._own_method(speculation, config)  # refused first: a grammar may take seconds to compile
         prediction = read_prediction(speculation.prediction, self._tokenizer, self._vocab_size)
@@ -118,13 +122,30 @@ class Admission:
             pool=speculation.pool,
             tenant=speculation.tenant,
             prefix_cache=prefix_cache,
+            images=self._images(prompt, images),
             adapter=adapter,
         )
-        tokens, ids = [*prompt, *written], self._ids
+        return self._samples(request, [*prompt, *written], grammar)
+
+    def _samples(self, request: Request, tokens: list[int], grammar: Matcher | None) -> list[Sequence]:
+        ids = self._ids
         return [
             Sequence(next(ids), request, list(tokens), RequestStats(), n, grammar=grammar and grammar.fork())
-            for n in range(params.n)
+            for n in range(request.params.n)
         ]
+
+    def _images(self, prompt: list[int], images: Seq[ImageInput]) -> PromptImages:
+        """Raises `InvalidParameter` without a vision tower, and for what it cannot read."""
+        if not images:
+            return NO_IMAGES
+        if self._vision is None:
+            raise InvalidParameter("images", len(images), self._no_images).about("images")
+        read = self._vision.read(prompt, images)
+        longest = max((len(block) for block in read.blocks), default=0)
+        if longest > self._block_rows:
+            limit = f"an image of {longest} tokens is one chunk of the prompt, of at most {self._block_rows}"
+            raise NeverFits(f"{limit} (max_batch_tokens - max_num_seqs)").about("images")
+        return read
 
     def _check(self, prompt: list[int], params: SamplingParams, written: Seq[int]) -> int:
         """The most tokens of its sequences. Raises by name for what cannot be served."""
@@ -207,6 +228,10 @@ class Admission:
     def _shape(self, prompt: list[int], params: SamplingParams, off: Reason | None) -> PromptShape:
         text = "" if self._tokenizer is None or off else self._tokenizer.decode(prompt[-SHAPE_TOKENS:])
         return classify_prompt(params.greedy, text)
+
+
+def as_speculation(given: RequestSpeculation | Mapping[str, Any] | None) -> RequestSpeculation:
+    return given if isinstance(given, RequestSpeculation) else RequestSpeculation(**(given or {}))
 
 
 def check_adapter(name: str, known: Collection[str]) -> None:

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from speculon.decoding.kv.blocks import BlockPool
     from speculon.decoding.text.tokenizer import Tokenizer
     from speculon.engine.admission import Admission
-    from speculon.loading.memory.budget import MemoryEstimate
     from speculon.speculation.proposers.compose import Proposers
+    from speculon.target.budget import MemoryEstimate
     from speculon.target.target import Runner, Target
 
 
@@ -143,8 +143,21 @@ def modes(engine: EngineParts) -> Rows:
         yield "tokenizer", row("off", "none, token ids only")
     else:
         yield "tokenizer", row("on", f"{type(text.inner).__name__}, {len(text.inner)} tokens")
+    yield "images", images(engine)
     why = "SpeculativeDecoder alone: verify and step judge drafts by the caller's logits (target_logits)"
     yield "external_logits", row("on", why)
+
+
+def images(engine: EngineParts) -> Capability:
+    vision = engine.target.vision
+    if vision is None:
+        return row("refused", engine.target.no_images)
+    forms = {"positions of three axes": vision.has_axes, "attention in both directions within": vision.both}
+    why = ", ".join(
+        ("features in the place of placeholders", *(form for form, does in forms.items() if does))
+    )
+    longest = engine.config.max_batch_tokens - engine.config.max_num_seqs
+    return row("on", why, **({"tokens_of_one": longest} if vision.both else {}))
 
 
 def prefix_cache(engine: EngineParts) -> Capability:

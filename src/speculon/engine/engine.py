@@ -17,6 +17,7 @@ import torch
 
 from speculon.core.config import MAX_DRAFTS, EngineConfig, RequestSpeculation, SamplingParams
 from speculon.core.errors import InvalidParameter
+from speculon.core.images import ImageInput
 from speculon.core.reach import joint_reach
 from speculon.core.telemetry import EngineCounters, RequestStats, Stopwatch, log_line
 from speculon.core.types import Capability, Load, Needs
@@ -37,12 +38,12 @@ from speculon.engine.messages import Ready
 from speculon.engine.monitor import Monitor
 from speculon.engine.scheduler import Ended, Scheduler
 from speculon.engine.state import State
-from speculon.loading.memory.budget import Budget
 from speculon.speculation.control.policies import Policies
 from speculon.speculation.drafting import Drafting
 from speculon.speculation.events import Events
 from speculon.speculation.proposers.base import TargetFacts
 from speculon.speculation.proposers.compose import Proposers
+from speculon.target.budget import Budget
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -117,6 +118,7 @@ class Engine:
             target,
             self.max_context,
             config.max_batch_tokens,
+            config.max_batch_tokens - config.max_num_seqs,
         )
         self.counters = EngineCounters()  # `totals`: of ended sequences; `current_counters` has all
         self.events = Events.of(
@@ -192,18 +194,20 @@ class Engine:
         speculation: RequestSpeculation | Mapping[str, Any] | None = None,
         request_id: str | None = None,
         written: Mapping[int, Seq[int]] | None = None,
+        images: Seq[ImageInput] = (),
         adapter: str = "",
     ) -> str:
         """Admits a request or refuses it by name; nothing is started before every check has passed.
 
-        `written` asks for some samples only, and has the output that each of them begins with. `adapter` is
-        one of the target's by name.
+        `written` asks for some samples only, and has the output that each of them begins with. `images` are
+        those of the prompt, which has their placeholder tokens. `adapter` is one of the target's by name.
         """
         if request_id is None:
             request_id = next(name for i in self._names if (name := f"r-{i}") not in self._requests)
         if request_id in self._requests:
             raise InvalidParameter("request_id", request_id, "is in use")
-        admit = partial(self.admission.admit, request_id, prompt, params, speculation, adapter=adapter)
+        fixed = request_id, prompt, params, speculation
+        admit = partial(self.admission.admit, *fixed, images=images, adapter=adapter)
         if written is None:
             samples = admit()
         else:

@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mappin
 from collections.abc import Sequence as Seq
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, cast, overload
 
+from speculon.core.checked import is_list, one_per_prompt
 from speculon.core.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
-from speculon.core.errors import ConfigError, InvalidParameter, InvalidRequest
+from speculon.core.errors import ConfigError, InvalidParameter
+from speculon.core.images import ImageInput
 from speculon.core.telemetry import MonitorCounts
 from speculon.decoding.sequence import Event
 from speculon.decoding.text.tokenizer import NO_TOKENIZER, Stream, Tokenizer, check_messages
@@ -19,13 +21,14 @@ from speculon.engine.build import build_engine
 from speculon.engine.outputs import Completion, RequestOutput, absorb, write_texts
 from speculon.engine.waiting import Call, Stepper, TaskRequests
 from speculon.loading.generation import sampling_defaults
+from speculon.loading.processors import images_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger("speculon")
 
-Prompt = str | Seq[int]
+Prompt = str | Seq[int] | Mapping[str, Any]  # text, token ids, or {"prompt": text, "images": [...]}
 Message = Mapping[str, Any]
 Speculation = RequestSpeculation | Mapping[str, Any] | None
 
@@ -70,6 +73,7 @@ class LLM:
         defaults.pop("max_tokens", None)
         self.default_params = SamplingParams(**defaults)  # of calls without `params`
         self._stepper = Stepper(self.engine)
+        self._images = images_of(self.config, files=True)
 
     def __enter__(self) -> Self:
         return self
@@ -104,7 +108,11 @@ class LLM:
         adapter: str | Seq[str] = "",
         on_token: Callable[[int, int], None] | None = None,
     ) -> list[RequestOutput]:
-        """Continues every prompt (text, or token ids), all at once, in the order given.
+        """Continues every prompt, all at once, in the order given.
+
+        A prompt is a text, token ids, `{"prompt": text, "images": [...]}` with the model's placeholder in the
+        text for each image, or `{"messages": [...]}`. An image is a `Path`, bytes, an image of Pillow or a
+        data URL.
 
         `params`, `speculation` and `adapter` are one for all or one per prompt; the empty adapter is the
         model itself. `on_token(prompt index, new tokens)` is called as texts grow. When one prompt is refused
@@ -169,14 +177,14 @@ class LLM:
     ) -> RequestOutput | list[RequestOutput]:
         """Answers a conversation, or each of a list of conversations, through the checkpoint's chat template.
 
-        A list gives a list. Its `params`, `speculation` and `adapter` are one for all or one for each.
+        Contents are texts, or lists of parts as OpenAI has them, with images as `image_url`. A part
+        `{"type": "image", "image": ...}` takes an image as `generate` does. A list of conversations gives a
+        list. Its `params`, `speculation` and `adapter` are one for all or one per conversation.
         """
-        apply, many = self.tokenizer.apply_chat, conversations(messages)
-        if many is not None:
-            prompts = [apply(conversation) for conversation in many]
-            return self.generate(prompts, params, speculation=speculation, adapter=adapter)
-        prompts = [apply(cast(Seq[Message], messages))]
-        return self.generate(prompts, params, speculation=speculation, adapter=adapter)[0]
+        _, many = self.tokenizer, conversations(messages)  # refused here where there is no tokenizer
+        prompts = [{"messages": chat} for chat in ([messages] if many is None else many)]
+        outputs = self.generate(prompts, params, speculation=speculation, adapter=adapter)
+        return outputs[0] if many is None else outputs
 
     def stream(
         self,
@@ -188,9 +196,12 @@ class LLM:
     ) -> Iterator[str]:
         """Yields the text of one prompt as it is written. Closing the iterator aborts the request."""
         params = params or self.default_params
-        prompt_ids = self._encode(prompt)
-        text = Stream.of(self.tokenizer, params, prompt_ids)
-        with closing(self.events(prompt_ids, params, speculation=speculation, adapter=adapter)) as events:
+        prompt_ids, images = self._encode(prompt)
+        text, output = (
+            Stream.of(self.tokenizer, params, prompt_ids),
+            RequestOutput(prompt_ids, [Completion()]),
+        )
+        with closing(self._stream_to(output, params, speculation, images, adapter)) as events:
             for event in events:
                 if new := new_text(text, event):
                     yield new
@@ -205,9 +216,9 @@ class LLM:
     ) -> AsyncIterator[str]:
         """`stream` for an event loop. Closing the iterator, or cancelling the task, aborts the request."""
         params = one_sample(params or self.default_params)
-        prompt_ids = await asyncio.to_thread(self._encode, prompt)
+        prompt_ids, images = await asyncio.to_thread(self._encode, prompt)
         text = Stream.of(self.tokenizer, params, prompt_ids)
-        call = Call(prompt_ids, params, speculation, adapter)
+        call = Call(prompt_ids, params, speculation, images, adapter)
         async with TaskRequests(self._stepper, [call]) as queue:
             while events := await queue.take():
                 for event in events:
@@ -225,8 +236,9 @@ class LLM:
         adapter: str = "",
     ) -> Generator[Event, None, None]:
         """Yields what each step brings to one prompt. Closing the generator aborts the request."""
-        output = RequestOutput(self._encode(prompt), [Completion()])
-        yield from self._stream_to(output, params or self.default_params, speculation, adapter)
+        prompt_ids, images = self._encode(prompt)
+        output = RequestOutput(prompt_ids, [Completion()])
+        yield from self._stream_to(output, params or self.default_params, speculation, images, adapter)
 
     def session(
         self,
@@ -261,10 +273,15 @@ class LLM:
         self._stepper.close()
 
     def _stream_to(
-        self, output: RequestOutput, params: SamplingParams, speculation: Speculation, adapter: str
+        self,
+        output: RequestOutput,
+        params: SamplingParams,
+        speculation: Speculation,
+        images: tuple[ImageInput, ...] = (),
+        adapter: str = "",
     ) -> Generator[Event, None, None]:
         """Yields what each step brings to `output`, which has it already; whole also if closed early."""
-        call = Call(output.prompt_token_ids, one_sample(params), speculation, adapter)
+        call = Call(output.prompt_token_ids, one_sample(params), speculation, images, adapter)
         with self._stepper.requests([call]) as queue:
             try:
                 for event in self._stepper.events(queue):
@@ -292,8 +309,8 @@ class LLM:
         types = (RequestSpeculation, Mapping, type(None))
         requested = one_per_prompt("speculation", speculation, len(many), types)
         adapters = one_per_prompt("adapter", adapter, len(many), str)
-        values = zip(many, all_params, requested, adapters, strict=True)
-        calls = [Call(self._encode(prompt), *options) for prompt, *options in values]
+        values = zip(map(self._encode, many), all_params, requested, adapters, strict=True)
+        calls = [Call(ids, own, options, images, name) for (ids, images), own, options, name in values]
         outputs = [RequestOutput(call.prompt, [Completion() for _ in range(call.params.n)]) for call in calls]
         return calls, outputs
 
@@ -302,14 +319,17 @@ class LLM:
             write_texts(output, self.engine.tokenizer, call.params)
         return outputs
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: Prompt) -> tuple[list[int], tuple[ImageInput, ...]]:
+        """The token ids of a prompt, and its images."""
+        if isinstance(prompt, str | Mapping) and self.engine.tokenizer is None:
+            raise InvalidParameter("prompt", prompt, NO_TOKENIZER).about("tokenizer")
+        if isinstance(prompt, Mapping):
+            return self._images.read(prompt, self.tokenizer, self.engine.max_context)
         if isinstance(prompt, str):
-            if self.engine.tokenizer is None:
-                raise InvalidParameter("prompt", prompt, NO_TOKENIZER).about("tokenizer")
-            return self.tokenizer.encode(prompt)
+            return self.tokenizer.encode(prompt), ()
         if not is_list(prompt) or not all(isinstance(token, int) for token in prompt):
             raise InvalidParameter("prompt", prompt, "a string or a list of token ids")
-        return list(prompt)
+        return list(prompt), ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +392,7 @@ class Session:
         text = self._render(content)
         output = RequestOutput(self._encode(text), [Completion()])
         try:
-            yield from self.llm._stream_to(output, params or self.params, speculation, self.adapter)
+            yield from self.llm._stream_to(output, params or self.params, speculation, (), self.adapter)
         except (GeneratorExit, KeyboardInterrupt):
             if output.token_ids:
                 self._keep(content, text, output)
@@ -416,13 +436,11 @@ def new_text(stream: Stream, event: Event) -> str:
     return stream.push(event.tokens) + (stream.flush(event.finish.matched) if event.finish else "")
 
 
-def is_list(value: object) -> TypeGuard[Seq[Any]]:
-    return isinstance(value, Seq) and not isinstance(value, str | bytes | bytearray)
-
-
 def as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    """Several prompts as they are; a single string, or a single list of token ids, as a list of one."""
-    if isinstance(prompts, str) or (is_list(prompts) and len(prompts) > 0 and isinstance(prompts[0], int)):
+    """Several prompts as they are; a single one as a list of one."""
+    if isinstance(prompts, str | Mapping) or (
+        is_list(prompts) and len(prompts) > 0 and isinstance(prompts[0], int)
+    ):
         return [prompts]
     if not is_list(prompts):
         raise InvalidParameter("prompts", prompts, "a string, a list of token ids, or a list of these")
@@ -434,14 +452,3 @@ def conversations(messages: Seq[Message] | Seq[Seq[Message]]) -> list[Seq[Messag
     if not is_list(messages) or not messages or not is_list(messages[0]):
         return None
     return [cast(Seq[Message], conversation) for conversation in messages]
-
-
-def one_per_prompt(name: str, value: Any, count: int, kind: type | tuple[type, ...]) -> list[Any]:
-    if isinstance(value, kind):
-        return [value] * count
-    if not is_list(value) or not all(isinstance(item, kind) for item in value):
-        names = " or ".join(item.__name__ for item in (kind if isinstance(kind, tuple) else (kind,)))
-        raise InvalidParameter(name, value, f"takes {names}, or a list with one per prompt")
-    if len(value) != count:
-        raise InvalidRequest(f"{name}: {len(value)} given for {count} prompts")
-    return list(value)

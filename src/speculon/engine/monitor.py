@@ -32,7 +32,7 @@ from speculon.decoding.regret import TOP, at_or_none, movement, tie_limit, token
 from speculon.decoding.sampling import Row
 from speculon.decoding.sequence import Ending, Request, Rules, Sequence, Span
 from speculon.decoding.verify import cut, scored_rows, verify
-from speculon.loading.memory.budget import REPLAY_ROWS, replay_pages
+from speculon.target.budget import REPLAY_ROWS, replay_pages
 
 if TYPE_CHECKING:
     from speculon.decoding.text.grammar import Matcher
@@ -190,6 +190,7 @@ class Monitor:
         fixed = request.params.greedy or request.params.seed is not None
         ended = finish.reason in ("stop", "length") and (seq.num_output > 0 or finish.matched is not None)
         repeats = fixed and not request.needs_q and request.params.logits_processor is None
+        repeats = repeats and not request.images.blocks  # one may take more rows than a replay has
         return repeats and ended and len(seq.tokens) <= self._max_tokens
 
     def step(self) -> None:

@@ -116,6 +116,8 @@ class Scheduler:
         ]
         shorter = self._with_room(shorter, started, rows)
         left_rows = min(rows // 2, sum(left[seq] for seq in shorter))
+        if oldest.request.images.blocks:  # one of them may take all rows
+            left_rows = 0
         rest = [seq for seq in others if seq not in set(shorter)]
         return [(oldest, left_rows), *((seq, 0) for seq in (*shorter, *rest))]
 
@@ -138,7 +140,10 @@ class Scheduler:
 
     def _go_on(self, seq: Sequence, rows: int, step: StepPlan) -> bool:
         """Gives a running sequence its rows and pages; returns whether nobody had to give pages back."""
-        span = Span(seq, seq.committed, self.pool.chunk(seq, rows))
+        length = self.pool.chunk(seq, rows)
+        if not length:
+            return True
+        span = Span(seq, seq.committed, length)
         missing, enough = self.pool.missing(seq, span.end), True
         while missing > step.free:
             victim, enough = step.left.pop(), False
@@ -154,15 +159,15 @@ class Scheduler:
         if len(self.running) == self.max_num_seqs:
             return False
         cached = self.pool.attach(seq)
-        missing = self._max_pages(seq) - self.pool.held(seq)
-        if missing > step.free - step.max_pages:
+        missing, length = self._max_pages(seq) - self.pool.held(seq), self.pool.chunk(seq, rows)
+        if not length or missing > step.free - step.max_pages:
             self.pool.release(seq)
             return False
         if not seq.stats.preemptions:  # what it finds when it comes back was its own
             seq.stats.cached_tokens = cached
         self.waiting.remove(seq)
         self.running.append(seq)
-        step.add(Span(seq, seq.committed, self.pool.chunk(seq, rows)), missing)
+        step.add(Span(seq, seq.committed, length), missing)
         return True
 
     def _max_pages(self, seq: Sequence) -> int:

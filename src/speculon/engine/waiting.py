@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from speculon.core.config import Acceptance, RequestSpeculation, SamplingParams
 from speculon.core.errors import EngineError
+from speculon.core.images import ImageInput
 from speculon.core.types import acceptance_rule
 from speculon.decoding.sequence import Event
 from speculon.engine.messages import Add
@@ -228,6 +229,7 @@ class Call(NamedTuple):
     prompt: list[int]
     params: SamplingParams
     speculation: RequestSpeculation | Mapping[str, Any] | None
+    images: tuple[ImageInput, ...] = ()
     adapter: str = ""
 
 
@@ -355,9 +357,9 @@ class Stepper:
     def admit(self, calls: Seq[Call], queue: OutputQueue) -> None:
         with self.turn() as engine:
             for call in calls:
-                request_id = engine.add_request(*call[:3], adapter=call.adapter)
-                add = Add(request_id, call.prompt, call.params)
-                self._requests.add(Progress(add), queue)
+                own = call.prompt, call.params, call.speculation
+                request_id = engine.add_request(*own, images=call.images, adapter=call.adapter)
+                self._requests.add(Progress(Add(request_id, call.prompt, call.params)), queue)
 
     def step_for(self, queue: OutputQueue) -> None:
         try:

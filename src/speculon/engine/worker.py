@@ -143,9 +143,9 @@ class Worker:
 
     def _add(self, add: Add) -> None:
         try:
-            written, adapter = add.written, add.adapter
+            more: dict[str, Any] = {"images": add.images, "adapter": add.adapter}
             self.engine.add_request(
-                add.prompt, add.params, add.speculation, add.request_id, written, adapter=adapter
+                add.prompt, add.params, add.speculation, add.request_id, add.written, **more
             )
         except SpeculonError as error:
             self._pipe.send(Refused(add.request_id, error))

@@ -33,17 +33,19 @@ from speculon.loading.adapter_config import read_adapters
 from speculon.loading.adapters import add_adapters
 from speculon.loading.ends import eos_ids
 from speculon.loading.headers import Checkpoint, read_checkpoint, refuse_unsafe
+from speculon.loading.image_check import ImageSample, check_images, stock_image_logits
 from speculon.loading.invariant import decide
 from speculon.loading.load_check import check_logits, logits_in_fp32, stock_logits
 from speculon.loading.locate import first_line, locate
 from speculon.loading.probe import discover, use_attention
-from speculon.loading.quantization import native_bf16, round_weights, will_be_packed
+from speculon.loading.quantization import model_class, native_bf16, round_weights, will_be_packed
 from speculon.loading.reading import from_file, quiet, release_memory
 from speculon.target import attention
 from speculon.target.fuse import fuse, fuse_norms, pack_rest
 from speculon.target.recurrent import decide as decide_continuation
 from speculon.target.remembered import passed, passes, remembering
 from speculon.target.target import Target
+from speculon.target.vision import vision_of
 
 # elements; smaller buffers (rotary tables) are copied, larger ones (packed weights) shared
 OWN_BUFFER = 1 << 16
@@ -161,8 +163,11 @@ def make_target(
     fused: bool,
     share: bool = False,
     compile: bool = False,
+    sample: ImageSample | None = None,
 ) -> Target:
+    """Fuses and checks a model that was read. With a `sample` images are checked, too."""
     model.eval()
+    vision, no_images = vision_of(model)  # by its config, before it reads text alone
     layers, vocab_size, mixers = discover(model)
     decide_continuation(mixers)
     limit, notes = context_limit(model, max_context, any(layer.heads for layer in layers))
@@ -177,10 +182,13 @@ def make_target(
         eos_ids=eos_ids(model),
         notes=(*notes, *([RECURRENT] if mixers else [])),
         mixers=mixers,
+        vision=vision,
+        no_images=no_images,
     )
     checked = "logits, compiled" if compile else "logits"
     known = passed(checked)
     expected, truth = (None, None) if known else (stock_logits(target), logits_in_fp32(target))
+    seen = stock_image_logits(target, sample)
     use_attention(model, attention.NAME)
     for mixer in mixers:
         mixer.install()
@@ -196,6 +204,7 @@ def make_target(
         check_logits(target, expected, truth)
         if not compile or target.runner.form in ("compiled", "captured"):  # else it may be, next time
             passes(checked)
+    check_images(target, sample, seen)
     return target
 
 
@@ -240,7 +249,9 @@ def load_model(
     more: dict[str, Any] = {**options, "quantization_config": GgufConfig(dequantize=True)} if options else {}
     refuse_unknown_method(checkpoint)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = (
+            AutoModelForCausalLM if checkpoint.remote_code else model_class(config)
+        ).from_pretrained(
             place,
             config=config,
             dtype=dtype,

@@ -207,6 +207,11 @@ def use_attention(model: PreTrainedModel, name: str) -> None:
     """Switches the attention function, and checks that it took effect: transformers only warns."""
     if adapt(model):
         model.config.get_text_config()._attn_implementation = name
+    elif hasattr(model.base_model, "get_image_features"):
+        text = model.config.get_text_config()
+        parts = {part: getattr(model.config, part) for part in model.config.sub_configs}
+        # a vision tower has no pages
+        model.set_attn_implementation({part: name if x is text else "sdpa" for part, x in parts.items()})
     else:
         model.set_attn_implementation(name)
     # those of rotary tables, which may be copies, and of vision towers play no part

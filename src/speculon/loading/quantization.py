@@ -8,7 +8,13 @@ from math import prod
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from speculon.core.config.speculation import Quantization
 from speculon.core.errors import UnsupportedModel
@@ -46,7 +52,7 @@ class WeightSizes:
             reason = f"torch has no products of packed weights in {dtype} on this {device.type}"
         try:
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config)
+                model = model_class(config).from_config(config)
         except Exception as error:  # of any model code; the loader says what is wrong
             return cls((), 0, False, 0, f"its layers are unknown ({type(error).__name__})")
         return cls.of_model(model, reason)
@@ -54,18 +60,40 @@ class WeightSizes:
     @classmethod
     def of_model(cls, model: PreTrainedModel, reason: str | None) -> WeightSizes:
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
-        linear = [x for x in model.modules() if plain(x) and fits(x.weight.shape)]
+        linear = [layer for _, layer in packable(model)]
         layers = tuple(x.weight.numel() for x in linear if x is not head)
         tied = head is not None and head.weight is embedding
         total = sum({id(p): p.numel() for p in model.parameters()}.values())
-        rest = total - embedding.numel() - (0 if head is None or tied else head.weight.numel())
-        if reason is None and any(p.dim() > 2 for p in model.parameters()):
+        weights = [p for p in text_part(model).parameters() if p is not embedding]
+        rest = sum(p.numel() for p in weights if head is None or p is not head.weight)
+        if reason is None and any(p.dim() > 2 for p in weights):
             reason = "experts are no linear layers"
         if reason is None and sum(layers) < LEAST * rest:
             share = f"{sum(layers):,} of {rest:,} weights"
             reason = f"{share} are in linear layers [O, D] with O a multiple of 16 and D of {GROUP}"
         in_head = head.weight.numel() if any(x is head for x in linear) else 0
         return cls(layers, in_head, tied, total, reason)
+
+
+def model_class(config: PreTrainedConfig) -> Any:
+    """Transformers' class of models with such a config; those that see images are no causal ones."""
+    causal = type(config) in AutoModelForCausalLM._model_mapping
+    return AutoModelForCausalLM if causal else AutoModelForImageTextToText
+
+
+def text_part(model: PreTrainedModel) -> nn.Module:
+    """A model without its vision tower, whose weights stay numbers."""
+    return model.get_decoder() if hasattr(model.base_model, "get_image_features") else model
+
+
+def packable(model: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
+    """The linear layers by name that torch's packed operators take."""
+    parts = {*text_part(model).modules(), model.get_output_embeddings()}
+    return [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if layer in parts and plain(layer) and fits(layer.weight.shape)
+    ]
 
 
 def native_bf16() -> bool:
@@ -106,10 +134,9 @@ def round_weights(
     if reason:
         raise UnsupportedModel(f"{checkpoint.path}: quantization = {setting!r}: {reason}")
     head = model.get_output_embeddings()
-    for name, layer in list(model.named_modules()):
-        if plain(layer) and fits(layer.weight.shape):
-            bits = HEAD_BITS if layer is head else BITS[setting]
-            model.set_submodule(name, quantize(layer.weight, layer.bias, bits, model.dtype))
+    for name, layer in packable(model):
+        bits = HEAD_BITS if layer is head else BITS[setting]
+        model.set_submodule(name, quantize(layer.weight, layer.bias, bits, model.dtype))
 
 
 def packed_bytes(

@@ -61,7 +61,14 @@ class Answer:
         request = self.request
         speculation = request.speculation.model_copy(update={"tenant": self.tenant})
         return [
-            Add(request_id, prompt, request.params, speculation, adapter=self.adapter)
+            Add(
+                request_id,
+                prompt,
+                request.params,
+                speculation,
+                images=request.images,
+                adapter=self.adapter,
+            )
             for request_id, prompt in zip(self._choices_of, request.prompts, strict=True)
         ]
 

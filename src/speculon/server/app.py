@@ -23,7 +23,7 @@ from speculon.server.completions import read_chat, read_completion, render
 from speculon.server.errors import RESPONSES, Failure, misfit
 from speculon.server.middleware import RequestMiddleware
 from speculon.server.model import ServedModel
-from speculon.server.request import GenerationRequest, pool_digest
+from speculon.server.request import GenerationRequest, has_images, pool_digest
 from speculon.server.response_events import ResponseAnswer
 from speculon.server.responses import NOT_STORED, ResponseObject, ResponseRequest, read_response
 from speculon.server.streaming import EventStream, event_stream, unless_gone
@@ -66,7 +66,8 @@ def add_completions(app: FastAPI, state: AppState) -> None:
     @app.post("/v1/chat/completions", responses=responses, response_model=answer_schemas.ChatResponse)
     async def chat(body: schemas.ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        return await respond(state, request, "chatcmpl-", body.model, partial(read_chat, body))
+        read, images = partial(read_chat, body), has_images(body.messages)
+        return await respond(state, request, "chatcmpl-", body.model, read, images=images)
 
     @app.post("/tokenize", responses=RESPONSES)
     async def tokenize(body: schemas.TokenizeRequest) -> answer_schemas.TokenizeResponse:
@@ -74,7 +75,8 @@ def add_completions(app: FastAPI, state: AppState) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidParameter("prompt", body.prompt, "give this or messages, and not both")
         async with state.pool.use(body.model) as pooled:
-            tokens = await state.read(partial(read_tokens, body, pooled.model))
+            read = partial(read_tokens, body, pooled.model)
+            tokens = await state.read(read, has_images(body.messages))
             return answer_schemas.TokenizeResponse(
                 tokens=tokens, count=len(tokens), max_model_len=pooled.model.max_context
             )
@@ -93,7 +95,8 @@ def add_completions(app: FastAPI, state: AppState) -> None:
 
 def read_tokens(body: schemas.TokenizeRequest, model: ServedModel) -> list[int]:
     if body.messages is not None:
-        return model.tokenizer.encode(render(body.messages, [], model), add_special_tokens=False)
+        encode = partial(model.tokenizer.encode, add_special_tokens=False)
+        return render(body.messages, [], model, encode=encode)[0]
     return model.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
 
 
@@ -175,7 +178,8 @@ def add_responses(app: FastAPI, state: AppState) -> None:
     async def responses(body: ResponseRequest, request: Request) -> Response:
         """Answer a conversation, as output items."""
         make = partial(ResponseAnswer, body)
-        return await respond(state, request, "resp_", body.model, partial(read_response, body), make)
+        read, images = partial(read_response, body), has_images(body.input)
+        return await respond(state, request, "resp_", body.model, read, make, images)
 
     @app.api_route(
         "/v1/responses/{response:path}", methods=["GET", "DELETE", "POST"], include_in_schema=False
@@ -220,12 +224,18 @@ def add_errors(app: FastAPI) -> None:
 
 
 async def respond(
-    state: AppState, request: Request, prefix: str, name: str | None, read: Read, make: Make = Answer
+    state: AppState,
+    request: Request,
+    prefix: str,
+    name: str | None,
+    read: Read,
+    make: Make = Answer,
+    images: bool = False,
 ) -> Response:
     """One HTTP answer, whole or streamed. However it ends, its requests in the engine end with it."""
     record: AccessRecord = request.state.record
     answer_id = prefix + secrets.token_hex(12)
-    beginning = state.begin(record, request.state.tenant, answer_id, name, read, make)
+    beginning = state.begin(record, request.state.tenant, answer_id, name, read, make, images)
     answer = await unless_gone(request, beginning)
     if answer.request.stream:
         return EventStream(answer, record, state.keep)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+IMAGE_READERS = 2  # threads: each has one decoded image at a time
+
 log = logging.getLogger("speculon.server")
 
 
@@ -53,6 +55,8 @@ class AppState:
         self.started = int(time())
         # templates and long prompts are read beside the event loop
         self._reader = ThreadPoolExecutor(1, "speculon-read")
+        # images take longer, and a remote one seconds: texts must not wait for them
+        self._image_readers = ThreadPoolExecutor(IMAGE_READERS, "speculon-images")
 
     @asynccontextmanager
     async def lifespan(self, app: Any) -> AsyncIterator[None]:
@@ -67,14 +71,16 @@ class AppState:
             if self.admin is not None:
                 self.admin.close()
             await self.pool.stop()
-            self._reader.shutdown(wait=False, cancel_futures=True)
+            for readers in (self._reader, self._image_readers):
+                readers.shutdown(wait=False, cancel_futures=True)
             if self.capture is not None:
                 await self.capture.close()
 
-    async def read(self, work: Callable[[], T]) -> T:
-        """Runs `work` in a thread beside the event loop."""
+    async def read(self, work: Callable[[], T], images: bool = False) -> T:
+        """Runs `work` in a thread beside the event loop; what reads `images` in threads of its own."""
+        readers = self._image_readers if images else self._reader
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._reader, work)
+            return await asyncio.get_running_loop().run_in_executor(readers, work)
         except RecursionError:
             raise InvalidRequest("the body is nested too deeply") from None
 
@@ -91,6 +97,7 @@ class AppState:
         model: str | None,
         read: Callable[[ServedModel], GenerationRequest],
         make: Callable[..., Answer] = Answer,
+        images: bool = False,
     ) -> Answer:
         """Reads a request against its model, which may have to be loaded, and submits it to the engine.
 
@@ -99,7 +106,7 @@ class AppState:
         self.pool.check_open()
         async with self.pool.use(model) as pooled:
             served = pooled.model.under(self.pool.adapter_of(model))
-            request = await self.read(partial(read, served))
+            request = await self.read(partial(read, served), images)
             pooled.check_room(request)  # no other request comes in between: `submit` takes its place at once
             answer = make(answer_id, request, served, tenant)
             await answer.submit(pooled.engine)

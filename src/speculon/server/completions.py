@@ -10,6 +10,8 @@ from typing import Any
 
 from speculon.core.config import Structured
 from speculon.core.errors import InvalidParameter
+from speculon.core.media.parts import read_messages
+from speculon.core.media.prompts import Prompt
 from speculon.decoding.text.deltas import THINKING_TAGS, ReplyParser, TextParser, ThinkingParser, thinking_of
 from speculon.decoding.text.tokenizer import sure_text
 from speculon.decoding.text.tool_calls import (
@@ -33,7 +35,6 @@ from speculon.server.request import (
     common_fields,
     form_of,
     read_sampling,
-    text_of,
     under_either,
 )
 from speculon.server.schemas import ChatRequest, CompletionRequest, Message, NamedTool, Tool
@@ -118,8 +119,8 @@ def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:
     requested = under_either(body, "max_tokens", "max_completion_tokens")
     tools = [] if body.tool_choice == "none" else body.tools or []
     parser, form = read_tools(body, tools, model)
-    prompts = [conversation(body, tools, model)]
-    thinking = thinking_of(model.tokenizer, prompts[0])
+    prompt, images = conversation(body, tools, model)
+    prompts, thinking = [prompt], thinking_of(model.tokenizer, prompt)
     params = read_sampling(
         body,
         model,
@@ -136,20 +137,22 @@ def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:
         prompt_name="messages" if body.prompt_token_ids is None else "prompt_token_ids",
         parser=partial(ThinkingParser, thinking, parser) if thinking else parser,
         captured_prompts=chat_prompt(body, tools, model),
+        images=images,
         **common_fields(body, model),
     )
 
 
-def conversation(body: ChatRequest, tools: list[Tool], model: ServedModel) -> list[int]:
+def conversation(body: ChatRequest, tools: list[Tool], model: ServedModel) -> Prompt:
     """Token ids of the messages as the template writes them, or those that the client sent instead."""
     if bool(body.messages) == (body.prompt_token_ids is not None):
         raise InvalidParameter("messages", body.messages, "give some, or prompt_token_ids instead")
     if body.prompt_token_ids is not None:
-        return body.prompt_token_ids
+        return body.prompt_token_ids, ()
     opens = body.add_generation_prompt is not False
     prompt = TOOLS_PROMPT if body.tool_choice in (None, "auto") else CALLS_PROMPT
-    text = render(body.messages or [], tools, model, body.chat_template_kwargs, prompt, answer_follows=opens)
-    return model.encode(text, add_special_tokens=body.add_special_tokens is True)
+    encode = partial(model.encode, add_special_tokens=body.add_special_tokens is True)
+    variables = body.chat_template_kwargs
+    return render(body.messages or [], tools, model, variables, prompt, encode=encode, answer_follows=opens)
 
 
 def read_tools(
@@ -218,22 +221,27 @@ def render(
     variables: dict[str, Any] | None = None,
     tools_prompt: str = TOOLS_PROMPT,
     *,
+    encode: Callable[[str], list[int]],
     answer_follows: bool = True,
-) -> str:
-    """The conversation as the checkpoint's template writes it; tools and their calls as plain text where the
-    template has no known form of them.
+) -> Prompt:
+    """The conversation as the checkpoint's template writes it, as token ids, and its images; tools and their
+    calls as plain text where the template has no known form of them.
     """
-    rendered = [template_message(message) for message in messages]
+    rendered, sources = read_messages([template_message(message) for message in messages])
     functions = [tool.model_dump(exclude_none=True) for tool in tools]
     if parser_for(model.tokenizer.chat_template) is None:
         rendered, functions = generic_messages(rendered, functions, tools_prompt), []
-    return model.tokenizer.render_chat(rendered, functions, variables, answer_follows=answer_follows)
+    template = model.images.template(sources)
+    text = model.tokenizer.render_chat(
+        rendered, functions, variables, answer_follows=answer_follows, with_images=template
+    )
+    return model.images.prompt(text, sources, encode, "messages", model.max_context)
 
 
 def template_message(message: Message) -> dict[str, Any]:
-    """One message as templates expect it: content as text, arguments of tool calls as objects."""
+    """One message as templates expect it: arguments of tool calls as objects. Its parts are not read yet."""
     fields = message.model_dump(exclude_none=True)
-    fields["content"] = text_of(message.content)
+    fields["content"] = fields.get("content", "")
     if not message.tool_calls:
         fields.pop("tool_calls", None)  # to templates a list is a list of calls
     if message.role == "developer":

@@ -28,6 +28,7 @@ ADMIN = "/admin"  # has a key of its own, which `AdminGate` checks
 KEY_HEADERS = ("api-key", "x-api-key")  # where clients of Azure and of others send theirs
 REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 LOGGED_PATH = 200  # characters
+IMAGE = b'"data:image'
 CLIENT_GONE = 499  # a status in the log alone, as nginx logs it
 
 log = logging.getLogger("speculon.server")
@@ -91,8 +92,13 @@ class RequestMiddleware:
         except TimeoutError:
             return Failure(408, f"the body did not arrive within {config.body_timeout:g} s", "body_timeout")
         if body is None:
-            return Failure(413, f"the body is larger than {config.max_body_mb:g} MB", "body_too_large")
+            return Failure(413, f"the body is larger than {self._limits}", "body_too_large")
         return body
+
+    @property
+    def _limits(self) -> str:
+        config = self._config
+        return f"{config.max_body_mb:g} MB, or {config.max_image_body_mb:g} MB with images in it"
 
     def _may_enter(self, scope: Scope, token: bytes) -> bool:
         if not self._keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
@@ -104,19 +110,37 @@ class RequestMiddleware:
         return any(fits)
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
-        """The body; None once it is too large."""
-        limit = int(self._config.max_body_mb * 1e6)
+        """The body; None once it is too large. Only data URLs of images may exceed `max_body_mb`."""
+        limit, most = (int(mb * 1e6) for mb in (self._config.max_body_mb, self._config.max_image_body_mb))
+        most = max(limit, most)
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > limit:
+        if length.isdecimal() and int(length) > most:
             return None
-        body, more = bytearray(), True
-        while more and len(body) <= limit:
+        body, more, images = bytearray(), True, False
+        while more and len(body) <= most:
             message = await receive()
             if message["type"] != "http.request":
                 raise ClientGone
             body += message.get("body", b"")
             more = message.get("more_body", False)
-        return bytes(body) if len(body) <= limit else None
+            images = images or (len(body) > limit and IMAGE in body)
+            if len(body) > limit and not images:
+                return None
+        fits = len(body) <= limit or (len(body) <= most and without_images(body) <= limit)
+        return bytes(body) if fits else None
+
+
+def without_images(body: bytes | bytearray) -> int:
+    """Bytes of a body outside of its images: data URLs in JSON, where some writers escape a slash.
+
+    Without a regular expression, which takes four times as long.
+    """
+    size, start = len(body), body.find(IMAGE)
+    while start >= 0 and (end := body.find(b'"', start + 1)) >= 0:
+        if body.count(b"\\", start, end) == body.count(b"\\/", start, end):
+            size -= end + 1 - start
+        start = body.find(IMAGE, end)
+    return size
 
 
 def under_admin(path: str) -> bool:

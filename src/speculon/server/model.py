@@ -9,6 +9,7 @@ from typing import Any, Self
 from speculon.core.config import RequestSpeculation, SpeculationConfig
 from speculon.core.config.serve import ServeConfig
 from speculon.core.errors import InvalidParameter, TooLong
+from speculon.core.media.prompts import Images
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.admission import CONTEXT, max_length
 
@@ -25,6 +26,7 @@ class ServedModel:
     config: ServeConfig
     sampling: Mapping[str, Any] = field(default_factory=dict)  # for requests that set none
     max_new_tokens: int | None = None  # of the checkpoint, where neither request nor settings say more
+    images: Images = field(default_factory=Images.none)
     adapter: str = ""  # of the target, that the client named
     speculation: SpeculationConfig | None = None  # the same, where its process was started with other values
 

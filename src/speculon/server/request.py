@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 from speculon.core.config import RequestSpeculation, SamplingParams, Structured
 from speculon.core.errors import InvalidParameter
+from speculon.core.images import ImageInput
+from speculon.core.media.parts import IMAGE_PARTS
 from speculon.decoding.text.deltas import ReplyParser, TextParser
 from speculon.engine.admission import read_prediction
 from speculon.server.model import ServedModel
-from speculon.server.schemas import Content, Sampling
+from speculon.server.schemas import Content, MessageContent, Sampling
 
 # vLLM's field -> our field, in `structured_outputs` and in the fields that begin with `guided_`
 NAMES = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
@@ -46,6 +48,7 @@ class GenerationRequest:
     parser: Callable[[], ReplyParser] = field(default=TextParser)
     form: Form | None = None
     prompt_name: str = "prompt"  # the client's field
+    images: tuple[ImageInput, ...] = ()  # of its only prompt
 
     @property
     def sequences(self) -> int:
@@ -201,6 +204,16 @@ def common_fields(body: Sampling, model: ServedModel) -> dict[str, Any]:
     }
 
 
-def text_of(content: Content | None) -> str:
+def text_of(content: Content | MessageContent | None) -> str:
     """One text from a string or from text parts."""
-    return content or "" if isinstance(content, str | None) else "".join(part.text for part in content)
+    return content or "" if isinstance(content, str | None) else "".join(part.text or "" for part in content)
+
+
+def num_images(content: Any) -> int:
+    """The images among the parts of a content."""
+    return sum(part.type in IMAGE_PARTS for part in content) if isinstance(content, list) else 0
+
+
+def has_images(messages: Any) -> bool:
+    """Whether any message, or item of a response, has one."""
+    return isinstance(messages, list) and any(num_images(message.content) for message in messages)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from speculon.core.errors import InvalidParameter
+from speculon.core.media.parts import TEXT_PARTS, PartType, read_content
 from speculon.server.completions import read_chat
 from speculon.server.model import ServedModel
 from speculon.server.request import GenerationRequest
@@ -28,6 +29,7 @@ from speculon.server.schemas import (
     FunctionCall,
     JsonSchema,
     Message,
+    MessagePart,
     MessageToolCall,
     NamedFunction,
     NamedTool,
@@ -41,6 +43,7 @@ LOGPROBS = "message.output_text.logprobs"
 # fields that a chat has under the same name
 SAME = (*Common.model_fields, "parallel_tool_calls", "chat_template_kwargs", "store")
 ECHOED = ("instructions", "metadata", "text", "tool_choice", "tools", "user")  # by `ResponseAnswer`
+TEXT = (*TEXT_PARTS, "reasoning_text", "refusal")
 # a chat's fields -> those of a response; longer names first
 NAMES = {
     "response_format.json_schema": "text.format.schema",
@@ -52,9 +55,11 @@ NAMES = {
 
 
 class Part(Extensible):
-    type: Literal["input_text", "output_text", "reasoning_text", "text", "refusal"]
+    type: PartType | Literal["reasoning_text", "refusal"]
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None
+    file_id: str | None = None
 
 
 Parts = str | Annotated[list[Part], FIRST, Field(max_length=MAX_PARTS)]
@@ -146,7 +151,8 @@ def read_response(body: ResponseRequest, model: ServedModel) -> GenerationReques
     try:
         request = read_chat(as_chat(body), model)
     except InvalidParameter as error:
-        raise error.renamed(NAMES.get(error.name, error.name)) from None
+        name = "messages" if error.name.startswith("messages.") else error.name
+        raise error.renamed(NAMES.get(name, name)) from None
     form, prompt_name = request.form, NAMES.get(request.prompt_name, request.prompt_name)
     form = form and form._replace(name=NAMES.get(form.name, form.name))
     return replace(request, form=form, prompt_name=prompt_name)
@@ -204,10 +210,11 @@ def add_item(messages: list[Message], item: Item, name: str) -> None:
             update={"tool_calls": [*(last.tool_calls or ()), read_call(item, name)]}
         )
     elif item.type == "function_call_output":
-        content = plain_text(needed(item, "output", name))
+        content = content_of(needed(item, "output", name), f"{name}.output")
         messages.append(Message(role="tool", tool_call_id=needed(item, "call_id", name), content=content))
     else:
-        role, content = needed(item, "role", name), plain_text(needed(item, "content", name))
+        role, content = needed(item, "role", name), needed(item, "content", name)
+        content = content_of(content, f"{name}.content")
         if role == "assistant" and messages and is_thinking(messages[-1]):
             messages[-1] = messages[-1].model_copy(update={"content": content})
         else:
@@ -230,6 +237,20 @@ def needed(item: Item, field: str, name: str) -> Any:
     if (value := getattr(item, field)) is None:
         raise InvalidParameter(f"{name}.{field}", None, f"is needed in a {item.type}")
     return value
+
+
+def content_of(parts: Parts, name: str) -> str | list[MessagePart]:
+    """The content of a message: a text, or with images its parts. Refuses those of other media by `name`."""
+    if isinstance(parts, str) or all(part.type in TEXT for part in parts):
+        return plain_text(parts)
+    blank = {"type": "text", "text": ""}
+    read_content([blank if part.type in TEXT else part.model_dump() for part in parts], name)
+    return [
+        MessagePart(type="text", text=plain_text([part]))
+        if part.type in TEXT
+        else MessagePart(type="input_image", image_url=part.image_url)
+        for part in parts
+    ]
 
 
 def plain_text(parts: Parts) -> str:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 from pydantic_core import PydanticCustomError
 
 from speculon.core.config import MAX_BIASES, MAX_DRAFTS, MAX_LOGPROBS, MAX_SAMPLES, Acceptance
+from speculon.core.media.parts import PartType
 
 MAX_PROMPTS = 64  # of one completions request
 MAX_MESSAGES = 4096
@@ -94,7 +95,28 @@ class TextPart(Body):
     cache_control: CacheControl = None
 
 
+class ImageUrl(Body):
+    url: str
+    detail: str | None = None  # without an effect
+
+
+class MessagePart(Body):
+    """A text or an image; parts of other media are refused by their type."""
+
+    type: PartType
+    text: str | None = None
+    image_url: str | ImageUrl | None = Field(None, description="a data URL; others where they are fetched")
+    detail: str | None = None  # without an effect
+    cache_control: CacheControl = None
+    file_id: Any = None
+    input_audio: Any = None
+    audio_url: Any = None
+    video_url: Any = None
+    file: Any = None
+
+
 TokenIds = Annotated[list[TokenId], FIRST, Field(min_length=1)]
+MessageContent = str | Annotated[list[MessagePart], FIRST, Field(max_length=MAX_PARTS)]
 Content = str | Annotated[list[TextPart], FIRST, Field(max_length=MAX_PARTS)]
 
 
@@ -278,7 +300,7 @@ class MessageToolCall(Extensible):
 
 class Message(Extensible):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None
+    content: MessageContent | None = None
     name: str | None = None
     tool_calls: Annotated[list[MessageToolCall], FIRST] | None = None
     function_call: Legacy = None

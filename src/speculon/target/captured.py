@@ -160,7 +160,7 @@ class Pieces:
 class Captured(Pieces):
     """A loop whose pieces are captured. Steps of more rows than any captured one take the loop.
 
-    So do steps with prompts where these take other products, and steps with rows of adapters.
+    So do steps with prompts where these take other products, and steps with images or rows of adapters.
     """
 
     def __init__(self, loop: Loop, device: torch.device, record: Recorder):
@@ -189,7 +189,8 @@ class Captured(Pieces):
 
     def __call__(self, batch: Batch, view: View, taps: Taps | None = None) -> Tensor | None:  # [R, V]
         rows, scored = batch.input_ids.shape[1], batch.score_rows.numel()
-        if rows > BUCKETS[-1] or self.prompts_in_loop and batch.prompts or batch.adapters.runs:
+        alone = batch.sees_images or batch.adapters.runs
+        if rows > BUCKETS[-1] or self.prompts_in_loop and batch.prompts or alone:
             return self.loop(batch, view, taps)
         self.fill(batch, rows, scored)
         for layer, states in enumerate(self.replay(rows, view), EMBEDDINGS):

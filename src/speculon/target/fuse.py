@@ -231,8 +231,8 @@ def unmap_file(model: nn.Module) -> None:
 
 def make_loop(target: Target, trial: Trial) -> Loop:
     """The whole forward as one loop. Raises `CannotReplace` where the stock model does anything else."""
-    model, base = target.model, target.model.base_model
-    loop = uncompared_loop(model, base)
+    model = target.model
+    loop = uncompared_loop(model, model.get_decoder() if target.vision else model.base_model)
     if not passed("loop"):
         check_loop(model, loop, trial)
         passes("loop")

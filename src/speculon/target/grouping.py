@@ -175,7 +175,7 @@ def buckets(
     """
 
     def row_class(span: SpanView) -> int:
-        return 2 if span.rows > few else 0 if entry and span.rows == 1 else 1
+        return 2 if span.rows > few or span.both else 0 if entry and span.rows == 1 else 1
 
     def call_class(span: SpanView) -> tuple[int, int]:
         return row_class(span), exact_keys(span.context, window, padding)
@@ -227,7 +227,7 @@ def cost(size: CallSize, token_bytes: int, device: torch.device, copy: float) ->
 
 def visible_keys(span: SpanView, window: int | None) -> int:
     """Number of keys that any of the span's rows sees."""
-    return span.context if window is None else min(span.context, window + span.rows - 1)
+    return span.context if window is None else min(span.context, window + span.rows - 1 + span.after)
 
 
 def spans_call(spans: list[SpanView], kernel: Kernel) -> KernelCall:
@@ -257,10 +257,26 @@ def span_call(span: SpanView, kernel: Kernel) -> KernelCall:
     if n > 1 or padding != NO_PADDING:  # with a mask the kernel is another one
         more, in_mask = n - span.rows, kernel.mask_rows if folded and n > 1 else 1
         after = total - length - more
-        mask = MASKS.slice(n, length + more, spec.window, in_mask, kernel.dtype, device, padding=after)
+        if span.both:
+            mask = both_mask(span, n, length, total, in_mask, kernel)
+        else:
+            mask = MASKS.slice(n, length + more, spec.window, in_mask, kernel.dtype, device, padding=after)
         if copies > 1 and n > 1:
             mask = mask.repeat(copies, 1)
     return KernelCall(rows, 1, n, where, mask, folded, copies)
+
+
+def both_mask(
+    span: SpanView, n: int, length: int, total: int, group: int, kernel: Kernel
+) -> Tensor:  # [n * g, total]
+    """The mask of rows that see all of the last `length` positions, but for those before their window."""
+    device, first = kernel.device, length - span.after - span.rows
+    column = torch.arange(total, device=device)[None]
+    hidden = (column >= length).repeat(n * group, 1)
+    if (window := kernel.spec.window) is not None:
+        row = first + torch.arange(n, device=device).clamp_(max=span.rows - 1)
+        hidden |= column <= row.repeat_interleave(group)[:, None] - window
+    return torch.zeros(hidden.shape, dtype=kernel.dtype, device=device).masked_fill_(hidden, -torch.inf)
 
 
 def padded_keys(keys: int, window: int | None, padding: Padding) -> int:
@@ -284,6 +300,8 @@ def exact_keys(seen: int, window: int | None, padding: Padding) -> int:
 
 def exact_parts(span: SpanView, window: int | None, padding: Padding) -> list[SpanView]:
     """The span, cut where its rows need another number of keys."""
+    if span.both:  # all rows see the same number of keys
+        return [span]
     start, step = span.context - span.rows, padding.keys
     ends = [
         at - start

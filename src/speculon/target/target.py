@@ -6,6 +6,7 @@ import inspect
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Literal, cast
@@ -27,6 +28,7 @@ from speculon.target.pieces import with_prompts
 from speculon.target.quantized import QuantizedLinear, describe, layers_of
 from speculon.target.recurrent import Mixer, restore
 from speculon.target.taps import Taps
+from speculon.target.vision import Vision
 
 Run = Callable[[Batch, View, Taps | None], Tensor | None]  # logits [R, V]
 
@@ -83,6 +85,8 @@ class Target:
         eos_ids: frozenset[int],
         notes: tuple[str, ...] = (),
         mixers: tuple[Mixer, ...] = (),
+        vision: Vision | None = None,
+        no_images: str = "a text model",
     ):
         self.model, self.layers, self.name, self.vocab_size = model, layers, name, vocab_size
         self.max_context, self.eos_ids, self.notes = max_context, eos_ids, notes
@@ -91,6 +95,7 @@ class Target:
         self.source = str(getattr(model, "name_or_path", "") or "") or None  # folder or hub id of its files
         self.device, self.dtype = model.device, model.dtype
         self.runner = Runner(partial(stock_forward, model), len(layers))
+        self.vision, self.no_images = vision, no_images  # or why it takes no images
         self.taps: Taps | None = None
         self.linears: Shapes = linear_shapes(model)  # before any is fused
         self.adapters: dict[str, Adapter] = {}  # LoRA adapters by name
@@ -223,7 +228,12 @@ class Target:
         """Logits of `decoding.batch.score_rows`; K and V of all rows go to the pages of `view`."""
         start = time.perf_counter()
         assert (view.states is None) == (not self.mixers), "states for a model with mixers alone"
-        with with_prompts(batch.prompts if self.prompts_apart else ()), with_adapters(batch.adapters):
+        prompts = batch.prompts if self.prompts_apart else ()
+        placed: AbstractContextManager[None] = nullcontext()
+        if batch.images:
+            assert self.vision is not None, "images for a text model"
+            placed = self.vision.placed(batch.images)
+        with with_prompts(prompts), with_adapters(batch.adapters), placed:
             scores = self.runner.run(batch, view, self.taps)
         logits = torch.empty(0, self.vocab_size, device=self.device) if scores is None else scores.float()
         if self.device.type == "cuda":

@@ -116,6 +116,8 @@ def chat(record: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[Document]:
     ids, answer = list[int](), list[bool]()
     rendered, prompt = "", 0
     for number, message in enumerate(messages, 1):
+        if any(before.get("images") for before in messages[:number]):
+            break  # an answer to an image that was not captured
         # an opening message answers no prompt: it is part of the next one
         if message["role"] != "assistant" or number == 1:
             continue
@@ -143,7 +145,8 @@ def chat_or_prompt(record: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[
     answered = list(chat(record, tokenizer))
     yield from answered
     messages = record["messages"]
-    if not answered and messages and messages[-1]["role"] != "assistant":
+    seen = any(message.get("images") for message in messages)
+    if not answered and messages and messages[-1]["role"] != "assistant" and not seen:
         rendered = tokenizer.render_chat(
             messages, record.get("tools") or (), record.get("chat_template_kwargs")
         )

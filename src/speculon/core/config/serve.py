@@ -55,6 +55,23 @@ class ServeConfig(Checked):
         None, ge=1, description="most tokens of a completion; also the default of chats"
     )
     max_body_mb: float = Field(4.0, gt=0, le=1024, description="largest body of a request, in MB")
+    max_image_body_mb: float = Field(
+        32.0, gt=0, le=1024, description="largest body of a request with images in it, in MB"
+    )
+    max_images: int = Field(16, ge=0, le=4096, description="most images of a request, in Python too; 0: none")
+    max_image_mb: float = Field(20.0, gt=0, le=1024, description="largest file of an image, in MB")
+    max_image_megapixels: float = Field(
+        40.0, gt=0, le=1000, description="most pixels of an image, in millions; read in its header"
+    )
+    remote_images: bool = Field(
+        False, description="fetch images that requests name by https or http, from public addresses alone"
+    )
+    remote_image_hosts: tuple[str, ...] = Field(
+        (), description="hosts that images are fetched from; .NAME: also all below it; none: any"
+    )
+    remote_image_timeout: float = Field(
+        10.0, gt=0, allow_inf_nan=False, description="seconds for an image to be fetched"
+    )
     header_timeout: float = Field(
         10.0, gt=0, allow_inf_nan=False, description="seconds for a request's header to arrive"
     )

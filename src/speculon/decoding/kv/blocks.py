@@ -20,7 +20,7 @@ from speculon.decoding.sequence import GONE, Sequence
 FREE, CLAIMED, TAKEN = 0, 1, 2
 ROOT = 0  # the content id before the first page
 
-# content id before, tokens, those of a prompt where they are apart, adapter
+# content id before, tokens (and numbers of images), those of a prompt where they are apart, adapter
 Key = tuple[int, tuple[int, ...], int, str]
 
 
@@ -123,7 +123,7 @@ class BlockPool:
         of_other = self._found.get(other.id, {})
         done, content = self._sealed.get(other.id, (len(of_other), last_content(of_other)))
         same = [ROOT, *pages.values()][done : done + 1] == [content]
-        return same and seq.tokens[done * size : start] == other.tokens[done * size : start]
+        return same and seq.contents(done * size, start) == other.contents(done * size, start)
 
     def _looks(self, seq: Sequence) -> bool:
         """Whether a sequence begins with cached pages."""
@@ -141,11 +141,11 @@ class BlockPool:
         return pages
 
     def chunk(self, seq: Sequence, max_rows: int) -> int:
-        """Rows of its next span, at most `max_rows`.
+        """Rows of its next span, at most `max_rows`; 0 where the block of an image needs more.
 
         With snapshots, a span that does not reach the last token ends at a page boundary if it can.
         """
-        rows = min(seq.pending, max_rows)
+        rows = seq.request.images.whole(seq.committed, min(seq.pending, max_rows))
         if rows < seq.pending and self.slots.snapshots:
             aligned = (seq.committed + rows) // self.block_size * self.block_size - seq.committed
             return aligned if aligned > 0 else rows
@@ -240,7 +240,7 @@ class BlockPool:
         """Of the full page of a sequence that begins at `start`, after a page of this content."""
         size, prompt = self.block_size, seq.request.prompt_len
         own = min(max(0, prompt - start), size) if self.prompts_apart else size
-        return content, tuple(seq.tokens[start : start + size]), own, seq.request.adapter
+        return content, seq.contents(start, start + size), own, seq.request.adapter
 
     # pages, one by one
 

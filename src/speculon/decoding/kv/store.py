@@ -4,8 +4,8 @@ sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -70,6 +70,8 @@ class PageStore:
         a chain would, in the same order; a chain is one branch.
         """
         seq, parents = span.seq, span.draft.parents
+        if any(block.stop > span.start for block in seq.request.images.blocks):
+            return [*self._blocks(span)]
         if parents is None:
             return [SpanView(span.row, span.row + span.rows, self.where_of(seq, span.end), span.end)]
         first, begin_of, views = span.start + span.length, span.row + span.length, list[SpanView]()
@@ -78,6 +80,12 @@ class PageStore:
             where = self.path_of(seq, first, [*ancestors, *range(begin, end)])
             views.append(SpanView(rows, begin_of + end, where, first + len(ancestors) + end - begin))
         return views
+
+    def _blocks(self, span: Span) -> Iterator[SpanView]:
+        """Rows of images that see each other in both directions, and those between them, as spans."""
+        for begin, stop, seen in span.seq.request.images.runs(span.start, span.end):
+            rows, end = slice(span.row + begin - span.start, span.row + stop - span.start), seen or stop
+            yield SpanView(rows.start, rows.stop, self.where_of(span.seq, end), end, both=bool(seen))
 
     def view_of(self, spans: list[SpanView], first_layer: int = 0) -> View:
         """The same for a model whose layers begin at `first_layer` of the store."""
@@ -154,6 +162,8 @@ class SpanView:
     where: Where
     context: int  # S = start + rows
     hidden: int = 0  # positions before the context, which no row sees
+    both: bool = False  # whether each row sees the whole context, also behind it
+    after: int = 0  # positions of the context behind its last row; 0 but in a part of such a span
 
     @property
     def rows(self) -> int:
@@ -162,6 +172,8 @@ class SpanView:
     def part(self, begin: int, end: int) -> SpanView:
         """Its rows from `begin` to `end` as a span of their own."""
         left, where = self.rows - end, self.where
+        if self.both:
+            return replace(self, first=self.first + begin, last=self.first + end, after=self.after + left)
         seen = (
             slice(where.start, where.stop - left) if isinstance(where, slice) else where[: len(where) - left]
         )

@@ -11,6 +11,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from speculon.core.errors import InvalidParameter, InvalidRequest
+from speculon.core.media.parts import with_parts
 from speculon.core.types import shared_length
 from speculon.decoding.text.bad_words import BadWords, Spellings
 
@@ -76,17 +77,24 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         *,
         answer_follows: bool = True,
+        with_images: str | None = None,
     ) -> str:
-        """The conversation as the template writes it, up to where the answer begins, if one follows."""
+        """The conversation as the template writes it, up to where the answer begins, if one follows.
+
+        `with_images` is the template of a processor, which writes a placeholder for each `IMAGE`; an empty
+        one is the tokenizer's.
+        """
         check_messages(messages)
-        if not self.has_chat_template:
+        if not (self.has_chat_template or with_images):
             raise InvalidRequest("this checkpoint has no chat template: give a plain prompt")
         known = {**(variables or {}), "tokenize": False, "add_generation_prompt": answer_follows}
         parameters = inspect.signature(self.inner.apply_chat_template).parameters
         if taken := known.keys() & parameters.keys() - OWN_VARIABLES:
             raise InvalidParameter("chat_template_kwargs", min(taken), "is no variable of a template")
         try:
-            plain = [dict(message) for message in messages]
+            plain = [dict(message) for message in messages] if with_images is None else with_parts(messages)
+            if with_images:
+                known["chat_template"] = with_images
             text: str = self.inner.apply_chat_template(plain, tools=list(tools) or None, **known)
         except Exception as error:  # templates raise errors of their own choice
             refusal = "the chat template refuses these messages"

@@ -48,8 +48,9 @@ def model_needs(
     checkpoint = read_checkpoint(folder)
     refuse_unsafe(checkpoint, allow_pickle=allow_pickle)
     with quiet():
-        config = load_config(checkpoint, trust_remote_code).get_text_config()
-    weights = packed_bytes(quantization, checkpoint, config, dtype, device)
+        whole = load_config(checkpoint, trust_remote_code)
+    config = whole.get_text_config()
+    weights = packed_bytes(quantization, checkpoint, whole, dtype, device)
     if weights is None:
         weights = weight_bytes(checkpoint, dtype) + (fused_bytes(config, dtype, device) if fused else 0)
     scratch = scratch_bytes(config, dtype, device, rows, scored)

@@ -17,9 +17,9 @@ from speculon.loading.adapter_config import read_adapters
 from speculon.loading.headers import read_checkpoint
 from speculon.loading.load import dtype_of, load_config, pick_device
 from speculon.loading.locate import locate
-from speculon.loading.memory.budget import Budget, MemoryEstimate
 from speculon.loading.memory.needs import model_needs
 from speculon.loading.reading import quiet
+from speculon.target.budget import Budget, MemoryEstimate
 
 # of a process: 0.37 GB after imports, 0.50 with the demo's target (torch for CPU, 2026-11-23)
 LIBRARIES = 2**30

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from speculon.core.errors import ConfigError, InvalidParameter, UnsupportedModel
 from speculon.loading.load_check import LOOSE, TOLERANCE, paged_logits
-from speculon.loading.memory.budget import free_memory
+from speculon.target.budget import free_memory
 from speculon.target.target import Target
 
 PARTS = ("gate_proj", "up_proj", "down_proj")

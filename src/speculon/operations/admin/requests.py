@@ -162,6 +162,7 @@ class RequestLog:
             status=record.status,
             finish=record.finish if ended else None,
             prompt_tokens=sum(map(len, answer.request.prompts)),
+            images=len(answer.request.images),
             tokens=answer.tokens,
             explained=answer.request.explain,
             speculation=answer.speculation() if ended else answer.progress(),

@@ -143,6 +143,7 @@ class RequestView(BaseModel):
     status: int
     finish: str | None
     prompt_tokens: int
+    images: int = 0  # of the prompt
     tokens: int
     explained: bool  # whether its tokens can be shown
     speculation: dict[str, Any]  # the account; while it runs, what the events have told of it

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from speculon.core.config import EngineConfig
 from speculon.core.errors import SpeculonError
+from speculon.core.media.prompts import Images
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.async_engine import AsyncEngine
 from speculon.engine.client import EngineClient
+from speculon.loading.processors import images_of
 
 if TYPE_CHECKING:
     from speculon.drafters.choose import Fit
@@ -36,6 +38,10 @@ class Loader:
         from speculon.loading.reading import load_tokenizer
 
         return Tokenizer(load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
+
+    def images(self, config: EngineConfig) -> Images:
+        """The images of requests, which come by URL alone."""
+        return images_of(config, files=False)
 
     def sampling(self, config: EngineConfig) -> dict[str, Any]:
         """Defaults of requests that the checkpoint brings."""
@@ -62,7 +68,7 @@ class Loader:
     def free_memory(self, config: EngineConfig) -> int:
         """Free bytes of the device of these settings."""
         from speculon.loading.load import pick_device
-        from speculon.loading.memory.budget import free_memory
+        from speculon.target.budget import free_memory
 
         device = pick_device(config.device)
         if device.type == "cpu":

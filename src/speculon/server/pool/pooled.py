@@ -186,6 +186,7 @@ class PooledModel:
             log.warning("%s has no chat template: chats are refused, completions are served", self.name)
         config = self.config.serve
         served = ServedModel(self.name, tokenizer, facts.max_context, facts.vocab_size, facts.method, config)
+        served = replace(served, images=self._loader.images(self.config))
         self.served = self._with_defaults(served)
         self.drafters = facts.drafters
         self.loads, self.load_seconds = self.loads + 1, perf_counter() - began

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from speculon.decoding.kv.lease import Lease
     from speculon.decoding.kv.store import View
-    from speculon.loading.memory.budget import MemoryEstimate
+    from speculon.target.budget import MemoryEstimate
 
 log = logging.getLogger("speculon")
 

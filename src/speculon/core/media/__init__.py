@@ -1,0 +1,1 @@
+"""Images of requests: read within limits, from where they come, and their places in messages."""

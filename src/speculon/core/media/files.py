@@ -1,0 +1,190 @@
+"""Images as they come, within limits: from a data URL, a remote one, bytes, a file or Pillow; as RGB pixels.
+
+Nothing is decoded before the size in its header is within the limit. Pillow is imported with the first image.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from speculon.core.errors import InvalidParameter
+from speculon.core.media.remote import NotFetched, Remote, fetch
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from speculon.core.config import ServeConfig
+
+FEATURE = "images"  # in the capability table
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow's names
+KNOWN = "PNG, JPEG, WebP, GIF or BMP"
+BLANKS = b" \t\r\n"
+SHOWN = 60  # characters of a URL that a refusal shows
+MB = 1_000_000
+
+
+class ImageLimits(NamedTuple):
+    """What an image may be, and whence it may come."""
+
+    images: int  # of a request
+    bytes: int  # of a file
+    pixels: int
+    remote: Remote | None = None  # None: nothing is fetched
+    files: bool = True  # whether paths, bytes and images of Pillow are taken, which no client sends
+
+    @classmethod
+    def of(cls, config: ServeConfig, *, files: bool = True) -> ImageLimits:
+        largest = int(config.max_image_mb * MB)
+        remote = None
+        if config.remote_images:
+            remote = Remote(config.remote_image_hosts, config.remote_image_timeout, largest)
+        pixels = int(config.max_image_megapixels * MB)
+        return cls(config.max_images, largest, pixels, remote, files)
+
+
+class Picture(NamedTuple):
+    """A decoded image."""
+
+    image: Image  # RGB, upright
+    digest: str  # of its size and pixels
+
+
+def read_image(source: Any, name: str, limits: ImageLimits) -> Picture:
+    """Decodes one image. `name` is the field that a refusal names.
+
+    Raises `InvalidParameter` for what is no image, or beyond a limit.
+    """
+    pillow = load_pillow(name)
+    if isinstance(source, str):
+        return decode(read_url(source, name, limits), name, limits, shown_url(source))
+    if limits.files and isinstance(source, Path):
+        return decode(read_file(source, name, limits), name, limits, str(source))
+    if limits.files and isinstance(source, bytes | bytearray | memoryview):
+        return decode(bytes(source), name, limits, f"{len(source)} bytes")
+    if limits.files and isinstance(source, pillow.Image):
+        check_pixels(source, name, limits, f"{source.width} x {source.height} pixels")
+        return picture(source, name, "an image of Pillow")
+    taken = "a URL, a path, bytes or an image of Pillow" if limits.files else "a URL"
+    raise refusal(name, type(source).__name__, f"must be {taken}")
+
+
+def check_count(count: int, name: str, limits: ImageLimits) -> None:
+    if count > limits.images:
+        raise refusal(name, f"{count} images", f"at most {limits.images} in a request")
+
+
+def read_url(url: str, name: str, limits: ImageLimits) -> bytes:
+    scheme = url[:8].lower()
+    if scheme.startswith("data:"):
+        return read_data_url(url, name, limits)
+    if not scheme.startswith(("http://", "https://")):
+        raise refusal(name, shown_url(url), "must begin with data:, https: or http:")
+    if limits.remote is None:
+        why = "images are not fetched: send a data URL, or set remote_images"
+        raise refusal(name, shown_url(url), why)
+    try:
+        data = fetch(url, limits.remote)
+    except NotFetched as error:
+        raise refusal(name, shown_url(url), str(error)) from error
+    return data
+
+
+def read_data_url(url: str, name: str, limits: ImageLimits) -> bytes:
+    """The bytes of `data:image/...;base64,...`."""
+    head, comma, text = url.partition(",")
+    media, *options = head[len("data:") :].lower().split(";")
+    if not comma or not media.strip().startswith("image/") or "base64" not in (o.strip() for o in options):
+        raise refusal(name, shown_url(url), "a data URL must begin with data:image/TYPE;base64,")
+    check_bytes(len(text) * 3 // 4 - 2, name, limits, shown_url(url))
+    try:
+        return base64.b64decode(text.encode("ascii").translate(None, BLANKS), validate=True)
+    except (binascii.Error, UnicodeEncodeError) as error:
+        raise refusal(name, shown_url(url), f"no base64: {error}") from None
+
+
+def read_file(path: Path, name: str, limits: ImageLimits) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(limits.bytes + 1)
+    except OSError as error:
+        raise refusal(name, str(path), f"cannot be read: {error.strerror or error}") from None
+    return data
+
+
+def decode(data: bytes, name: str, limits: ImageLimits, shown: str) -> Picture:
+    """The image in a file's bytes. Its header is checked first."""
+    from PIL import Image
+
+    check_bytes(len(data), name, limits, shown)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow's own limit of pixels
+        try:
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+        except Image.DecompressionBombError:
+            limit = f"at most {limits.pixels / MB:g} megapixels, and it has more than Pillow opens"
+            raise refusal(name, shown, limit) from None
+        except Exception:  # Pillow's readers raise errors of any class
+            raise refusal(name, shown, f"no image that can be read: {KNOWN}") from None
+        check_pixels(image, name, limits, shown)
+        # MPO: the JPEG of a camera with a preview behind it
+        if image.format != "MPO" and getattr(image, "is_animated", False):
+            raise refusal(
+                name, shown, f"an animated image of {getattr(image, 'n_frames', 0)} frames: send one"
+            )
+        return picture(image, name, shown)
+
+
+def picture(image: Image, name: str, shown: str) -> Picture:
+    """Upright RGB pixels, transparent ones over white."""
+    from PIL import Image, ImageOps
+
+    try:
+        image.load()
+        image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I"):  # 16 bits, of which `convert` would cut off the upper ones
+            image = image.convert("I").point(lambda value: value / 256).convert("L")
+        if image.has_transparency_data:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        image = image.convert("RGB")
+    except Exception as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise refusal(name, shown, f"its pixels cannot be decoded: {why}") from None
+    size = f"{image.width} {image.height} ".encode()
+    return Picture(image, hashlib.sha256(size + image.tobytes()).hexdigest())
+
+
+def check_bytes(size: int, name: str, limits: ImageLimits, shown: str) -> None:
+    if size > limits.bytes:
+        raise refusal(name, shown, f"larger than max_image_mb = {limits.bytes / MB:g} MB")
+
+
+def check_pixels(image: Image, name: str, limits: ImageLimits, shown: str) -> None:
+    width, height = image.size
+    if width * height > limits.pixels:
+        most = f"max_image_megapixels = {limits.pixels / MB:g}"
+        raise refusal(name, shown, f"{width} x {height} pixels, more than {most}")
+    if not width or not height:
+        raise refusal(name, shown, f"{width} x {height} pixels")
+
+
+def refusal(name: str, value: Any, limit: str) -> InvalidParameter:
+    return InvalidParameter(name, value, limit).about(FEATURE)
+
+
+def shown_url(url: str) -> str:
+    return url if len(url) <= SHOWN else url[:SHOWN] + "..."
+
+
+def load_pillow(name: str) -> Any:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise refusal(name, "an image", "needs Pillow: pip install 'speculon[images]'") from None
+    return Image

@@ -1,0 +1,103 @@
+"""Contents of messages with images in them: text with one character for each image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import Any, Literal, NamedTuple, get_args
+
+from speculon.core.errors import InvalidParameter
+from speculon.core.media.files import FEATURE, refusal
+
+IMAGE = "\U0010ffff"  # stands for an image; no text has it, since it is no character
+TextPart = Literal["text", "input_text", "output_text"]
+ImagePart = Literal["image_url", "input_image", "image"]
+OtherPart = Literal[
+    "input_audio", "audio_url", "audio", "video_url", "input_video", "video", "input_file", "file"
+]
+PartType = TextPart | ImagePart | OtherPart
+TEXT_PARTS, IMAGE_PARTS, OTHER_PARTS = map(get_args, (TextPart, ImagePart, OtherPart))
+
+
+class Source(NamedTuple):
+    """An image as it was sent."""
+
+    name: str  # of the field that has it
+    image: Any
+
+
+def read_messages(messages: Seq[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Source]]:
+    """Messages whose contents are texts, with `IMAGE` for each image, and the images in their order.
+
+    Raises `InvalidParameter` by the name of the field, `messages.0.content.1.image_url` say.
+    """
+    read, sources = list[dict[str, Any]](), list[Source]()
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Seq):
+        raise InvalidParameter("messages", messages, "a list of {'role': ..., 'content': ...}, not empty")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidParameter(f"messages.{i}", message, "needs a role, a string")
+        name = f"messages.{i}.content"
+        content, found = read_content(message.get("content"), name)
+        read.append({**message, "content": content} if "content" in message else dict(message))
+        sources += found
+    if sources and IMAGE * len(sources) != "".join(marks(message) for message in read):
+        raise InvalidParameter("messages", IMAGE, "U+10FFFF is no character")
+    return read, sources
+
+
+def marks(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    return IMAGE * content.count(IMAGE) if isinstance(content, str) else ""
+
+
+def read_content(content: Any, name: str) -> tuple[Any, list[Source]]:
+    """The text of a content, with `IMAGE` for each image, and these. `name` is its field.
+
+    Raises `InvalidParameter` for parts of other media, by their type.
+    """
+    if not isinstance(content, list | tuple):
+        return content, []
+    text, sources = "", list[Source]()
+    for i, part in enumerate(content):
+        field = f"{name}.{i}"
+        part_type = part.get("type") if isinstance(part, Mapping) else None
+        if part_type in TEXT_PARTS:
+            if not isinstance(part.get("text"), str):
+                raise InvalidParameter(f"{field}.text", part.get("text"), "must be a string")
+            text += part["text"]
+        elif part_type in IMAGE_PARTS:
+            sources.append(image_of(part, field))
+            text += IMAGE
+        elif part_type in OTHER_PARTS:
+            raise refusal(f"{field}.type", part_type, "only text and images are read")
+        else:
+            raise InvalidParameter(f"{field}.type", part_type, "must be text or image_url")
+    return text, sources
+
+
+def image_of(part: Mapping[str, Any], field: str) -> Source:
+    """The URL of an image, also as a table, or what the part has as its `image`."""
+    if part.get("file_id") is not None:
+        raise refusal(f"{field}.file_id", part["file_id"], "no files are stored: send image_url")
+    for key in ("image_url", "image", "url"):
+        if (value := part.get(key)) is not None:
+            url = value.get("url") if isinstance(value, Mapping) else value
+            if url is None:
+                raise refusal(f"{field}.{key}.url", None, "is needed")
+            return Source(f"{field}.{key}", url)
+    raise InvalidParameter(f"{field}.image_url", None, "is needed").about(FEATURE)
+
+
+def with_parts(messages: Seq[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as templates take them where there are images: each content is a list of parts."""
+    return [{**message, "content": parts_of(message.get("content") or "")} for message in messages]
+
+
+def parts_of(content: str) -> list[dict[str, str]]:
+    """Text and images of a content, in their order."""
+    parts: list[dict[str, str]] = []
+    for i, text in enumerate(content.split(IMAGE)):
+        parts += [{"type": "image"}] * (i > 0)
+        parts += [{"type": "text", "text": text}] * bool(text)
+    return parts

@@ -1,0 +1,369 @@
+"""Prompts with images: texts and rows of the stock models, alone, in a batch, in chunks and found again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from speculon import SamplingParams
+from speculon.core.errors import InvalidParameter, NeverFits
+from speculon.core.images import ImageInput
+from speculon.decoding.batch import Batch
+from speculon.decoding.kv.store import PageStore, View
+from speculon.decoding.sequence import Sequence, Span
+from speculon.engine.engine import Engine
+from speculon.loading.image_check import ImageSample
+from speculon.loading.load import load_target, make_target, wrap_model
+from speculon.loading.memory.needs import model_needs
+from speculon.target import vision
+from speculon.target.quantized import layers_of
+from speculon.target.target import Output, Target
+from tests.tiny.checkpoint_formats import write_eagle3
+from tests.tiny.scripted import Key, Result, drain, make_engine, script, texts_of
+from tests.tiny.vision_models import (
+    FAMILIES,
+    IMAGE,
+    image_prompt,
+    pixels,
+    stock_arguments,
+    vision_model,
+    write_vision,
+)
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True)
+
+
+@cache
+def stock(family: str) -> PreTrainedModel:
+    return vision_model(family)
+
+
+@cache
+def target_of(family: str) -> Target:
+    return wrap_model(stock(family))
+
+
+@dataclass
+class ImageRequest:
+    """A request by name, with its images by their seeds."""
+
+    id: str
+    images: tuple[int, ...] = ()
+    lead: int = 7
+    params: SamplingParams = GREEDY
+    speculation: dict[str, Any] = field(default_factory=dict)
+    more: tuple[int, ...] = ()  # tokens after all
+
+    def add(self, engine: Engine, family: str) -> None:
+        ids, images = image_prompt(family, self.images, self.lead)
+        prompt = [*ids, *self.more]
+        engine.add_request(prompt, self.params, self.speculation, self.id, images=images)
+
+
+REQUESTS = (
+    ImageRequest("one", (1,)),
+    ImageRequest("two", (1, 2)),
+    ImageRequest("text", lead=19),
+    ImageRequest("other", (3,), lead=30),
+    ImageRequest("seeded", (2,), params=SEEDED),
+    ImageRequest("long", lead=45, params=SEEDED),
+)
+
+
+def texts(family: str, requests: Iterable[ImageRequest], **settings: Any) -> dict[Key, Result]:
+    engine = make_engine(target_of(family), **settings)
+    for request in requests:
+        request.add(engine, family)
+    return drain(engine)
+
+
+@cache
+def alone(family: str) -> dict[Key, list[int]]:
+    """Each text of the batch, written alone and plainly."""
+    results: dict[Key, Result] = {}
+    for request in REQUESTS:
+        results |= texts(family, (replace(request, speculation={"method": "off"}),))
+    return texts_of(results)
+
+
+def drafting(k: int) -> tuple[ImageRequest, ...]:
+    scripted = {"method": "scripted", "num_speculative_tokens": k}
+    return tuple(replace(request, speculation=scripted) for request in REQUESTS)
+
+
+@pytest.mark.parametrize("images", [(), (1,), (1, 2), (2, 2)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_text_is_that_of_generate(family: str, images: tuple[int, ...]) -> None:
+    ids, inputs = image_prompt(family, images)
+    prompt = torch.tensor([ids])
+    expected = stock(family).generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=20,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        **stock_arguments(family, ids, inputs),
+    )
+    ours = texts(family, (ImageRequest("r", images),))["r", 0].tokens
+    assert ours == expected[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_image_changes_the_text(family: str) -> None:
+    results = texts(family, (ImageRequest("a", (1,)), ImageRequest("b", (2,))))
+    assert results["a", 0].tokens != results["b", 0].tokens
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_batch_tokens": 24, "max_num_seqs": 4}, {"num_blocks": 46}])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_of_a_batch_are_those_written_alone(family: str, settings: dict[str, Any]) -> None:
+    """With drafts of all accepted lengths; in chunks; and preempted, with few pages."""
+    script(alone(family))
+    results = texts(family, drafting(4), **settings)
+    assert texts_of(results) == alone(family)
+    preempted = sum(result.stats.preemptions for result in results.values())
+    assert (preempted > 0) == ("num_blocks" in settings)
+    assert sum(result.stats.accepted for result in results.values()) > 20
+
+
+def row_error(family: str, engine: Engine, requests: tuple[ImageRequest, ...]) -> float:
+    """The largest difference of a scored row from the stock model's forward over the same tokens."""
+    forward, worst = engine.target.forward, 0.0
+
+    def checked(batch: Batch, view: View) -> Output:
+        nonlocal worst
+        out, ids = forward(batch, view), batch.input_ids[0].tolist()
+        for span in batch.spans:
+            images = list(span.seq.request.images.images)
+            placeholders = sum(len(image.within(0, span.end)) for image in images)
+            if span.score:
+                text = [*span.seq.tokens[: span.start], *ids[span.row : span.row + span.rows]]
+                if text.count(IMAGE) != placeholders:  # a draft, which the stock model takes for an image
+                    continue
+                more = stock_arguments(family, text, images)
+                expected = stock(family)(torch.tensor([text]), **more).logits[0, -len(span.score) :]
+                rows = out.logits[span.score.start : span.score.stop]
+                worst = max(worst, float((rows - expected).abs().max() / expected.abs().max()))
+        return out
+
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        patch.setattr(engine.target, "forward", checked)
+        for request in requests:
+            request.add(engine, family)
+        drain(engine)
+    return worst
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_are_those_of_the_stock_model(family: str) -> None:
+    script(alone(family))
+    engine = make_engine(target_of(family), max_batch_tokens=24, max_num_seqs=4)
+    assert row_error(family, engine, drafting(4)) < 1e-4
+
+
+def on_one_axis(*_: Any) -> None:
+    return None
+
+
+def one_direction(*_: Any) -> Iterator[range]:
+    yield from ()
+
+
+def features_of_another(model: Any, image: ImageInput) -> torch.Tensor:
+    values, _ = pixels("llava", 9)
+    return right_features(model, replace(image, digest="9", inputs=values))
+
+
+right_features = vision.Vision.features
+
+PLANTED = {
+    "qwen2_5_vl": (vision.Vision, "_positions", on_one_axis),
+    "gemma3": (vision, "runs_of", one_direction),
+    "llava": (vision.Vision, "features", features_of_another),
+}
+
+
+@pytest.mark.parametrize("family", PLANTED)
+def test_a_planted_error_is_seen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One axis for three, attention in one direction, another image."""
+    monkeypatch.setattr(*PLANTED[family])
+    engine = make_engine(wrap_model(stock(family)))
+    assert row_error(family, engine, (ImageRequest("one", (1,)),)) > 1e-3
+
+
+def sample_of(family: str) -> ImageSample:
+    ids, images = image_prompt(family, (5,))
+    return ImageSample(ids, images[0])
+
+
+def checked(family: str, dtype: torch.dtype) -> Target:
+    """As it is loaded, with the check of images."""
+    model = copy.deepcopy(stock(family)).to(dtype)
+    return make_target(model, family, None, fused=True, share=True, sample=sample_of(family))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_images_are_checked_at_load(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target that fails reads text alone, and says why."""
+    assert checked(family, dtype).vision is not None
+    if family in PLANTED:
+        monkeypatch.setattr(*PLANTED[family])
+        target = checked(family, dtype)
+        assert target.vision is None and "the check of images failed" in target.no_images
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_second_turn_finds_the_image_in_pages(family: str) -> None:
+    engine = make_engine(target_of(family))
+    first = ImageRequest("first", (1,))
+    first.add(engine, family)
+    text = drain(engine)["first", 0].tokens
+    ids, images = image_prompt(family, (1,))
+    prompt = [*ids, *(token for token in text if token != IMAGE), 5, 6, 7]
+    engine.add_request(prompt, GREEDY, {"method": "off"}, "second", images=images)
+    second = drain(engine)["second", 0]
+    assert second.stats.cached_tokens > images[0].rows[-1]
+    fresh = make_engine(target_of(family), prefix_cache=False)
+    fresh.add_request(prompt, GREEDY, {"method": "off"}, "second", images=images)
+    assert drain(fresh)["second", 0].tokens == second.tokens
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_two_images_share_no_page(planted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompts differ in the image alone; the planted error leaves it out of the content of pages."""
+    family, requests = "llava", [ImageRequest("first", (1,)), ImageRequest("second", (2,))]
+    separate = texts(family, requests[1:])["second", 0].tokens
+    if planted:
+        monkeypatch.setattr(Sequence, "contents", lambda seq, a, b: tuple(seq.tokens[a:b]))
+    engine = make_engine(target_of(family))
+    for request in requests:
+        request.add(engine, family)
+        result = drain(engine)[request.id, 0]
+    assert (result.stats.cached_tokens > 8) == planted  # what is before the image
+    assert (result.tokens == separate) != planted
+
+
+def test_blocks_are_never_cut() -> None:
+    """Of Gemma 3: a chunk ends before an image or after it, also where pages have its beginning."""
+    family, cut = "gemma3", []
+    engine = make_engine(target_of(family), max_batch_tokens=9, max_num_seqs=2)
+    view = PageStore.view
+
+    def watched(store: PageStore, spans: list[Span]) -> View:
+        cut.extend(span for span in spans if span.seq.request.images.whole(0, span.end) != span.end)
+        return view(store, spans)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PageStore, "view", watched)
+        for request in REQUESTS:
+            request.add(engine, family)
+        results = drain(engine)
+    assert not cut and texts_of(results) == alone(family)
+    with pytest.raises(NeverFits, match="an image of 4 tokens is one chunk of the prompt, of at most 3"):
+        ImageRequest("r", (1,)).add(
+            make_engine(target_of(family), max_batch_tokens=5, max_num_seqs=2), family
+        )
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "eagle3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_drafters_leave_the_text(family: str, method: str, tmp_path: Path) -> None:
+    draft: dict[str, Any] = {}
+    if method == "draft_model":  # itself, which reads placeholders as tokens
+        draft = {"draft_model": vision_model(family)}
+    elif method == "eagle3":
+        config = stock(family).config.get_text_config()
+        draft = {"eagle3": str(write_eagle3(tmp_path, config, taps=(0, 1, 2)))}
+    engine = make_engine(
+        target_of(family), speculation={"method": method, **({"draft": draft} if draft else {})}
+    )
+    for request in REQUESTS:
+        request.add(engine, family)
+    results = drain(engine)
+    assert texts_of(results) == alone(family)
+    if draft:
+        assert all(result.stats.drafted_at.total() > 0 for result in results.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_bf16_rows_do_not_depend_on_the_batch(family: str, tmp_path: Path) -> None:
+    """Where batch_invariant holds: bitwise equal."""
+    target = load_target(write_vision(tmp_path, family), dtype="bfloat16", batch_invariant=None)
+    if not target.batch_invariant:
+        pytest.skip(target.invariance)
+    separate: dict[Key, list[int]] = {}
+    for request in REQUESTS:
+        engine = make_engine(target)
+        request.add(engine, family)
+        separate |= texts_of(drain(engine))
+    script(separate)
+    engine = make_engine(target, max_batch_tokens=24, max_num_seqs=4)
+    for request in drafting(4):
+        request.add(engine, family)
+    assert texts_of(drain(engine)) == separate
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rounded_model(family: str, tmp_path: Path) -> None:
+    """Its vision tower stays numbers, its memory is estimated, and the batch changes no text."""
+    path = write_vision(tmp_path, family)
+    target = load_target(path, dtype="bfloat16", quantization="int8", batch_invariant=None)
+    assert target.packed and target.vision is not None
+    tower = {id(x) for x in target.vision.base.modules()} - {
+        id(x) for x in target.model.get_decoder().modules()
+    }
+    assert not any(id(layer) in tower for _, layer in layers_of(target.model))
+    expected = model_needs(path, torch.bfloat16, torch.device("cpu"), 1, 1, quantization="int8").bytes_fixed
+    assert target.num_bytes == pytest.approx(expected, rel=0.1)
+    separate: dict[Key, list[int]] = {}
+    for request in REQUESTS[:3]:
+        engine = make_engine(target)
+        request.add(engine, family)
+        separate |= texts_of(drain(engine))
+    engine = make_engine(target, max_batch_tokens=24, max_num_seqs=4)
+    for request in REQUESTS[:3]:
+        request.add(engine, family)
+    assert texts_of(drain(engine)) == separate
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table_says_what_images_do(family: str) -> None:
+    row = make_engine(target_of(family), max_batch_tokens=64, max_num_seqs=4).capabilities()["images"]
+    assert row.status == "on" and ("three axes" in row.reason) == (family == "qwen2_5_vl")
+    assert row.limits == ({"tokens_of_one": 60} if family == "gemma3" else {})
+
+
+def test_images_that_do_not_fit_the_prompt_are_refused() -> None:
+    engine = make_engine(target_of("llava"))
+    ids, images = image_prompt("llava", (1,))
+    wrong = {
+        "0 rows of images, and 16 placeholder tokens": (ids, []),
+        "16 rows of images, and 15 placeholder tokens": ([x for i, x in enumerate(ids) if i != 8], images),
+        "are no inputs of this vision tower": (ids, [replace(images[0], inputs={"audio": ids})]),
+    }
+    for why, (prompt, given) in list(wrong.items())[1:]:
+        with pytest.raises(InvalidParameter, match=why):
+            engine.add_request(prompt, GREEDY, images=given)
+    text = engine.add_request(ids, GREEDY)  # without images, placeholders are tokens as any other
+    assert drain(engine)[text, 0].tokens and IMAGE in ids
+
+
+def test_a_text_model_refuses_images() -> None:
+    from tests.tiny.conftest import tiny_target
+
+    ids, images = image_prompt("llava", (1,))
+    with pytest.raises(InvalidParameter, match="a text model") as refused:
+        make_engine(tiny_target("llama")).add_request(ids, GREEDY, images=images)
+    assert refused.value.feature == "images"
+    assert make_engine(tiny_target("llama")).capabilities()["images"].status == "refused"
