@@ -114,10 +114,9 @@ class LLM:
         text for each image, or `{"messages": [...]}`. An image is a `Path`, bytes, an image of Pillow or a
         data URL.
 
-        `params`, `speculation` and `adapter` are one for all or one per prompt; the empty adapter is the
-        model itself. `on_token(prompt index, new tokens)` is called as texts grow. When one prompt is refused
-        nothing is written for any. A text whose logits processor fails ends there, with finish reason
-        `error` and the `LogitsProcessorError` as its `error`.
+        `params`, `speculation` and `adapter` (empty: none) are one for all or one per prompt. As texts grow,
+        `on_token(prompt index, new tokens)` is called. When one prompt is refused nothing is written for any.
+        A text whose logits processor fails ends there, with the `LogitsProcessorError` as its `error`.
         """
         calls, outputs = self._read(prompts, params, speculation, adapter)
         with self._stepper.requests(calls) as queue:
@@ -197,10 +196,8 @@ class LLM:
         """Yields the text of one prompt as it is written. Closing the iterator aborts the request."""
         params = params or self.default_params
         prompt_ids, images = self._encode(prompt)
-        text, output = (
-            Stream.of(self.tokenizer, params, prompt_ids),
-            RequestOutput(prompt_ids, [Completion()]),
-        )
+        text = Stream.of(self.tokenizer, params, prompt_ids)
+        output = RequestOutput(prompt_ids, [Completion()])
         with closing(self._stream_to(output, params, speculation, images, adapter)) as events:
             for event in events:
                 if new := new_text(text, event):
@@ -438,10 +435,9 @@ def new_text(stream: Stream, event: Event) -> str:
 
 def as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     """Several prompts as they are; a single one as a list of one."""
-    if isinstance(prompts, str | Mapping) or (
-        is_list(prompts) and len(prompts) > 0 and isinstance(prompts[0], int)
-    ):
-        return [prompts]
+    of_ids = is_list(prompts) and len(prompts) > 0 and isinstance(prompts[0], int)
+    if of_ids or isinstance(prompts, str | Mapping):
+        return [cast(Prompt, prompts)]
     if not is_list(prompts):
         raise InvalidParameter("prompts", prompts, "a string, a list of token ids, or a list of these")
     return list(prompts)
