@@ -18,6 +18,7 @@ from speculon.core.errors import InvalidParameter
 from speculon.core.media.prompts import Images
 from speculon.loading.processors import images_of, load_processor
 from speculon.server.pool.catalogue import Catalogue
+from speculon.target.vision import Vision
 from tests.images import data_url, file_of, pixels
 from tests.server.inside import ScriptedLoader, serving
 from tests.tiny.processors import PROCESSORS, write_seeing
@@ -102,6 +103,19 @@ def test_a_model_of_text_alone_refuses_images() -> None:
             assert caught.value.feature == "images"
         parts = [{"role": "user", "content": [{"type": "text", "text": "Add two"}]}]
         assert llm.chat(parts, GREEDY).text == llm.chat([{"role": "user", "content": "Add two"}], GREEDY).text
+
+
+def test_a_model_that_sees_otherwise_reads_text_alone(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check at load, by the processor of its folder."""
+    monkeypatch.setenv("SPECULON_CACHE", "")  # nothing is remembered of earlier loads
+    right = Vision.features
+    monkeypatch.setattr(Vision, "features", lambda tower, image: right(tower, image).flip(0))
+    with LLM(str(folders["qwen2_5_vl"]), **SETTINGS) as llm:
+        with pytest.raises(InvalidParameter, match="the check of images failed: .* after an image differ"):
+            llm.chat(message("x", A), GREEDY)
+        assert llm.chat(message("x"), GREEDY).token_ids
 
 
 # over HTTP

@@ -209,7 +209,7 @@ def sample_of(family: str) -> ImageSample:
 def checked(family: str, dtype: torch.dtype) -> Target:
     """As it is loaded, with the check of images."""
     model = copy.deepcopy(stock(family)).to(dtype)
-    return make_target(model, family, None, fused=True, share=True, sample=sample_of(family))
+    return make_target(model, family, None, fused=True, share=True, sample=lambda: sample_of(family))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

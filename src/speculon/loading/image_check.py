@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from speculon.core.errors import UnsupportedModel
+from speculon.core.errors import ModelError, SpeculonError, UnsupportedModel
 from speculon.core.images import ImageInput
+from speculon.core.media.files import ImageLimits
+from speculon.core.media.parts import Source
+from speculon.core.media.prompts import Images
 from speculon.decoding.batch import Batch, ImageRows
 from speculon.decoding.kv.store import PageStore, SpanView
 from speculon.loading.load_check import COARSE, LOOSE, TOLERANCE, InFp32, nearly, relative
 from speculon.loading.locate import first_line
 from speculon.loading.probe import stock_attention
+from speculon.loading.processors import load_processor
 from speculon.target.block import UNKNOWN
 from speculon.target.remembered import passed, passes
 from speculon.target.target import Target
 from speculon.target.vision import Vision
 
 CHECK = "images"  # as earlier loads remember it
+SIDE = 64  # pixels of a sample
+BEFORE, AFTER = "What is here: ", " A picture of noise."  # its text
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # arguments that say which tokens are of images
 
 
@@ -34,19 +43,37 @@ class ImageSample(NamedTuple):
 class StockLogits(NamedTuple):
     """Of all rows of a sample [n, V], in the model's dtype, and in fp32 where that is another one."""
 
+    sample: ImageSample
     own: Tensor
     truth: Tensor | None
 
 
-def stock_image_logits(target: Target, sample: ImageSample | None) -> StockLogits | None:
+def image_sample(path: Path, trust_remote_code: bool) -> ImageSample | None:
+    """A prompt with noise as its image; None where the folder has no processor, so that no image comes."""
+    try:
+        processor = load_processor(path, trust_remote_code=trust_remote_code)
+    except ModelError:
+        return None
+    from PIL import Image  # an extra, which processors need
+
+    noise = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+    source = Source("images", Image.fromarray(noise))
+    images = Images(lambda: processor, ImageLimits(1, 0, SIDE * SIDE))
+    text, encode = f"{BEFORE}{processor.placeholder}{AFTER}", processor.inner.tokenizer.encode
+    ids, (image,) = images.prompt(text, [source], encode)
+    return ImageSample(ids, image)
+
+
+def stock_image_logits(target: Target, make: Callable[[], ImageSample | None] | None) -> StockLogits | None:
     """None where there is nothing to check, or an earlier load has passed. A target whose model does not take
     the sample loses its vision tower.
     """
-    if target.vision is None or sample is None or passed(CHECK):
+    if target.vision is None or make is None or passed(CHECK):
         return None
     try:
-        return stock_forwards(target, target.vision, sample)
-    except UNKNOWN as error:
+        sample = make()
+        return None if sample is None else stock_forwards(target, target.vision, sample)
+    except (SpeculonError, *UNKNOWN) as error:
         refuse(target, first_line(error))
         return None
 
@@ -69,18 +96,18 @@ def stock_forwards(target: Target, vision: Vision, sample: ImageSample) -> Stock
     with stock_attention(target.model):
         own = logits()
         if target.dtype not in COARSE:
-            return StockLogits(own, None)
+            return StockLogits(sample, own, None)
         with InFp32():
-            return StockLogits(own, logits())
+            return StockLogits(sample, own, logits())
 
 
-def check_images(target: Target, sample: ImageSample | None, stock: StockLogits | None) -> None:
+def check_images(target: Target, stock: StockLogits | None) -> None:
     """Takes the vision tower from a target whose logits after an image are not those of the stock model."""
     vision = target.vision
-    if vision is None or sample is None or stock is None:
+    if vision is None or stock is None:
         return
     try:
-        ours = image_logits(target, vision, sample)
+        ours = image_logits(target, vision, stock.sample)
         limit = TOLERANCE.get(target.dtype, LOOSE)
         relative(target, ours, stock.own, limit, "logits after an image")
         if stock.truth is not None:

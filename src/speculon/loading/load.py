@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from speculon.loading.adapter_config import read_adapters
 from speculon.loading.adapters import add_adapters
 from speculon.loading.ends import eos_ids
 from speculon.loading.headers import Checkpoint, read_checkpoint, refuse_unsafe
-from speculon.loading.image_check import ImageSample, check_images, stock_image_logits
+from speculon.loading.image_check import ImageSample, check_images, image_sample, stock_image_logits
 from speculon.loading.invariant import decide
 from speculon.loading.load_check import check_logits, logits_in_fp32, stock_logits
 from speculon.loading.locate import first_line, locate
@@ -101,7 +102,9 @@ def load_target(
         settings += quantization, *sorted({layer for adapter in own for layer in adapter.layers})
         with remembering([*checkpoint.files, *configs(folder)], *settings):
             report("checking the model against its stock forward")
-            target = make_target(model, str(path), max_context, fused=fused, compile=compile)
+            sample = partial(image_sample, folder, trust_remote_code)
+            fast = {"fused": fused, "compile": compile}
+            target = make_target(model, str(path), max_context, **fast, sample=sample)
             target.source = str(folder)
             target.notes += notes
             add_adapters(target, own)
@@ -163,7 +166,7 @@ def make_target(
     fused: bool,
     share: bool = False,
     compile: bool = False,
-    sample: ImageSample | None = None,
+    sample: Callable[[], ImageSample | None] | None = None,
 ) -> Target:
     """Fuses and checks a model that was read. With a `sample` images are checked, too."""
     model.eval()
@@ -204,7 +207,7 @@ def make_target(
         check_logits(target, expected, truth)
         if not compile or target.runner.form in ("compiled", "captured"):  # else it may be, next time
             passes(checked)
-    check_images(target, sample, seen)
+    check_images(target, seen)
     return target
 
 
