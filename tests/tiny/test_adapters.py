@@ -34,9 +34,12 @@ from tests.tiny.adapter_files import (
     stock_with,
     with_adapters,
     write,
+    write_adapter,
 )
+from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.drafting import DRAFT, use_draft
+from tests.tiny.heads import deep_model
 from tests.tiny.scripted import Request, Result, drain, make_engine, script
 from tests.tiny.test_captured import replayed
 
@@ -48,7 +51,7 @@ MODES: dict[str, dict[str, Any]] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {},
     "prompts in chunks": {"max_batch_tokens": 9},
-    "a small pool": {"num_blocks": 44, "max_num_seqs": 8},
+    "a small pool": {"num_blocks": 34, "max_num_seqs": 8},
     "no prefix cache": {"prefix_cache": False},
 }
 Texts = dict[str, list[int]]
@@ -61,7 +64,7 @@ def requests_of(mode: str) -> tuple[tuple[Request, str], ...]:
     found = []
     for i in range(9):
         prompt = common[: 9 * (i % 3 == 0)] + [chance.randrange(3, 96) for _ in range(2 + 5 * i % 17)]
-        params = SamplingParams(max_tokens=20 + i, seed=50 + i, ignore_eos=True, **MODES[mode])
+        params = SamplingParams(max_tokens=12 + i, seed=50 + i, ignore_eos=True, **MODES[mode])
         found.append((Request(prompt, params, {"method": "off"}, f"q{i}"), NAMES[i % 3]))
     return tuple(found)
 
@@ -151,7 +154,7 @@ def test_rows_are_bitwise_equal_alone_and_in_a_batch(dtype: str) -> None:
     target = adapted("llama", True, True, dtype)
     assert target.batch_invariant
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=3, seed=1)
-    requests = [(replace(request, params=params), adapter) for request, adapter in requests_of("greedy")]
+    requests = [(replace(request, params=params), adapter) for request, adapter in requests_of("greedy")[:6]]
     together = write(target, requests)
     for request, adapter in requests:
         own = write(target, [(request, adapter)])[request.id]
@@ -312,6 +315,24 @@ def test_a_draft_model_under_an_adapted_target(draft: None) -> None:
     rates[""] = (totals.accepted - totals.accepted_under.total()) / drafted
     assert rates[""] > 0.95 and all(0 <= rates[name] < 0.7 for name in ("one", "two")), rates
     assert drafted and totals.drafted_under.keys() == {"one", "two"}
+
+
+def test_a_head_reads_the_states_of_the_adapted_target(tmp_path: Path) -> None:
+    model = deep_model()
+    paths = {"one": write_adapter(tmp_path / "one", model, 1)}
+    target = with_adapters(wrap_model(model, share=False), paths)
+    head = write_eagle3(tmp_path / "head", model.config)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    texts = []
+    for method in ("off", "eagle3"):
+        way = {"method": method, "num_speculative_tokens": 3}
+        requests = [
+            (Request([9 + i, 5, 61, 30, 12][: 2 + i], params, way, f"r{i}"), ("one", "")[i % 2])
+            for i in range(4)
+        ]
+        results = write(target, requests, speculation={"draft": {"eagle3": str(head)}}, max_batch_tokens=7)
+        texts.append(texts_of(results))
+    assert texts[0] == texts[1] and all(result.stats.rounds for result in results.values())
 
 
 # names
