@@ -45,7 +45,8 @@ def message(*parts: Any) -> list[dict[str, Any]]:
 def stock_text(folder: Path, messages: list[dict[str, Any]], *images: Any) -> list[int]:
     """What transformers writes, with its own processor."""
     inner = load_processor(folder).inner
-    text = inner.apply_chat_template(messages, add_generation_prompt=True)
+    options: dict[str, Any] = {"chat_template": inner.chat_template, "tokenize": False}
+    text = inner.tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
     inputs = inner(text=[text], images=list(images), add_special_tokens=False, return_tensors="pt")
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     options = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}

@@ -26,11 +26,12 @@ from tests.tiny.processors import PROCESSORS, write_processor
 FORMS = list(PROCESSORS)
 A, B = pixels(40, 60, 1), pixels(30, 30, 2)
 # placeholder tokens of A and of B, by each model's own arithmetic
-ROWS = {"llava": (16, 16), "idefics3": (20, 20), "qwen2_5_vl": (12, 4), "gemma3": (4, 4)}
+ROWS = {"llava": (16, 16), "idefics3": (20, 20), "smolvlm": (20, 20), "qwen2_5_vl": (12, 4), "gemma3": (4, 4)}
 # what the model's vision tower is given
 INPUTS = {
     "llava": {"pixel_values"},
     "idefics3": {"pixel_values", "pixel_attention_mask"},
+    "smolvlm": {"pixel_values", "pixel_attention_mask"},
     "qwen2_5_vl": {"pixel_values", "image_grid_thw"},
     "gemma3": {"pixel_values"},
 }
@@ -95,7 +96,9 @@ def check_rows(form: str, model: Model) -> None:
     made = inner(text=[written], images=[A, B, A], add_special_tokens=False, return_tensors="np")
     assert ids == made["input_ids"][0].tolist()
     for name in INPUTS[form]:
-        joined = np.concatenate([image.inputs[name] for image in images], int(form == "idefics3"))
+        joined = np.concatenate(
+            [image.inputs[name] for image in images], int(form in ("idefics3", "smolvlm"))
+        )
         assert np.array_equal(made[name], joined)
 
 
