@@ -359,6 +359,23 @@ def test_images_that_do_not_fit_the_prompt_are_refused() -> None:
     assert drain(engine)[text, 0].tokens and IMAGE in ids
 
 
+@pytest.mark.parametrize("inputs", [{"pixel_values": (1, 3, 28, 21)}, {"pixel_values": (2, 3, 28, 28)}])
+def test_an_image_without_features_ends_its_request_alone(inputs: dict[str, tuple[int, ...]]) -> None:
+    """Sizes that the tower refuses, and more features than placeholders."""
+    family = "llava"
+    engine = make_engine(target_of(family))
+    ids, images = image_prompt(family, (1,))
+    arrays = {name: torch.ones(shape).numpy() for name, shape in inputs.items()}
+    wrong = replace(images[0], inputs=arrays, digest="0" * 64)
+    for request in REQUESTS[:3]:
+        request.add(engine, family)
+    engine.add_request(ids, GREEDY.model_copy(update={"n": 2}), {}, "wrong", images=[wrong])
+    results = drain(engine)
+    ended = [results.pop(("wrong", sample)).finish for sample in range(2)]
+    assert all(finish and finish.reason == "error" and finish.error for finish in ended)
+    assert texts_of(results) == {key: alone(family)[key] for key in results} and len(results) == 3
+
+
 def test_a_text_model_refuses_images() -> None:
     from tests.tiny.conftest import tiny_target
 

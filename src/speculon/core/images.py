@@ -44,6 +44,10 @@ class PromptImages:
     def digests(self) -> tuple[str, ...]:
         return tuple(image.digest for image in self.images)
 
+    def within(self, start: int, end: int) -> list[ImageInput]:
+        """Those with a placeholder at a position from `start` to `end`."""
+        return [image for image in self.images if image.within(start, end)]
+
     def axes_of(self, places: Seq[int]) -> list[list[int]]:
         """Positions on each axis of these places in the sequence; after the prompt all axes go on as one."""
         assert self.positions is not None

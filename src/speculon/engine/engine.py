@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from speculon.core.config import MAX_DRAFTS, EngineConfig, RequestSpeculation, SamplingParams
-from speculon.core.errors import InvalidParameter
+from speculon.core.errors import InvalidParameter, SpeculonError
 from speculon.core.images import ImageInput
 from speculon.core.reach import joint_reach
 from speculon.core.telemetry import EngineCounters, RequestStats, Stopwatch, log_line
-from speculon.core.types import Capability, Load, Needs
+from speculon.core.types import Capability, Finish, Load, Needs
 from speculon.decoding.batch import Batch
 from speculon.decoding.kv.blocks import BlockPool
 from speculon.decoding.kv.draft_slots import DraftSlots
@@ -221,14 +221,27 @@ class Engine:
     def step(self) -> list[Event]:
         """One round for everybody who can run. An error leaves every sequence as it was before."""
         watch = Stopwatch(self.counters.profile)
-        spans = self.scheduler.plan()
+        spans, events = self._with_features(self.scheduler.plan())
         if not spans:
-            return []
+            return events
         self.round(spans, watch)
-        events, ended = self.scheduler.free_ended(spans)
+        new, ended = self.scheduler.free_ended(spans)
         self._forget(ended)
         watch.lap("settle")
-        return events
+        return [*events, *new]
+
+    def _with_features(self, spans: list[Span]) -> tuple[list[Span], list[Event]]:
+        """Spans whose images have features now. A request with an image that has none ends here, alone."""
+        faults, events = dict[str, SpeculonError](), list[Event]()
+        for span in spans:
+            for image in span.seq.request.images.within(span.start, span.start + span.length):
+                if self.target.vision is not None and (fault := self.target.vision.fault(image)):
+                    faults[span.seq.request.id] = fault
+        for request_id, fault in faults.items():
+            new, ended = self.scheduler.abort(request_id, Finish("error", error=fault))
+            self._forget(ended)
+            events += new
+        return [span for span in spans if span.seq.request.id not in faults], events
 
     @torch.inference_mode()
     def round(self, spans: list[Span], watch: Stopwatch | None = None, counted: bool = True) -> None:

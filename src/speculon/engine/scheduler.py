@@ -13,6 +13,7 @@ from speculon.decoding.kv.blocks import BlockPool
 from speculon.decoding.sequence import Event, Sequence, Span
 
 Ended = list[tuple[Sequence, Finish]]
+ABORTED = Finish("abort")
 AGE = attrgetter("id")  # ids are given in the order of arrival
 
 
@@ -190,14 +191,13 @@ class Scheduler:
                 ended.append((seq, verdict.finish))
         return events, ended
 
-    def abort(self, request_id: str) -> tuple[list[Event], Ended]:
+    def abort(self, request_id: str, finish: Finish = ABORTED) -> tuple[list[Event], Ended]:
         """Ends every sample of a request now; unknown ids are ignored."""
         everyone = [*self.running, *self.waiting, *(s for group in self._siblings.values() for s in group)]
         aborted = [seq for seq in everyone if seq.request.id == request_id]
         for seq in aborted:
             self._siblings.pop(seq.id, None)
             self._remove(seq)
-        finish = Finish("abort")
         events = [output_event(seq, Verdict((), finish=finish)) for seq in aborted]
         return events, [(seq, finish) for seq in aborted]
 

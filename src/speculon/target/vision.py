@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,9 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from speculon.core.errors import InvalidParameter, UnsupportedModel
+from speculon.core.errors import EngineError, InvalidParameter, SpeculonError, UnsupportedModel
 from speculon.core.images import ImageInput, PromptImages
 from speculon.decoding.batch import ImageRows
+
+log = logging.getLogger("speculon")
 
 KEPT_BYTES = 64 << 20  # of features of recent images, for the chunks of a prompt and the turns of a chat
 
@@ -76,6 +79,18 @@ class Vision:
         positions, _ = self.base.get_rope_index(ids, mm_token_type_ids=of_image, image_grid_thw=grids)
         return positions[:, 0].numpy()
 
+    def fault(self, image: ImageInput) -> SpeculonError | None:
+        """Why an image has no features; they are kept for the forward that follows."""
+        try:
+            self.features(image)
+        except SpeculonError as error:
+            return error
+        except Exception as error:  # of any model code, or a lack of memory
+            log.exception("no features of the image %s", image.digest)
+            return EngineError(f"the vision tower failed: {type(error).__name__}")
+        return None
+
+    @torch.inference_mode()
     def features(self, image: ImageInput) -> Tensor:  # [n, D]
         """Of one image, a row for each placeholder. Raises `InvalidParameter` where the numbers differ."""
         kept = self._kept.pop(image.digest, None)
