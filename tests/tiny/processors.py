@@ -125,7 +125,7 @@ def write_seeing(folder: Path, form: str) -> Path:
     write_processor(folder, form)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in TOKENS[form].items()}
-    config = FAMILIES[form]() | ids
+    config = FAMILIES["idefics3" if form == "smolvlm" else form]() | ids
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
     config["text_config"] = config["text_config"] | {"vocab_size": len(tokenizer)} | ends
     vision_model(form, config=config).save_pretrained(folder)

@@ -108,7 +108,6 @@ FAMILIES: dict[str, Callable[[], dict[str, Any]]] = {
     "qwen2_5_vl": qwen2_5_vl,
     "gemma3": gemma3,
     "idefics3": idefics3,
-    "smolvlm": idefics3,
     "llava": llava,
 }
 
@@ -137,7 +136,7 @@ def pixels(family: str, seed: int) -> tuple[dict[str, Any], int]:
         values = torch.randn(24, 3 * 2 * 7 * 7, generator=generator)
         return {"pixel_values": values.numpy(), "image_grid_thw": torch.tensor([[1, 4, 6]]).numpy()}, 6
     values = torch.randn(1, 3, 28, 28, generator=generator)
-    if family in ("idefics3", "smolvlm"):
+    if family == "idefics3":
         mask = torch.ones(1, 1, 28, 28, dtype=torch.int64)
         return {"pixel_values": values[None].numpy(), "pixel_attention_mask": mask.numpy()}, 4
     return {"pixel_values": values.numpy()}, 4 if family == "gemma3" else 16
@@ -160,7 +159,7 @@ def stock_arguments(family: str, text: list[int], images: list[ImageInput]) -> d
     if not images:
         return {}
     of_image = torch.tensor([text]) == IMAGE
-    axis = 1 if family in ("idefics3", "smolvlm") else 0
+    axis = 1 if family == "idefics3" else 0
     named = {
         name: torch.cat([torch.from_numpy(image.inputs[name]) for image in images], axis)
         for name in images[0].inputs
