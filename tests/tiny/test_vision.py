@@ -314,7 +314,7 @@ def test_in_bf16_rows_do_not_depend_on_the_batch(family: str, tmp_path: Path) ->
     assert texts_of(drain(engine)) == separate
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_a_rounded_model(family: str, tmp_path: Path) -> None:
     """Its vision tower stays numbers, its memory is estimated, and the batch changes no text."""
     path = write_vision(tmp_path, family)
