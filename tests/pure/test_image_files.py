@@ -11,11 +11,18 @@ from PIL import Image
 from speculon.core.config.serve import ServeConfig
 from speculon.core.errors import InvalidParameter
 from speculon.core.media import files
-from speculon.core.media.files import ImageLimits, check_count, read_image
+from speculon.core.media.files import JPEG_SCAN, ImageLimits, check_count, read_image
 from tests.images import BLUE, RED, animated, bomb, data_url, file_of, only_a_header, pixels
 
 LIMITS = ImageLimits.of(ServeConfig())
 CLIENT = ImageLimits.of(ServeConfig(), files=False)
+
+
+def many_scans() -> bytes:
+    """A progressive JPEG whose last scan is there again and again."""
+    data = file_of(pixels(), "JPEG", progressive=True)
+    scan = data[data.rindex(JPEG_SCAN) : -2]
+    return data[:-2] + (101 - data.count(JPEG_SCAN)) * scan + data[-2:]
 
 
 def refusal(source: Any, limits: ImageLimits = LIMITS) -> str:
@@ -95,9 +102,10 @@ BAD: dict[str, tuple[bytes, str]] = {
     "a truncated jpeg": (file_of(pixels(200, 200), "JPEG")[:2000], "cannot be decoded"),
     "a truncated webp": (file_of(pixels(200, 200), "WEBP")[:300], ""),
     "a truncated bmp": (file_of(pixels(200, 200), "BMP")[:300], "cannot be decoded"),
-    "an animated gif": (animated("GIF"), "animated image of 2 frames"),
-    "an animated png": (animated("PNG"), "animated image of 2 frames"),
-    "an animated webp": (animated("WEBP"), "animated image of 2 frames"),
+    "a jpeg of many scans": (many_scans(), "a JPEG of 101 scans, more than 100"),
+    "an animated gif": (animated("GIF"), "an animated image: send one frame"),
+    "an animated png": (animated("PNG"), "an animated image: send one frame"),
+    "an animated webp": (animated("WEBP"), "an animated image: send one frame"),
     "100 megapixels": (only_a_header(), "10000 x 10000 pixels, more than max_image_megapixels = 40"),
     "beyond what Pillow opens": (only_a_header(60_000, 60_000), "at most 40 megapixels"),
     "a bomb": (bomb(), "12000 x 12000 pixels, more than max_image_megapixels = 40"),

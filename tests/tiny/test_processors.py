@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from speculon.core.config import EngineConfig, ServeConfig
-from speculon.core.errors import InvalidParameter, InvalidRequest, ModelError, TooLong
+from speculon.core.errors import InvalidParameter, InvalidRequest, ModelError, QueueFull, TooLong
 from speculon.core.images import ImageInput
 from speculon.core.media import prompts
 from speculon.core.media.files import ImageLimits
@@ -326,3 +327,19 @@ def test_a_processor_without_a_placeholder(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("speculon.loading.processors.build", lambda *_: object())
     with pytest.raises(ModelError, match="has no placeholder of an image"):
         load_processor(tmp_path)
+
+
+def test_images_of_open_requests_are_bounded(
+    models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody has any more counts no longer."""
+    known = models("llava").processor
+    processor = Processor(known.inner, known.image_id, 0)  # it keeps none
+    a, b = (prompts.read_image(file_of(image), "x", ImageLimits.of(ServeConfig())) for image in (A, B))
+    monkeypatch.setattr(prompts, "USED_BYTES", 0)
+    held = processor.prepare(a, "x")
+    with pytest.raises(QueueFull, match="images of open requests take"):
+        processor.prepare(b, "x")
+    del held
+    gc.collect()
+    assert processor.prepare(b, "x").rows == 16

@@ -359,13 +359,64 @@ def test_images_that_do_not_fit_the_prompt_are_refused() -> None:
     assert drain(engine)[text, 0].tokens and IMAGE in ids
 
 
-@pytest.mark.parametrize("inputs", [{"pixel_values": (1, 3, 28, 21)}, {"pixel_values": (2, 3, 28, 28)}])
-def test_an_image_without_features_ends_its_request_alone(inputs: dict[str, tuple[int, ...]]) -> None:
-    """Sizes that the tower refuses, and more features than placeholders."""
+def test_images_side_by_side_are_one_content() -> None:
+    """Of Gemma 3: each sees the other, so the first is not found again before another second one."""
+    family = "gemma3"
+
+    def side_by_side(second: int) -> tuple[list[int], list[ImageInput]]:
+        ids, (image, other) = [5, 6, 7, 8], (image_prompt(family, (seed,))[1][0] for seed in (1, second))
+        pair = [replace(image, rows=(4, 5, 6, 7)), replace(other, rows=(8, 9, 10, 11))]
+        return [*ids, *[IMAGE] * 8, 9, 10, 11, 12], pair
+
+    texts = []
+    for prefix_cache in (True, False):
+        engine = make_engine(target_of(family), prefix_cache=prefix_cache)
+        for second in (2, 3):
+            prompt, images = side_by_side(second)
+            engine.add_request(prompt, GREEDY, {"method": "off"}, f"r{second}", images=images)
+            result = drain(engine)[f"r{second}", 0]
+        texts.append(result.tokens)
+        assert result.stats.cached_tokens == (4 if prefix_cache else 0)
+    assert texts[0] == texts[1]
+
+
+WRONG: dict[str, Any] = {
+    "must be ImageInput": ("image",),
+    "at least one": (ImageInput((), "0", {}),),
+    "needs a digest": (ImageInput((8,), "", {}),),
+    "positions in the prompt": (ImageInput((8.0,), "0", {}),),  # type: ignore[arg-type]
+    "positions cannot be made": (ImageInput((8, 9, 10, 11, 12, 13), "0", {}),),
+}
+
+
+@pytest.mark.parametrize("why", WRONG)
+def test_inputs_of_any_form_are_refused(why: str) -> None:
+    engine = make_engine(target_of("qwen2_5_vl"))
+    with pytest.raises(InvalidParameter, match=why):
+        engine.add_request(image_prompt("qwen2_5_vl", (1,))[0], GREEDY, images=WRONG[why])
+
+
+def test_a_known_digest_with_other_rows_ends_its_request() -> None:
+    family, engine = "llava", make_engine(target_of("llava"))
+    ids, images = image_prompt(family, (1,))
+    engine.add_request(ids, GREEDY, request_id="right", images=images)
+    fewer = replace(images[0], rows=images[0].rows[:-1])
+    prompt = [x for i, x in enumerate(ids) if i != images[0].rows[-1]]
+    engine.add_request(prompt, GREEDY, request_id="wrong", images=[fewer])
+    results = drain(engine)
+    assert results["wrong", 0].finish is not None and results["wrong", 0].finish.reason == "error"
+    assert results["right", 0].tokens == alone(family)["one", 0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "value"), [((1, 3, 28, 21), 1.0), ((2, 3, 28, 28), 1.0), ((1, 3, 28, 28), float("nan"))]
+)
+def test_an_image_without_features_ends_its_request_alone(shape: tuple[int, ...], value: float) -> None:
+    """A size that the tower refuses, more features than placeholders, and features that are not finite."""
     family = "llava"
     engine = make_engine(target_of(family))
     ids, images = image_prompt(family, (1,))
-    arrays = {name: torch.ones(shape).numpy() for name, shape in inputs.items()}
+    arrays = {"pixel_values": torch.full(shape, value).numpy()}
     wrong = replace(images[0], inputs=arrays, digest="0" * 64)
     for request in REQUESTS[:3]:
         request.add(engine, family)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,13 +38,10 @@ class PromptImages:
     contents: Mapping[int, int] = field(init=False)  # position of a placeholder -> what stands for its image
 
     def __post_init__(self) -> None:
-        # negative: no token has such a number
-        marks = {row: -1 - int(image.digest[:15], 16) for image in self.images for row in image.rows}
-        object.__setattr__(self, "contents", marks)
-
-    @property
-    def digests(self) -> tuple[str, ...]:
-        return tuple(image.digest for image in self.images)
+        features = {row: f"{image.digest} {i}" for image in self.images for i, row in enumerate(image.rows)}
+        for block in self.blocks:  # each of its rows sees all of them
+            features |= dict.fromkeys(block, " ".join(features[row] for row in block))
+        object.__setattr__(self, "contents", {row: mark(text) for row, text in features.items()})
 
     def within(self, start: int, end: int) -> list[ImageInput]:
         """Those with a placeholder at a position from `start` to `end`."""
@@ -79,6 +78,12 @@ class PromptImages:
             if block.start < end < block.stop:
                 return max(0, block.start - start)
         return rows
+
+
+@lru_cache(4096)
+def mark(features: str) -> int:
+    """A number for the content of a row; negative, as no token is."""
+    return -1 - int.from_bytes(hashlib.sha256(features.encode()).digest())
 
 
 NO_IMAGES = PromptImages()

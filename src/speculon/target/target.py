@@ -233,7 +233,7 @@ class Target:
         if batch.images:
             assert self.vision is not None, "images for a text model"
             placed = self.vision.placed(batch.images)
-        with with_prompts(prompts), with_adapters(batch.adapters), placed:
+        with placed, with_prompts(prompts), with_adapters(batch.adapters):
             scores = self.runner.run(batch, view, self.taps)
         logits = torch.empty(0, self.vocab_size, device=self.device) if scores is None else scores.float()
         if self.device.type == "cuda":

@@ -22,7 +22,7 @@ from speculon.decoding.batch import ImageRows
 
 log = logging.getLogger("speculon")
 
-KEPT_BYTES = 64 << 20  # of features of recent images, for the chunks of a prompt and the turns of a chat
+KEPT_BYTES = 256 << 20  # of features of recent images, for the chunks of a prompt and the turns of a chat
 
 Placed = tuple[tuple[Tensor, Tensor], ...]  # rows of the flat batch [n], their features [n, D]
 
@@ -57,6 +57,8 @@ class Vision:
 
     def read(self, prompt: Sequence[int], images: Sequence[ImageInput]) -> PromptImages:
         """The images of a prompt with their positions and blocks. Raises `InvalidParameter`."""
+        for image in images:
+            check_input(image)
         rows = [row for image in images for row in image.rows]
         places = [i for i, token in enumerate(prompt) if token == self.token]
         if rows != places:
@@ -65,7 +67,10 @@ class Vision:
         for image in images:
             if unknown := image.inputs.keys() - self._arguments.keys():
                 raise InvalidParameter("images", sorted(unknown), "are no inputs of this vision tower")
-        positions = self._positions(prompt, images) if self.has_axes else None
+        try:
+            positions = self._positions(prompt, images) if self.has_axes else None
+        except (IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise InvalidParameter("images", len(images), f"positions cannot be made: {error!r}") from error
         blocks = tuple(runs_of(rows)) if self.both else ()
         if blocks and blocks[-1].stop == len(prompt):
             raise InvalidParameter("images", len(images), "the prompt must go on after its last image")
@@ -98,13 +103,18 @@ class Vision:
             out = self.base.get_image_features(**dict(self.inputs(image)), return_dict=True).pooler_output
             parts = out if isinstance(out, (list, tuple)) else [out]
             kept = torch.cat([part.flatten(0, -2) for part in parts])
-            if len(kept) != len(image.rows):
-                counts = f"{len(kept)} features for {len(image.rows)} placeholder tokens"
-                raise InvalidParameter("images", image.digest, counts)
+            if not torch.isfinite(kept).all():
+                raise InvalidParameter("images", image.digest, "its features are not finite")
         self._kept[image.digest] = kept
+        if len(kept) != len(image.rows):
+            counts = f"{len(kept)} features for {len(image.rows)} placeholder tokens"
+            raise InvalidParameter("images", image.digest, counts)
+        return kept
+
+    def forget_old(self) -> None:
+        """After a step: what it needs stays until its end."""
         while len(self._kept) > 1 and sum(x.nbytes for x in self._kept.values()) > KEPT_BYTES:
             self._kept.popitem(last=False)
-        return kept
 
     def inputs(self, image: ImageInput) -> Iterator[tuple[str, Tensor]]:
         """What the tower reads, by argument."""
@@ -124,6 +134,17 @@ class Vision:
             yield
         finally:
             _placed.reset(token)
+            self.forget_old()
+
+
+def check_input(image: Any) -> None:
+    """Raises `InvalidParameter` for what is no input."""
+    if not isinstance(image, ImageInput):
+        raise InvalidParameter("images", type(image).__name__, "must be ImageInput")
+    if not image.rows or not all(type(row) is int for row in image.rows):
+        raise InvalidParameter("images", image.rows, "rows must be positions in the prompt, at least one")
+    if not image.digest or not all(isinstance(values, np.ndarray) for values in image.inputs.values()):
+        raise InvalidParameter("images", image.digest, "needs a digest, and arrays as inputs")
 
 
 def put_features(module: nn.Module, args: Any, out: Tensor) -> Tensor:

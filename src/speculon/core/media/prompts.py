@@ -9,10 +9,11 @@ from functools import partial
 from itertools import islice
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakValueDictionary
 
-from speculon.core.errors import InvalidParameter, ModelError, TooLong
+from speculon.core.errors import InvalidParameter, ModelError, QueueFull, TooLong
 from speculon.core.images import ImageInput
-from speculon.core.media.files import ImageLimits, Picture, check_count, read_image, refusal
+from speculon.core.media.files import FEATURE, ImageLimits, Picture, check_count, read_image, refusal
 from speculon.core.media.parts import Source, read_messages
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from speculon.decoding.text.tokenizer import Tokenizer
 
 CACHE_BYTES = 2**28  # guess: of what was made of recent images, which the next turn of a chat sends again
+USED_BYTES = 2**31  # guess: of what was made of the images of open requests
 # of a processor's result, what is of the text
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 
@@ -52,6 +54,7 @@ class Processor:
         self.chat_template: str | None = getattr(inner, "chat_template", None)
         self._cache: OrderedDict[str, Prepared] = OrderedDict()
         self._room = self._cache_bytes = cache_bytes
+        self._used: WeakValueDictionary[int, ndarray] = WeakValueDictionary()  # all that is alive, by its id
         self._preparing = Lock()  # a processor has a tokenizer of its own, which fails in two threads at once
         self.prepared = 0  # images that were not found in the cache
 
@@ -61,6 +64,7 @@ class Processor:
             if (known := self._cache.get(picture.digest)) is not None:
                 self._cache.move_to_end(picture.digest)
                 return known
+            self._check_room()
             self.prepared += 1
             try:
                 prepared = self._prepare(picture)
@@ -69,7 +73,14 @@ class Processor:
                 why = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise refusal(name, size, f"the processor refuses it: {why}") from error
             self._keep(picture.digest, prepared)
+            self._used.update({id(array): array for array in prepared.inputs.values()})
             return prepared
+
+    def _check_room(self) -> None:
+        """Raises `QueueFull`: a small file may become many bytes, which a request has until it ends."""
+        if (used := sum(array.nbytes for array in self._used.values())) > USED_BYTES:
+            most = f"images of open requests take {used / 1e6:.0f} MB, more than {USED_BYTES / 1e6:.0f}"
+            raise QueueFull(most).about(FEATURE)
 
     def _prepare(self, picture: Picture) -> Prepared:
         made = self.inner(

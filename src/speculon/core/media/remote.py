@@ -164,7 +164,8 @@ def is_public(text: str) -> bool:
             address = IPv4Address(int(address) % 2**32)
         elif any(address in network for network in TUNNELS):
             return False
-    return address.is_global and not address.is_multicast and not address.is_reserved
+    local = getattr(address, "is_site_local", False)  # of IPv6, which counts as global
+    return address.is_global and not (address.is_multicast or address.is_reserved or local)
 
 
 def connect(addresses: list[str], port: int, deadline: float) -> socket.socket:
