@@ -192,7 +192,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "a bomb": (chat(image(data_url(bomb()))), "image_url", "12000 x 12000 pixels"),
     "svg": (chat(image(data_url(b"<svg/>", "image/svg+xml"))), "image_url", "PNG, JPEG, WebP, GIF or BMP"),
     "a pdf": (chat(image(data_url(b"%PDF", "application/pdf"))), "image_url", "must begin with data:image/"),
-    "animated": (chat(image(data_url(animated("GIF")))), "image_url", "animated image of 2 frames"),
+    "animated": (chat(image(data_url(animated("GIF")))), "image_url", "an animated image"),
     "no base64": (chat(image("data:image/png;base64,A")), "image_url", "no base64"),
     "a file": (chat(image("file:///etc/passwd")), "image_url", "must begin with data:"),
     "a path": (chat(image("/etc/passwd")), "image_url", "must begin with data:"),

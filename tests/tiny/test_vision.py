@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -350,7 +351,7 @@ def test_images_that_do_not_fit_the_prompt_are_refused() -> None:
     wrong = {
         "0 rows of images, and 16 placeholder tokens": (ids, []),
         "16 rows of images, and 15 placeholder tokens": ([x for i, x in enumerate(ids) if i != 8], images),
-        "are no inputs of this vision tower": (ids, [replace(images[0], inputs={"audio": ids})]),
+        "are no inputs of this vision tower": (ids, [replace(images[0], inputs={"audio": np.array(ids)})]),
     }
     for why, (prompt, given) in list(wrong.items())[1:]:
         with pytest.raises(InvalidParameter, match=why):
