@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from speculon import LLM
-from speculon.loading.load import native_bf16
+from speculon.loading.quantization import native_bf16
 
 NAMES = ("smollm2", "gemma3")
 DTYPES = ("bfloat16", "float32") if native_bf16() else ("float32",)  # emulated bf16 takes ten times as long
