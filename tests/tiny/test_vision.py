@@ -349,11 +349,10 @@ def test_images_that_do_not_fit_the_prompt_are_refused() -> None:
     engine = make_engine(target_of("llava"))
     ids, images = image_prompt("llava", (1,))
     wrong = {
-        "0 rows of images, and 16 placeholder tokens": (ids, []),
         "16 rows of images, and 15 placeholder tokens": ([x for i, x in enumerate(ids) if i != 8], images),
         "are no inputs of this vision tower": (ids, [replace(images[0], inputs={"audio": np.array(ids)})]),
     }
-    for why, (prompt, given) in list(wrong.items())[1:]:
+    for why, (prompt, given) in wrong.items():
         with pytest.raises(InvalidParameter, match=why):
             engine.add_request(prompt, GREEDY, images=given)
     text = engine.add_request(ids, GREEDY)  # without images, placeholders are tokens as any other

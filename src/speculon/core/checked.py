@@ -101,6 +101,6 @@ def one_per_prompt(name: str, value: Any, count: int, kind: type | tuple[type, .
     return list(value)
 
 
-# a name has no colon, which stands between a model and its adapter
+# a name has no colon: that is between a model and its adapter
 AdapterName = Annotated[str, StringConstraints(pattern=r"^[\w.-]+$", max_length=64)]
 AdapterFolder = Annotated[str, StringConstraints(min_length=1)]

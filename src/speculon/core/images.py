@@ -35,12 +35,15 @@ class PromptImages:
     # of each prompt token on each axis of the rotary embedding, [axes, n] int64; None: its place
     positions: ndarray | None = None
     blocks: tuple[range, ...] = ()  # prompt positions that see each other in both directions
-    contents: Mapping[int, int] = field(init=False)  # position of a placeholder -> what stands for its image
+    shift: int = field(init=False)  # from a place after the prompt to its position on every axis
+    contents: Mapping[int, int] = field(init=False)  # position of a placeholder -> a number of its image
 
     def __post_init__(self) -> None:
         features = {row: f"{image.digest} {i}" for image in self.images for i, row in enumerate(image.rows)}
         for block in self.blocks:  # each of its rows sees all of them
             features |= dict.fromkeys(block, " ".join(features[row] for row in block))
+        table = self.positions
+        object.__setattr__(self, "shift", 0 if table is None else int(table.max()) + 1 - table.shape[1])
         object.__setattr__(self, "contents", {row: mark(text) for row, text in features.items()})
 
     def within(self, start: int, end: int) -> list[ImageInput]:
@@ -51,8 +54,7 @@ class PromptImages:
         """Positions on each axis of these places in the sequence; after the prompt all axes go on as one."""
         assert self.positions is not None
         size = self.positions.shape[1]
-        shift = int(self.positions.max()) + 1 - size
-        return [[int(axis[p]) if p < size else p + shift for p in places] for axis in self.positions]
+        return [[int(axis[p]) if p < size else p + self.shift for p in places] for axis in self.positions]
 
     def runs(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
         """The positions from `start` to `end` in parts [begin, stop) with the end of the context that the

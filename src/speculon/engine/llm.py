@@ -197,10 +197,8 @@ class LLM:
         """Yields the text of one prompt as it is written. Closing the iterator aborts the request."""
         params = params or self.default_params
         prompt_ids, images = self._encode(prompt)
-        text, output = (
-            Stream.of(self.tokenizer, params, prompt_ids),
-            RequestOutput(prompt_ids, [Completion()]),
-        )
+        text = Stream.of(self.tokenizer, params, prompt_ids)
+        output = RequestOutput(prompt_ids, [Completion()])
         with closing(self._stream_to(output, params, speculation, images, adapter)) as events:
             for event in events:
                 if new := new_text(text, event):

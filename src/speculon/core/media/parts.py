@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from speculon.core.errors import InvalidParameter
 from speculon.core.media.files import FEATURE, refusal
 
-IMAGE = "\U0010ffff"  # stands for an image; no text has it, since it is no character
+IMAGE = "\U0010ffff"  # of an image in a text; no other text has it, since it is no character
 TextPart = Literal["text", "input_text", "output_text"]
 ImagePart = Literal["image_url", "input_image", "image"]
 OtherPart = Literal[

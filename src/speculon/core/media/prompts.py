@@ -33,7 +33,7 @@ class Prepared(NamedTuple):
     """What a processor makes of one image, wherever it is in a prompt."""
 
     inputs: Mapping[str, ndarray]  # float32 pixels and their shapes, by argument of the model
-    text: str  # that stands for it in a prompt
+    text: str  # its placeholders in a prompt, and what is around them
     rows: int  # placeholder tokens in it
 
     @property
