@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from speculon import LLM, SamplingParams
-from speculon.loading.quantization import native_bf16
 from tests.real.conftest import DTYPES, PACKAGES
 
 METHODS = ("auto", "suffix", "ngram")
@@ -82,8 +81,6 @@ def test_a_gguf_file_stays_packed_and_drafts_leave_its_texts(
 ) -> None:
     if dtype != DTYPES[0]:
         pytest.skip("as the file is loaded by default, in bf16 on any CPU")
-    if name == "gemma3" and not native_bf16():
-        pytest.skip("its load checks in emulated bf16 take many minutes")
     llm = LLM(str(files[name]), speculation={"draft": drafter})
     target = llm.engine.target
     assert target.packed and target.dtype is torch.bfloat16 and target.runner.one_loop
