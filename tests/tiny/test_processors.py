@@ -316,8 +316,9 @@ def test_a_model_without_a_processor(tmp_path: Path, prepare: Callable[[Path], A
         assert why in caught.value.limit and str(tmp_path.parent) not in caught.value.limit
 
 
-def test_a_gguf_file_has_none() -> None:
-    images = images_of(EngineConfig(model="smollm2"), files=True)
+def test_a_gguf_file_has_none(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    images = images_of(EngineConfig(model=str(tmp_path / "model.gguf")), files=True)
     with pytest.raises(InvalidParameter, match="a GGUF file has no image processor"):
         images.processor([Source("images.0", A)])
 
