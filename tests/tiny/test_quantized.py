@@ -75,6 +75,12 @@ def test_rows_do_not_depend_on_each_other(bits: int) -> None:
         assert torch.equal(product(x[64 - count :]), whole[64 - count :])
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_first_rows_of_a_weight(bits: int) -> None:
+    product, x = packed_layers([layer(bits, COARSE)]), rows(5, COARSE)
+    assert torch.equal(product.first(64)(x), product(x)[:, :64]) and product.first(96) is product
+
+
 @pytest.mark.parametrize("block_type", sorted(FOUR_BITS))
 def test_blocks_are_read_as_the_library_reads_them(block_type: str) -> None:
     size = FOUR_BITS[block_type]

@@ -238,11 +238,14 @@ def turned(product: Product, x: Tensor, rows: int) -> Tensor:
 def sample(product: Product, outputs: int, width: int, dtype: torch.dtype) -> tuple[Product, Tensor]:
     """A product to measure in the place of another one, and rows for it.
 
-    Its weights are generated, in the same layout. Where they would be large, they are its own.
+    Its weights are generated, in the same layout. Where they would be large, they are its own; of those
+    in 4 or 8 bits some rows, since a head of 262,144 took 20 s.
     """
     large = outputs * width > LARGE
     weight, bias, x = cancelling(0 if large else outputs, width, dtype)
     match product:
+        case Packed4() if large:
+            product = product.first(max(SIZES))
         case Packed() if not large:
             product = packed(weight, None if product.bias is None else bias)
         case Linear(own) if not large:

@@ -7,7 +7,7 @@ A weight in 8 bits is the sum of two such, 16 high + low, so its product is that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,15 @@ class Packed4:
     def __call__(self, x: Tensor) -> Tensor:
         result = self.multiply(x, self.weight, GROUP, self.scales)
         return result if self.bias is None else result + self.bias
+
+    def first(self, rows: int) -> Packed4:
+        """The same for at most so many rows of W, a multiple of those that torch packs together (64)."""
+        all_rows = self.scales.shape[1]
+        if rows >= all_rows:
+            return self
+        part = self.weight[: len(self.weight) * rows // all_rows].contiguous()
+        bias = None if self.bias is None else self.bias[:rows]
+        return replace(self, weight=part, scales=self.scales[:, :rows].contiguous(), bias=bias)
 
 
 class Packed8(Packed4):
