@@ -124,7 +124,7 @@ class Cluster:
             engines = self.engines()
             return [*engines.values()] == ["RUNNING"] * count and not engines.keys() & without
 
-        until(there, 120)
+        until(there, 300)  # a machine that does more than this test loads slowly
         until(lambda: sum(self.metric("speculon_replicas").values()) == count, 10)
         return set(self.engines())
 

@@ -19,7 +19,7 @@ from tests.server.outside import LOCAL_HTTP
 @pytest.fixture(scope="module", autouse=True)
 def two_replicas(cluster: Cluster) -> None:
     cluster.deploy(replicas=2, state=None)
-    until(ready(cluster.url), 120)
+    until(ready(cluster.url), 300)
     cluster.wait_for(2)
 
 

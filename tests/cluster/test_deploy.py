@@ -29,7 +29,7 @@ def write(url: str, case: Case, **options: Any) -> str:
 def test_the_file_of_the_document_serves(cluster: Cluster, mixed: list[Case]) -> None:
     before = set(cluster.engines())
     cluster.deploy(replicas=1)
-    until(ready(cluster.url), 120)
+    until(ready(cluster.url), 300)
     cluster.wait_for(1, without=before)
     assert [write(cluster.url, case) for case in mixed[:4]] == [case.text for case in mixed[:4]]
     status = subprocess.run(["serve", "status"], env=cluster.env, capture_output=True, text=True, timeout=60)
@@ -87,7 +87,7 @@ def test_the_load_chooses_the_number_of_replicas(cluster: Cluster, mixed: list[C
 
 def test_several_servers_take_requests(cluster: Cluster, mixed: list[Case]) -> None:
     cluster.deploy(replicas=2, ingresses=2)
-    until(ready(cluster.url), 120)
+    until(ready(cluster.url), 300)
     cluster.wait_for(2)
 
     def both_have_routed() -> bool:
@@ -106,7 +106,7 @@ def test_a_second_model_runs_beside_it(cluster: Cluster, mixed: list[Case]) -> N
     with (cluster.folder / "run.txt").open("wb") as log:
         process = subprocess.Popen(command.split(), env=cluster.env, stdout=log, stderr=subprocess.STDOUT)
     try:
-        until(ready(cluster.url + "/second"), 120)
+        until(ready(cluster.url + "/second"), 300)
         assert write(cluster.url, mixed[0]) == mixed[0].text
         names = httpx.get(cluster.url + "/second/v1/models", **LOCAL_HTTP).json()["data"]
         assert [one["id"] for one in names] == ["other"]

@@ -17,9 +17,13 @@ from speculon.engine.decoder import SpeculativeDecoder
 from speculon.loading.load import load_target, wrap_model
 from speculon.loading.load_check import paged_logits
 from speculon.target import compiled as compiling
-from speculon.target.block import Loop, Norm, Rotary
+from speculon.target import pieces
+from speculon.target.block import Between, Loop, Norm, Rotary
+from speculon.target.compiled import IN_A_ROW, BetweenProgram, BetweenRows, random_rows, same
 from speculon.target.target import Target
+from tests.tiny.adapter_files import write_adapter
 from tests.tiny.conftest import tiny_model
+from tests.tiny.gguf_files import tiny_llama
 from tests.tiny.scripted import Request, proposer_of, run
 
 PROMPTS = {"a": [1, 2, 3, 1, 2, 3, 1, 2], "b": [5, 6, 7, 8, 5, 6, 7, 8, 5, 6], "c": [1, 2, 3, 4] * 9}
@@ -27,6 +31,8 @@ RUN = Callable[[list[Tensor]], list[Tensor]]
 
 
 def as_it_is(key: str, module: nn.Module, *_: Any) -> RUN:
+    if isinstance(module, BetweenRows):
+        return lambda inputs: [*module(*inputs)]
     return lambda inputs: [module(*inputs)]
 
 
@@ -84,12 +90,65 @@ def test_outputs_are_those_of_the_loop(name: str, uncompiled: None) -> None:
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_compiled_operations_are_batch_invariant(quantization: str, uncompiled: None, tmp_path: Path) -> None:
-    tiny_model("qwen3").save_pretrained(tmp_path)
+    model = tiny_model("qwen3") if quantization == "none" else tiny_llama()
+    model.save_pretrained(tmp_path)
     settings: Any = {"quantization": quantization}
     target = load_target(tmp_path, dtype="bfloat16", compile=True, batch_invariant=True, **settings)
     assert target.runner.form == "compiled", target.runner
     assert target.batch_invariant
-    assert bool(target.packed) == (quantization != "none")
+    assert bool(target.packed) == (quantization != "none") == between_programs(target)
+
+
+def between_programs(target: Target) -> bool:
+    """Whether all between two attentions is one program."""
+    return all(isinstance(run, BetweenProgram) for run in loop_of(target).between)
+
+
+def packed(folder: Path, **settings: Any) -> Target:
+    tiny_llama().save_pretrained(folder)
+    return load_target(folder, dtype="bfloat16", compile=True, quantization="int4", **settings)
+
+
+def test_one_program_between_attentions(uncompiled: None, tmp_path: Path) -> None:
+    target = packed(tmp_path)
+    loop, (program, *_) = loop_of(target), loop_of(target).between
+    plain = Between(*loop.blocks[:2])
+    x = random_rows(loop.norm.weight.shape[-1], loop.embed).repeat(9, 1)  # more than are measured at once
+    tables = loop.tables(x[None], torch.arange(len(x))[None], None)
+    attention = loop.blocks[0].attention
+    seen = torch.randn(attention.heads, len(x), attention.head_dim).to(x.dtype).transpose(0, 1)
+    for results, expected in zip(program(x, seen, tables), plain(x, seen, tables), strict=True):
+        assert same(results, expected, IN_A_ROW)
+    rows: list[Tensor] = []
+    program.run.few = program.run.many = lambda inputs: rows.extend(inputs[:4]) or [x]  # type: ignore[attr-defined]
+    program(x, seen, tables)
+    assert len(rows) == 8 and all(part.is_contiguous() and len(part) <= 512 for part in rows)
+
+
+def test_a_wrong_program_between_attentions_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def exchanged(key: str, module: nn.Module, *_: Any) -> RUN:
+        if isinstance(module, BetweenRows):  # the heads of keys in the place of those of queries
+            return lambda inputs: [part.flip(1) if part.dim() == 3 else part for part in module(*inputs)]
+        return as_it_is(key, module)
+
+    monkeypatch.setattr(compiling, "load_or_compile", exchanged)
+    assert "not compiled: it computes something else" in reason(packed(tmp_path))
+
+
+def test_products_in_smaller_pieces_have_no_program_between_attentions(
+    uncompiled: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(pieces, "MEASURED_ROWS", 1024)
+    target = packed(tmp_path, batch_invariant=True)
+    assert target.batch_invariant and target.runner.form == "compiled" and not between_programs(target)
+
+
+def test_adapters_have_no_program_between_attentions(uncompiled: None, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", tiny_llama())
+    target = packed(tmp_path / "base", adapters={"one": str(adapter)})
+    assert target.adapters and target.runner.form == "compiled" and not between_programs(target)
 
 
 def test_layers_of_one_shape_share_a_program(monkeypatch: pytest.MonkeyPatch) -> None:

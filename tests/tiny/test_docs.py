@@ -17,7 +17,14 @@ from tests.documents import GUIDES, ROOT, blocks, calls_in, commands
 # What a document takes for granted.
 BEFORE = {
     "README.md": "",
-    "docs/guide.md": "",
+    "docs/guide.md": (
+        "from pathlib import Path\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "from tests.tiny.adapter_files import write_adapter\n"
+        "model = AutoModelForCausalLM.from_pretrained('tests/models/demo')\n"
+        "for name in ('sql', 'law'):\n"
+        "    write_adapter(Path('adapters', name), model)\n"
+    ),
     "docs/policies.md": (
         "from transformers import AutoModelForCausalLM\n"
         "from speculon import SpeculativeDecoder\n"

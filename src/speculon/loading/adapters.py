@@ -15,6 +15,7 @@ from speculon.decoding.batch import AdapterRows
 from speculon.loading.adapter_config import AdapterCheckpoint
 from speculon.loading.locate import name_of
 from speculon.target.adapters import Adapted, Adapter, CannotAdapt, Factors, install, with_adapters
+from speculon.target.block import Loop, between
 from speculon.target.target import Target
 from speculon.target.trial import Trial
 
@@ -35,6 +36,8 @@ def add_adapters(target: Target, checkpoints: Sequence[AdapterCheckpoint]) -> No
     factors = {checkpoint.name: load_factors(target, checkpoint) for checkpoint in checkpoints}
     try:
         adapted = install(target.model, target.linears, factors)
+        if isinstance(loop := target.runner.run, Loop):
+            loop.between = between(loop.blocks)  # a program has the products without updates
         for checkpoint in checkpoints:
             try_rows(target, checkpoint.name, adapted)
     except CannotAdapt as reason:
@@ -53,22 +56,16 @@ def check_layers(target: Target, checkpoint: AdapterCheckpoint) -> None:
     """
     where = f"adapter {checkpoint.name!r}: {checkpoint.folder}"
     modules = dict(target.model.named_modules())
-    ends = {
-        name
-        for name, module in modules.items()
-        if module in (target.head, target.model.get_input_embeddings())
-    }
+    tied = target.head, target.model.get_input_embeddings()
+    ends = {name for name, module in modules.items() if module in tied}
     mixers = {
         name for name, module in modules.items() if any(module is mixer.module for mixer in target.mixers)
     }
     for name, layer in checkpoint.layers.items():
-        if name in ends or name not in target.linears:
-            what = (
-                "the embedding and the head are the base's"
-                if name in ends
-                else "the target has no such linear layer"
-            )
-            raise UnsupportedModel(f"{where}: {name}: {what}")
+        if name in ends:
+            raise UnsupportedModel(f"{where}: {name}: the embedding and the head are the base's")
+        if name not in target.linears:
+            raise UnsupportedModel(f"{where}: {name}: the target has no such linear layer")
         if (shape := target.linears[name]) != (layer.outputs, layer.inputs):
             ours = f"{layer.outputs} x {layer.inputs}"
             raise UnsupportedModel(
@@ -83,9 +80,8 @@ def check_layers(target: Target, checkpoint: AdapterCheckpoint) -> None:
 def warn_of_base(target: Target, checkpoint: AdapterCheckpoint) -> None:
     """Logs a base whose name is not the target's: the same model may have several names."""
     known = {name_of(path) for path in (target.name, target.source) if path}
-    if checkpoint.base and name_of(checkpoint.base).rpartition("/")[2] not in {
-        n.rpartition("/")[2] for n in known
-    }:
+    last = {name.rpartition("/")[2] for name in known}
+    if checkpoint.base and name_of(checkpoint.base).rpartition("/")[2] not in last:
         log.warning(
             "adapter %r was made for %s, and the model is %s", checkpoint.name, checkpoint.base, target.name
         )

@@ -127,9 +127,8 @@ def eager_attention(
 ) -> Tensor:
     """Softmax in fp32 with a soft cap on the scores or attention sinks, which no kernel supports."""
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = (
-        (q * scale) @ k.transpose(-1, -2)
-    ).float()  # [B, Hkv, n * g, S]; scaled first: fp16 ends at 65504
+    # [B, Hkv, n * g, S]; scaled first: fp16 ends at 65504
+    scores = ((q * scale) @ k.transpose(-1, -2)).float()
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.unflatten(2, (-1, group))  # [B, Hkv, n, g, S]

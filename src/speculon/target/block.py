@@ -7,8 +7,9 @@ target/fuse compares each block with its stock layer, and the loop with the stoc
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from speculon.decoding.batch import Batch
 from speculon.decoding.kv.store import View
 from speculon.target.attention import attend_rows, running_view
 from speculon.target.linear import Product, hooked, joined, plain
-from speculon.target.taps import EMBEDDINGS, Taps
+from speculon.target.taps import EMBEDDINGS, NO_TAPS, Taps
 
 # of an element: two roundings, since norms of heads round once more; in fp32 also another order of addition
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
@@ -178,6 +179,23 @@ class Block:
 
 
 @dataclass(slots=True)
+class Between:
+    """All between the attentions of two layers, which depends on each row alone."""
+
+    before: Block
+    after: Block
+
+    def __call__(self, x: Tensor, seen: Tensor, tables: Tables | None) -> Sequence[Tensor]:
+        """The input [T, D] of the later layer, and what it attends to; see `Attention.begin`."""
+        x = self.before.end(x, seen)
+        return x, *self.after.begin(x, tables)
+
+
+def between(blocks: list[Block]) -> list[Callable[..., Sequence[Tensor]]]:
+    return [Between(before, after) for before, after in pairwise(blocks)]
+
+
+@dataclass(slots=True)
 class Loop:
     """A forward without the stock model's code: embedding, blocks, norm, head."""
 
@@ -187,17 +205,24 @@ class Loop:
     norm: Norm
     head: Product
     layer_types: tuple[str, ...] = ()  # of each layer, where each type has a rotary table of its own
+    between: list[Callable[..., Sequence[Tensor]]] = field(init=False)  # `Between`, or programs
+
+    def __post_init__(self) -> None:
+        self.between = between(self.blocks)
 
     def __call__(self, batch: Batch, view: View, taps: Taps | None = None) -> Tensor | None:  # [R, V]
         x = self.embed(batch.input_ids)
-        tables = {kind: self.tables(x, batch.position_ids, kind) for kind in {*self.kinds}}
-        x = x[0]
-        if taps is not None:
-            taps.keep(EMBEDDINGS, x)
-        for number, (block, kind) in enumerate(zip(self.blocks, self.kinds, strict=True)):
-            x = block(x, tables[kind], view)
-            if taps is not None:
-                taps.keep(number, x)
+        kinds, last = self.kinds, self.blocks[-1]
+        tables = {kind: self.tables(x, batch.position_ids, kind) for kind in {*kinds}}
+        x, keep = x[0], (taps or NO_TAPS).keep
+        keep(EMBEDDINGS, x)
+        rotated, value = self.blocks[0].begin(x, tables[kinds[0]])
+        for number, run in enumerate(self.between):
+            seen = self.blocks[number].attend(rotated, value, view)
+            x, rotated, value = run(x, seen, tables[kinds[number + 1]])
+            keep(number, x)
+        x = last.end(x, last.attend(rotated, value, view))
+        keep(len(self.between), x)
         return self.end(x, batch.score_rows) if batch.score_rows.numel() else None
 
     def begin(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tables]:
@@ -279,18 +304,16 @@ def fused_block(stock: nn.Module, layer: int, kv_heads: int, head_dim: int, shar
     mlp = children.pop("mlp", None)
     if inner is None or mlp is None:
         raise CannotReplace("no self_attn and mlp")
-    return Block(
-        fused_attention(inner, layer, kv_heads, head_dim, share), fused_mlp(mlp, share), fused_norms(children)
-    )
+    attention = fused_attention(inner, layer, kv_heads, head_dim, share)
+    return Block(attention, fused_mlp(mlp, share), fused_norms(children))
 
 
 def fused_norms(children: dict[str, nn.Module]) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
     """The four norms. Gemma and OLMo name the norm after attention as Llama names that before the MLP."""
     around = {"pre_feedforward_layernorm", "post_feedforward_layernorm"} & children.keys()
     names = AROUND if around else BEFORE
-    before, after, before_mlp, after_mlp = (
-        fused_norm(children[name]) if name in children else None for name in names
-    )
+    norms = [fused_norm(children[name]) if name in children else None for name in names]
+    before, after, before_mlp, after_mlp = norms
     return before, after, before_mlp, after_mlp
 
 
@@ -339,9 +362,8 @@ def linears(module: Any, *choices: tuple[str, ...]) -> list[nn.Linear]:
         layers: list[Any] = [getattr(module, name, None) for name in names]
         if all(map(plain, layers)):
             return layers
-    raise CannotReplace(
-        f"{type(module).__name__} has no plain linear {' or '.join(', '.join(names) for names in choices)}"
-    )
+    missing = " or ".join(", ".join(names) for names in choices)
+    raise CannotReplace(f"{type(module).__name__} has no plain linear {missing}")
 
 
 def fused_norm(stock: nn.Module) -> Norm:

@@ -38,11 +38,8 @@ class CudaGraphRecorder:
     """Captures pieces as CUDA graphs in one memory pool; results lie outside it, so order is free."""
 
     def __init__(self, device: torch.device):
-        self.device, self.stream, self.pool = (
-            device,
-            torch.cuda.Stream(device),
-            torch.cuda.graph_pool_handle(),
-        )
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, piece: Piece) -> Piece:
         with torch.cuda.device(self.device):
@@ -125,9 +122,8 @@ class Pieces:
             self.record_size(size, record)
 
     def record_size(self, size: int, record: Recorder) -> None:
-        self.pieces[size] = [
-            record(partial(self.piece, number, size)) for number in range(len(self.blocks) + 1)
-        ]
+        numbers = range(len(self.blocks) + 1)
+        self.pieces[size] = [record(partial(self.piece, number, size)) for number in numbers]
 
     def piece(self, number: int, rows: int) -> None:
         """The end of layer `number` - 1, or the start, and the beginning of layer `number`, or the finish."""
@@ -166,10 +162,8 @@ class Captured(Pieces):
     def __init__(self, loop: Loop, device: torch.device, record: Recorder):
         if any(isinstance(block.mlp, Stock) for block in loop.blocks):
             raise CannotReplace("not captured: it has experts, or another MLP that is not fused")
-        shapes = {
-            (block.attention.heads, block.attention.kv_heads, block.attention.head_dim)
-            for block in loop.blocks
-        }
+        attentions = [block.attention for block in loop.blocks]
+        shapes = {(one.heads, one.kv_heads, one.head_dim) for one in attentions}
         if len(shapes) > 1:
             raise CannotReplace("not captured: its layers have different numbers of heads")
         self.loop, self.prompts_in_loop = loop, False  # whether prompts take other products

@@ -1,7 +1,8 @@
-"""The small operations between products as programs of torch's ahead-of-time compiler, on CPU.
+"""Parts of a step as programs of torch's ahead-of-time compiler, on CPU.
 
-A norm, the rotation of heads and a gated activation are one pass over their rows each. Weights are inputs, so
-all layers of one shape share a program. Programs are kept in the compiler's cache folder.
+A norm, the rotation of heads and a gated activation are one pass over their rows each. Where products are of
+packed weights, whose rows do not depend on each other, all between two attentions is one program. Weights are
+inputs, so all layers of one shape share a program. Programs are kept in the compiler's cache folder.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import hashlib
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from inspect import getsource
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,20 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from speculon.target.block import ROUNDING, Gated, Gating, Loop, Norm, Rotary, Tables, rotate
+from speculon.target.block import (
+    ROUNDING,
+    Between,
+    Block,
+    CannotReplace,
+    Gated,
+    Gating,
+    Loop,
+    Norm,
+    Rotary,
+    Tables,
+    rotate,
+)
+from speculon.target.quantized import MEASURED_ROWS, Packed4
 from speculon.target.remembered import chip_name
 from speculon.target.trial import refused
 
@@ -31,23 +46,25 @@ Run = Callable[[list[Tensor]], list[Tensor]]
 
 ROWS = 64  # of the example that is compiled, so that threads share the rows, and never a sum
 MOST_ROWS = 1 << 40  # no limit
+IN_A_ROW = 8  # of the operations between two attentions, each of which rounds what the next one reads
 FEW = 16  # up to so many rows waking threads takes longer than they save: about equal for 8 of 2 x 1536
 ONE_THREAD: Settings = {"cpp.threads": 1}
 THREADS: Settings = {"cpp.dynamic_threads": True}  # as many as there are when it runs
 
-Replacement = tuple[Any, str, Callable[..., Tensor]]  # an object, the name of its operation, and the program
+Replacement = tuple[Any, str, Any]  # an object, the name of its part, and a program, or a list of them
+Part = tuple[nn.Module, list[Tensor]]  # of a program, with its weights
 
 
 @dataclass(slots=True)
 class Program:
-    """One operation compiled twice, with bitwise equal results for a row."""
+    """One module compiled twice, with bitwise equal results for a row."""
 
     few: Run
     many: Run
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
         run = self.few if inputs[0].size(0) <= FEW else self.many
-        return run([*inputs])[0]
+        return run([*inputs])
 
 
 class NormRows(nn.Module):
@@ -82,9 +99,75 @@ class GatingRows(nn.Module):
         return self.act(gate) * up
 
 
+class PackedRows(nn.Module):
+    """The product of rows [T, D] by weights in 4 or 8 bits."""
+
+    def __init__(self, product: Packed4):
+        super().__init__()
+        self.form, self.multiply = type(product), product.multiply
+
+    def forward(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.form(weight, scales, bias, self.multiply)(x)
+
+
+class BetweenRows(nn.Module):
+    """`Between` of rows x [T, D] and seen [T, H Dh], from its ten parts in their order."""
+
+    def __init__(self, parts: Sequence[Part], heads: int, head_dim: int):
+        super().__init__()
+        self.parts = nn.ModuleList(module for module, _ in parts)
+        self.counts, self.heads, self.head_dim = [len(weights) for _, weights in parts], heads, head_dim
+
+    def forward(
+        self, x: Tensor, seen: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        left = iter(weights)
+        own = [[*islice(left, count)] for count in self.counts]
+        out, after, before_mlp, gate_up, gating, down, after_mlp, before, qkv, rotary = (
+            partial(with_weights, module, part) for module, part in zip(self.parts, own, strict=True)
+        )
+        x = x + after(out(seen))
+        x = x + after_mlp(down(gating(gate_up(before_mlp(x)))))
+        states = qkv(before(x)).unflatten(1, (-1, self.head_dim))
+        return x, rotary(states[:, : self.heads], cos, sin), states[:, self.heads :]
+
+
+class AllInputs(nn.Module):
+    """A module whose inputs have one signature, with any number of weights."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.inner(*inputs)
+
+
+def with_weights(module: nn.Module, weights: list[Tensor], *rows: Tensor) -> Tensor:
+    result: Tensor = module(*rows, *weights)
+    return result
+
+
+@dataclass(slots=True)
+class BetweenProgram:
+    """`Between` as a program, with the weights of its layers."""
+
+    run: Program
+    weights: list[Tensor]
+
+    def __call__(self, x: Tensor, seen: Tensor, tables: Tables) -> list[Tensor]:
+        # a program reads rows as its example had them, whatever their strides are
+        rows = x, seen.reshape(x.size(0), -1).contiguous(), *tables
+        if x.size(0) <= MEASURED_ROWS:
+            return self.run(*rows, *self.weights)
+        pieces = zip(*(part.split(MEASURED_ROWS) for part in rows), strict=True)
+        results = [self.run(*piece, *self.weights) for piece in pieces]
+        return [torch.cat(parts) for parts in zip(*results, strict=True)]
+
+
 @torch.inference_mode()
-def compile_operations(loop: Loop) -> None:
-    """Replaces the operations of a loop by programs: half a minute at the first load of a shape.
+def compile_parts(loop: Loop) -> None:
+    """Replaces parts of a loop by programs: a minute at the first load of a shape.
 
     Raises `CannotReplace`, with nothing replaced, without a compiler or where a program differs.
     """
@@ -95,20 +178,72 @@ def compile_operations(loop: Loop) -> None:
 
 
 def programs(loop: Loop) -> Iterator[Replacement]:
-    """The program of each operation of a loop."""
+    """The program of each operation of a loop, and of all between its attentions.
+
+    Adapters and products in pieces take those of operations alone.
+    """
     made: dict[str, Program] = {}
     x = random_rows(loop.norm.weight.shape[-1], loop.embed)
+    with suppress(CannotReplace):
+        yield loop, "between", [*programs_between(loop, x, made)]
     for block, kind in zip(loop.blocks, loop.kinds, strict=True):
         attention, mlp = block.attention, block.mlp
         for norm in filter(None, block.norms):
-            yield norm, "compute", norm_program(norm, x, made)
+            yield norm, "compute", operation_program(norm, norm.few_operations, [x], made)
         if isinstance(rotary := attention.rotary, Rotary) and rotary.rotates:
             tables = loop.tables(x[None], torch.arange(ROWS)[None], kind)
             heads = attention.states(x)[:, : attention.heads + attention.kv_heads]
             yield attention, "rotary", rotary_program(rotary, heads, tables, made)
         if isinstance(mlp, Gated) and isinstance(mlp.gating, Gating):
-            yield mlp, "gating", gating_program(mlp.gating, mlp.gate_up(x), made)
-    yield loop.norm, "compute", norm_program(loop.norm, x, made)
+            yield mlp, "gating", operation_program(mlp.gating, mlp.gating, [mlp.gate_up(x)], made)
+    yield loop.norm, "compute", operation_program(loop.norm, loop.norm.few_operations, [x], made)
+
+
+def rotary_program(
+    rotary: Rotary, heads: Tensor, tables: Tables, made: dict[str, Program]
+) -> Callable[[Tensor, Tables], Tensor]:
+    run = operation_program(rotary, lambda heads, *tables: rotary(heads, tables), [heads, *tables], made)
+    return lambda heads, tables: run(heads, *tables)
+
+
+def programs_between(loop: Loop, x: Tensor, made: dict[str, Program]) -> Iterator[BetweenProgram]:
+    """Raises `CannotReplace` where a part is not of packed weights, or not known."""
+    for between, kind in zip(loop.between, loop.kinds[1:], strict=True):
+        assert isinstance(between, Between)
+        later = between.after.attention
+        parts = parts_between(between.before, between.after)
+        module = BetweenRows(parts, later.heads + later.kv_heads, later.head_dim)
+        tables = loop.tables(x[None], torch.arange(ROWS)[None], kind)
+        earlier = between.before.attention
+        seen = random_rows(earlier.heads * earlier.head_dim, loop.embed)
+        weights = [weight for _, part in parts for weight in part]
+        run = program(module, [x, seen, *tables], weights, partial(between, x, seen, tables), made)
+        yield BetweenProgram(run, weights)
+
+
+def parts_between(before: Block, after: Block) -> list[Part]:
+    """In the order in which they run."""
+    mlp, later = before.mlp, after.attention
+    if not isinstance(mlp, Gated):
+        raise CannotReplace("an MLP is not fused")
+    _, norm, before_mlp, after_mlp = before.norms
+    operations = before.attention.out, norm, before_mlp, mlp.gate_up, mlp.gating, mlp.down, after_mlp
+    return [part(one) for one in (*operations, after.norms[0], later.qkv, later.rotary)]
+
+
+def part(operation: object) -> Part:
+    match operation:
+        case None:
+            return nn.Identity(), []
+        case Norm():
+            return NormRows(), [operation.scaled, operation.floor]
+        case Gating(act):
+            return GatingRows(act), []
+        case Rotary(norm, True):
+            return RotaryRows(), part(norm)[1]
+        case Packed4(weight, scales, bias):
+            return PackedRows(operation), [weight, scales, *([] if bias is None else [bias])]
+    raise CannotReplace(f"{type(operation).__name__} is no part of a program")
 
 
 def random_rows(width: int, like: Any) -> Tensor:  # [ROWS, D]
@@ -116,61 +251,65 @@ def random_rows(width: int, like: Any) -> Tensor:  # [ROWS, D]
     return torch.randn(ROWS, width, generator=torch.Generator().manual_seed(0)).to(like.weight.dtype)
 
 
-def norm_program(norm: Norm, x: Tensor, made: dict[str, Program]) -> Callable[[Tensor], Tensor]:
-    scaled, floor = norm.scaled, norm.floor
-    run = program(NormRows(), [x], [scaled, floor], norm.few_operations(x.float()), made)
-    return lambda x: run(x, scaled, floor)
-
-
-def rotary_program(
-    rotary: Rotary, heads: Tensor, tables: Tables, made: dict[str, Program]
-) -> Callable[[Tensor, Tables], Tensor]:
-    weights = [] if rotary.norm is None else [rotary.norm.scaled, rotary.norm.floor]
-    cos, sin = (table.float() for table in tables)
-    run = program(RotaryRows(), [heads, *tables], weights, rotary(heads.float(), (cos, sin)), made)
-    return lambda heads, tables: run(heads, *tables, *weights)
-
-
-def gating_program(gating: Gating, both: Tensor, made: dict[str, Program]) -> Callable[[Tensor], Tensor]:
-    return program(GatingRows(gating.act), [both], [], gating(both.float()), made)
+def operation_program(
+    operation: object, expected: Callable[..., Tensor], rows: list[Tensor], made: dict[str, Program]
+) -> Callable[..., Tensor]:
+    """`expected` is its function of these rows, in fp32."""
+    module, weights = part(operation)
+    run = program(module, rows, weights, lambda: [expected(*(x.float() for x in rows))], made)
+    return lambda *rows: run(*rows, *weights)[0]
 
 
 def program(
     module: nn.Module,
     rows: list[Tensor],
     weights: list[Tensor],
-    expected: Tensor,
+    expected: Callable[[], Sequence[Tensor]],
     made: dict[str, Program],
 ) -> Program:
-    """A module compiled for inputs like these, and compared with `expected`, its results in fp32.
+    """A module compiled for inputs like these, and compared with `expected`, its results in other operations.
 
     The programs of this load are in `made`. Raises `ValueError` where one differs.
     """
     key = program_key(module, [*rows, *weights])
-    if key not in made:
-        compiled = partial(load_or_compile, key, module, rows, weights)
-        made[key] = Program(compiled(ONE_THREAD), compiled(THREADS))
-    results = made[key](*rows, *weights)
-    limit = 2 * ROUNDING[results.dtype] * expected.abs().amax(-1, keepdim=True)  # of norm and rotation
-    if results.dtype is not rows[0].dtype or not ((results - expected).abs() <= limit).all():
+    if key in made:
+        return made[key]
+    compiled = partial(load_or_compile, key, module, rows, weights)
+    run = Program(compiled(ONE_THREAD), compiled(THREADS))
+    results = run(*rows, *weights)
+    limit = 2 if len(results) == 1 else IN_A_ROW
+    pairs = zip(results, expected(), strict=True)
+    if not all(same(a, b, limit) and a.dtype is rows[0].dtype for a, b in pairs):
         raise ValueError("it computes something else")
     for count in (1, 2, 3, FEW, FEW + 1, ROWS - 1):
-        if not torch.equal(made[key](*(x[:count] for x in rows), *weights), results[:count]):
+        fewer = run(*(x[:count] for x in rows), *weights)
+        if not all(torch.equal(a, b[:count]) for a, b in zip(fewer, results, strict=True)):
             raise ValueError("a row depends on how many there are")
-    return made[key]
+    made[key] = run
+    return run
+
+
+def same(results: Tensor, expected: Tensor, operations: int) -> bool:
+    """Up to the roundings of so many operations of the largest in each row."""
+    limit = operations * ROUNDING[results.dtype] * expected.abs().amax(-1, keepdim=True)
+    return bool(((results.float() - expected.float()).abs() <= limit).all())
 
 
 def program_key(module: nn.Module, inputs: list[Tensor]) -> str:
     """The name of a program in the compiler's cache: machine, versions, code, and shapes."""
     shapes = [(x.shape, x.stride(), x.dtype) for x in inputs]
-    act = getattr(module, "act", None)
-    numbers = {
-        name: x for name, x in getattr(act, "__dict__", {}).items() if isinstance(x, int | float | str)
-    }
-    called = type(module).__name__, getattr(act, "__qualname__", type(act).__qualname__), numbers
+    called = [described(part) for part in module.modules()]
     versions = torch.__version__, transformers.__version__, chip_name()
     parts = versions, Path(__file__).read_bytes(), getsource(rotate), called, shapes
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def described(module: nn.Module) -> list[object]:
+    """Its class, its activation, and the numbers of both."""
+    act, form = getattr(module, "act", None), getattr(module, "form", None)
+    named = [vars(owner).items() for owner in (module, act) if hasattr(owner, "__dict__")]
+    numbers = [item for items in named for item in items if isinstance(item[1], int | float | str)]
+    return [type(module).__name__, getattr(act, "__qualname__", type(act).__qualname__), form, numbers]
 
 
 def load_or_compile(
@@ -194,7 +333,7 @@ def load_or_compile(
     with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
         warnings.simplefilter("ignore")
         examples = tuple(map(copied, (*rows, *weights)))
-        exported = export(module, examples, dynamic_shapes=shapes, strict=False)
+        exported = export(AllInputs(module), examples, dynamic_shapes=(shapes,), strict=False)
         # moved into place when complete: other processes read this folder
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             package = f"{folder}/{path.name}"

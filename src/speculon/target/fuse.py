@@ -27,7 +27,7 @@ from speculon.target.block import (
 )
 from speculon.target.captured import RECORDERS, captured_loop
 from speculon.target.compare import close, nearly
-from speculon.target.compiled import compile_operations
+from speculon.target.compiled import compile_parts
 from speculon.target.footprint import CaptureSizes
 from speculon.target.linear import head_is_packed, hooked, joined, plain
 from speculon.target.quantized import layers_of
@@ -95,7 +95,7 @@ def choose_loop(target: Target, trial: Trial, *, compile: bool) -> None:
         runner.form = "captured"
         runner.num_bytes += CaptureSizes.of_target(config, target.layers).num_bytes(target.dtype)
     elif target.device.type == "cpu":
-        compile_operations(loop)
+        compile_parts(loop)
         runner.form = "compiled"
     else:
         raise CannotReplace(f"not compiled: {target.device.type} was never measured")

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speculon.target.quantized import QuantizedLinear, packed_layers
+from speculon.target.quantized import QuantizedLinear, joined_biases, packed_layers
 from speculon.target.remembered import once
 
 SAMPLE = (16, 512, 256)  # weights [O, D]: more than the caches of two cores hold
@@ -96,11 +96,7 @@ def join(stock: Sequence[Any], share: bool) -> Product:
     ]
     if share:
         return parts[0] if len(parts) == 1 else SideBySide(parts)
-    bias = None
-    if any(part.bias is not None for part in parts):
-        bias = torch.cat(
-            [part.weight.new_zeros(len(part.weight)) if part.bias is None else part.bias for part in parts]
-        )
+    bias = joined_biases([(part.bias, len(part.weight)) for part in parts], parts[0].weight)
     weight = parts[0].weight if len(parts) == 1 else torch.cat([part.weight for part in parts])
     layout = fastest_layout(weight.dtype, weight.device)
     if layout is Linear and len(parts) == 1 and weight.device.type == "cpu":
@@ -120,10 +116,8 @@ def fastest_layout(dtype: torch.dtype, device: torch.device) -> Layout:
 @torch.inference_mode()
 def fastest(dtype: torch.dtype, threads: int) -> Layout:
     """The faster layout for few rows, by the geometric mean over ROWS; the measurement takes 50 ms."""
-    weights, *inputs = (
-        torch.ones(shape, dtype=dtype, device="cpu")
-        for shape in (SAMPLE, *((rows, SAMPLE[-1]) for rows in ROWS))
-    )
+    shapes = SAMPLE, *((rows, SAMPLE[-1]) for rows in ROWS)
+    weights, *inputs = (torch.ones(shape, dtype=dtype, device="cpu") for shape in shapes)
     products = [[layout(weight, None) for weight in weights] for layout in (Linear, packed)]
     times = [median_times([partial(multiply, made, x) for made in products]) for x in inputs]
     in_rows, in_blocks = map(prod, zip(*times, strict=True))

@@ -21,7 +21,7 @@ from speculon.core.types import ceil_div
 from speculon.decoding.batch import Runs
 from speculon.target.adapters import Adapted, LowRank
 from speculon.target.linear import Linear, Packed, Product, SideBySide, packed
-from speculon.target.quantized import Packed4
+from speculon.target.quantized import MEASURED_ROWS, Packed4
 from speculon.target.remembered import once
 
 MOST = (64, 32, 16, 8)  # rows of a small piece
@@ -141,6 +141,12 @@ class Pieces:
 
     known: dict[Any, Any] = field(default_factory=dict)
 
+    @property
+    def whole(self) -> bool:
+        """Whether all products so far take as many rows at once as a program of them."""
+        rows = [one for one in self.known.values() if isinstance(one, Rows)]
+        return all(one.min_rows == 1 and one.max_rows >= MEASURED_ROWS for one in rows)
+
     def by_row(self, product: Product, outputs: int, width: int, dtype: torch.dtype) -> Product:
         """The same for a product of all rows of a forward in their order, where prompts may be apart."""
         if isinstance(product, Adapted):
@@ -209,7 +215,7 @@ def kernel_key(product: Product) -> tuple[Any, ...]:
 @torch.inference_mode()
 def measured(product: Product, outputs: int, width: int, dtype: torch.dtype) -> Rows:
     product, x = sample(product, outputs, width, dtype)
-    if outputs * width > LARGE:
+    if outputs * width > LARGE and not isinstance(product, Packed4):
         x = x[: LARGEST_PIECE.get(x.device.type, len(x))]
         more = tuple(n for n in MORE_COUNTS[::3] if n < len(x))
         rows = equal_rows(product, x, FEW_COUNTS, (*more, len(x)))
@@ -238,13 +244,13 @@ def turned(product: Product, x: Tensor, rows: int) -> Tensor:
 def sample(product: Product, outputs: int, width: int, dtype: torch.dtype) -> tuple[Product, Tensor]:
     """A product to measure in the place of another one, and rows for it.
 
-    Its weights are generated, in the same layout. Where they would be large, they are its own; of those
-    in 4 or 8 bits some rows, since a head of 262,144 took 20 s.
+    Its weights are generated, in the same layout. Where they would be large, they are its own. Of those in
+    4 or 8 bits some rows are enough: all of a head of 262,144 took 20 s.
     """
     large = outputs * width > LARGE
     weight, bias, x = cancelling(0 if large else outputs, width, dtype)
     match product:
-        case Packed4() if large:
+        case Packed4():
             product = product.first(max(SIZES))
         case Packed() if not large:
             product = packed(weight, None if product.bias is None else bias)

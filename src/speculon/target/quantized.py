@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 GROUP = 32
 MIDDLE = 8  # the q whose weight is the group's zero
+MEASURED_ROWS = 512  # of inputs, for which a row was seen not to depend on the others
 ROWS_AT_ONCE = 512  # of a weight as numbers, or as the int32 that torch packs; 4,096 took twice the memory
 TILES = 2  # torch's inner tiles; on CUDA a row has a multiple of 16 * TILES columns, which is GROUP
 
@@ -180,15 +181,18 @@ def unpack_pairs(q: Tensor) -> Tensor:  # [O, D / 2] -> [O, D]
 def packed_layers(layers: Sequence[QuantizedLinear]) -> Packed4:
     """One product for layers of one input and as many bits."""
     q, scale, zero = (concatenated([getattr(x, name) for x in layers]) for name in ("q", "scale", "zero"))
-    bias = None
-    if any(layer.bias is not None for layer in layers):
-        bias = torch.cat(
-            [scale.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
-        )
+    bias = joined_biases([(layer.bias, layer.out_features) for layer in layers], scale)
     scales = torch.stack([scale, zero], -1).transpose(0, 1).contiguous()
     made = {4: Packed4, 8: Packed8}[layers[0].bits]
     pack, multiply = pack_on(q.device)
     return made(packed_rows(q, pack), scales, bias, multiply)
+
+
+def joined_biases(biases: Sequence[tuple[Tensor | None, int]], like: Tensor) -> Tensor | None:
+    """Biases of so many outputs as one, with zeros for those that are missing; None if all are."""
+    if all(bias is None for bias, _ in biases):
+        return None
+    return torch.cat([like.new_zeros(outputs) if bias is None else bias for bias, outputs in biases])
 
 
 def concatenated(tensors: list[Tensor]) -> Tensor:

@@ -61,11 +61,8 @@ class Call:
 
     def by_span(self, spans: int) -> dict[str, Any]:
         """The arguments with a dimension of spans: [1, B * n, ...] -> [B, n, ...]."""
-        parts = {
-            name: value.reshape(spans, value.shape[1] // spans, *value.shape[2:])
-            for name, value in self.rows.items()
-        }
-        return {**self.others, **parts}
+        rows = ((name, value, value.shape[1] // spans) for name, value in self.rows.items())
+        return self.others | {name: value.reshape(spans, n, *value.shape[2:]) for name, value, n in rows}
 
 
 @dataclass(eq=False)

@@ -63,6 +63,9 @@ class Taps:
         return hook
 
 
+NO_TAPS = Taps(())
+
+
 def decoder_layers(model: nn.Module) -> dict[int, list[nn.Module]]:
     """Candidate modules for each layer number: the parents of modules with that `layer_idx`.
 

@@ -258,11 +258,9 @@ def stock_forward(
 
 def linear_shapes(model: nn.Module) -> Shapes:
     """The linear layers of a stock model by name: outputs, inputs."""
-    return {
-        name: (layer.out_features, layer.in_features)
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear | QuantizedLinear)
-    }
+    linear = nn.Linear | QuantizedLinear
+    found = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, linear))
+    return {name: (layer.out_features, layer.in_features) for name, layer in found}
 
 
 def decoder_layer_class(model: PreTrainedModel) -> type[nn.Module] | None:

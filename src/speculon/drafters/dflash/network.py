@@ -20,9 +20,9 @@ from speculon.core.errors import WrongPair
 from speculon.decoding.kv.store import View
 from speculon.drafters.dflash.config import DFlashConfig, MarkovType
 from speculon.drafters.dflash.dflash2 import BlockConvolution, BlockRows, CandidateSelector
+from speculon.drafters.dflash.sight import Sight, attend_blocks
 from speculon.drafters.layers import DecoderLayer, Joined, Network, Norm, load_network
 from speculon.target.block import Tables, rotate
-from speculon.target.draft_blocks import Sight, attend_blocks
 from speculon.target.linear import Product
 from speculon.target.target import Target
 

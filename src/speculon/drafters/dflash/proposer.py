@@ -17,6 +17,7 @@ from speculon.core.types import Draft, Needs
 from speculon.decoding.sequence import Sequence
 from speculon.drafters.dflash.config import DFlashConfig
 from speculon.drafters.dflash.network import DFlashNetwork, Drawing, load_dflash
+from speculon.drafters.dflash.sight import block_view
 from speculon.drafters.families import read_dflash_config
 from speculon.drafters.runner import choose_run, estimate_needs
 from speculon.drafters.state_drafter import Overrides, StateDrafter, checked_config
@@ -29,7 +30,6 @@ from speculon.speculation.proposers.chain import (
     independent,
     mark,
 )
-from speculon.target.draft_blocks import block_view
 
 if TYPE_CHECKING:
     from torch import Tensor
