@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from speculon import LLM, SamplingParams
-from speculon.target.compiled import FEW, Program
+from speculon.target.block import Between
+from speculon.target.compiled import FEW, BetweenProgram, Program
 
 pytestmark = [
     pytest.mark.soak,
@@ -20,8 +21,12 @@ PROMPTS = ["def add(a, b):", "import os\n\n\nclass Path:\n", "for i in range("]
 LONG = "".join(f"def shift_{n}(value):\n    return value + {n}\n\n\n" for n in range(30))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_outputs_are_those_of_the_loop(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int4")]
+)
+def test_outputs_are_those_of_the_loop(
+    dtype: str, quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows: set[bool] = set()
     call = Program.__call__
 
@@ -30,13 +35,16 @@ def test_outputs_are_those_of_the_loop(dtype: str, monkeypatch: pytest.MonkeyPat
         return call(self, *inputs)
 
     monkeypatch.setattr(Program, "__call__", counted)
-    settings: Any = {"max_num_seqs": 4, "dtype": dtype, "speculation": {"policy": "fixed", "draft": DRAFTS}}
+    settings: Any = {"max_num_seqs": 4, "dtype": dtype, "quantization": quantization}
+    settings["speculation"] = {"policy": "fixed", "draft": DRAFTS}
     fast = LLM("demo", compile=True, **settings)
     fusion = fast.engine.target.runner
     assert fusion.one_loop
     if fusion.form != "compiled":  # headers of Python, for one, may be missing where a compiler is not
         pytest.skip(str(fusion))
     assert fast.engine.target.batch_invariant == (dtype == "bfloat16")
+    between = {type(run) for run in fast.engine.target.runner.run.between}  # type: ignore[attr-defined]
+    assert between == {BetweenProgram if quantization == "int4" else Between}
     plain = LLM("demo", **settings) if dtype == "float32" else fast
     greedy = SamplingParams(temperature=0, max_tokens=64)
     expected: dict[int, list[list[int]]] = {}

@@ -191,7 +191,7 @@ class Between:
         return x, *self.after.begin(x, tables)
 
 
-def between(blocks: list[Block]) -> list[Callable[..., Sequence[Tensor]]]:
+def between(blocks: list[Block]) -> list[Between]:
     return [Between(before, after) for before, after in pairwise(blocks)]
 
 
@@ -205,7 +205,7 @@ class Loop:
     norm: Norm
     head: Product
     layer_types: tuple[str, ...] = ()  # of each layer, where each type has a rotary table of its own
-    between: list[Callable[..., Sequence[Tensor]]] = field(init=False)  # `Between`, or programs
+    between: Sequence[Callable[..., Sequence[Tensor]]] = field(init=False)  # `Between`, or programs
 
     def __post_init__(self) -> None:
         self.between = between(self.blocks)

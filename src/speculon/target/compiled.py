@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from speculon.target.block import (
     ROUNDING,
-    Between,
     Block,
     CannotReplace,
     Gated,
@@ -35,6 +34,7 @@ from speculon.target.block import (
     Norm,
     Rotary,
     Tables,
+    between,
     rotate,
 )
 from speculon.target.quantized import MEASURED_ROWS, Packed4
@@ -45,7 +45,6 @@ Settings = dict[str, Any]  # of the compiler
 Run = Callable[[list[Tensor]], list[Tensor]]
 
 ROWS = 64  # of the example that is compiled, so that threads share the rows, and never a sum
-MOST_ROWS = 1 << 40  # no limit
 IN_A_ROW = 8  # of the operations between two attentions, each of which rounds what the next one reads
 FEW = 16  # up to so many rows waking threads takes longer than they save: about equal for 8 of 2 x 1536
 ONE_THREAD: Settings = {"cpp.threads": 1}
@@ -124,7 +123,8 @@ class BetweenRows(nn.Module):
         left = iter(weights)
         own = [[*islice(left, count)] for count in self.counts]
         out, after, before_mlp, gate_up, gating, down, after_mlp, before, qkv, rotary = (
-            partial(with_weights, module, part) for module, part in zip(self.parts, own, strict=True)
+            lambda *rows, module=module, part=part: module(*rows, *part)
+            for module, part in zip(self.parts, own, strict=True)
         )
         x = x + after(out(seen))
         x = x + after_mlp(down(gating(gate_up(before_mlp(x)))))
@@ -141,11 +141,6 @@ class AllInputs(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         return self.inner(*inputs)
-
-
-def with_weights(module: nn.Module, weights: list[Tensor], *rows: Tensor) -> Tensor:
-    result: Tensor = module(*rows, *weights)
-    return result
 
 
 @dataclass(slots=True)
@@ -166,26 +161,33 @@ class BetweenProgram:
 
 
 @torch.inference_mode()
-def compile_parts(loop: Loop) -> None:
+def compile_parts(loop: Loop, *, whole: bool = True) -> None:
     """Replaces parts of a loop by programs: a minute at the first load of a shape.
 
     Raises `CannotReplace`, with nothing replaced, without a compiler or where a program differs.
     """
     with refused("compiled"):  # no C++ compiler, a read-only folder, or any error of the compiler's own
-        replacements = list(programs(loop))
+        replacements = list(programs(loop, whole))
     for owner, name, run in replacements:
         setattr(owner, name, run)
 
 
-def programs(loop: Loop) -> Iterator[Replacement]:
-    """The program of each operation of a loop, and of all between its attentions.
+def compile_apart(loop: Loop) -> None:
+    """Programs of operations alone, where products are no longer those of the programs between attentions."""
+    if any(isinstance(run, BetweenProgram) for run in loop.between):
+        loop.between = between(loop.blocks)
+        with suppress(CannotReplace):
+            compile_parts(loop, whole=False)
 
-    Adapters and products in pieces take those of operations alone.
-    """
+
+def programs(loop: Loop, whole: bool) -> Iterator[Replacement]:
+    """One program of all between two attentions if `whole` and if that can be, else one of each operation."""
     made: dict[str, Program] = {}
     x = random_rows(loop.norm.weight.shape[-1], loop.embed)
-    with suppress(CannotReplace):
-        yield loop, "between", [*programs_between(loop, x, made)]
+    if whole:
+        with suppress(CannotReplace):
+            yield loop, "between", [*programs_between(loop, x, made)]
+            return
     for block, kind in zip(loop.blocks, loop.kinds, strict=True):
         attention, mlp = block.attention, block.mlp
         for norm in filter(None, block.norms):
@@ -208,16 +210,15 @@ def rotary_program(
 
 def programs_between(loop: Loop, x: Tensor, made: dict[str, Program]) -> Iterator[BetweenProgram]:
     """Raises `CannotReplace` where a part is not of packed weights, or not known."""
-    for between, kind in zip(loop.between, loop.kinds[1:], strict=True):
-        assert isinstance(between, Between)
-        later = between.after.attention
-        parts = parts_between(between.before, between.after)
+    for plain, kind in zip(between(loop.blocks), loop.kinds[1:], strict=True):
+        later = plain.after.attention
+        parts = parts_between(plain.before, plain.after)
         module = BetweenRows(parts, later.heads + later.kv_heads, later.head_dim)
         tables = loop.tables(x[None], torch.arange(ROWS)[None], kind)
-        earlier = between.before.attention
+        earlier = plain.before.attention
         seen = random_rows(earlier.heads * earlier.head_dim, loop.embed)
         weights = [weight for _, part in parts for weight in part]
-        run = program(module, [x, seen, *tables], weights, partial(between, x, seen, tables), made)
+        run = program(module, [x, seen, *tables], weights, partial(plain, x, seen, tables), made)
         yield BetweenProgram(run, weights)
 
 
@@ -328,7 +329,7 @@ def load_or_compile(
         with suppress(RuntimeError):  # a damaged file is replaced
             return loaded()
     path.parent.mkdir(parents=True, exist_ok=True)
-    any_rows = Dim("rows", min=2, max=MOST_ROWS)  # one row works, too: the program has no number of rows
+    any_rows = Dim("rows", min=2, max=1 << 40)  # one row works, too, and there is no limit
     shapes = (*({0: any_rows} for _ in rows), *({} for _ in weights))
     with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
         warnings.simplefilter("ignore")

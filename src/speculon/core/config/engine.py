@@ -55,8 +55,8 @@ class EngineConfig(BaseSettings):
     fuse: bool = Field(True, description="join layers into fewer, faster operations of equal result")
     compile: bool = Field(
         False,
-        description="compile the operations between products (CPU: half a minute at the first load of a "
-        "shape), or capture them as graphs (CUDA)",
+        description="compile the operations between products (CPU: a minute at the first load of a shape), "
+        "or capture them as graphs (CUDA)",
     )
     batch_invariant: bool | None = Field(
         None,
