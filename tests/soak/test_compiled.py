@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from speculon import LLM, SamplingParams
-from speculon.target.block import Between
 from speculon.target.compiled import FEW, BetweenProgram, Program
 
 pytestmark = [
@@ -21,12 +20,8 @@ PROMPTS = ["def add(a, b):", "import os\n\n\nclass Path:\n", "for i in range("]
 LONG = "".join(f"def shift_{n}(value):\n    return value + {n}\n\n\n" for n in range(30))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int4")]
-)
-def test_outputs_are_those_of_the_loop(
-    dtype: str, quantization: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_outputs_are_those_of_the_loop(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: set[bool] = set()
     call = Program.__call__
 
@@ -35,16 +30,13 @@ def test_outputs_are_those_of_the_loop(
         return call(self, *inputs)
 
     monkeypatch.setattr(Program, "__call__", counted)
-    settings: Any = {"max_num_seqs": 4, "dtype": dtype, "quantization": quantization}
-    settings["speculation"] = {"policy": "fixed", "draft": DRAFTS}
+    settings: Any = {"max_num_seqs": 4, "dtype": dtype, "speculation": {"policy": "fixed", "draft": DRAFTS}}
     fast = LLM("demo", compile=True, **settings)
     fusion = fast.engine.target.runner
     assert fusion.one_loop
     if fusion.form != "compiled":  # headers of Python, for one, may be missing where a compiler is not
         pytest.skip(str(fusion))
     assert fast.engine.target.batch_invariant == (dtype == "bfloat16")
-    between = {type(run) for run in fast.engine.target.runner.run.between}  # type: ignore[attr-defined]
-    assert between == {BetweenProgram if quantization == "int4" else Between}
     plain = LLM("demo", **settings) if dtype == "float32" else fast
     greedy = SamplingParams(temperature=0, max_tokens=64)
     expected: dict[int, list[list[int]]] = {}
@@ -60,3 +52,20 @@ def test_outputs_are_those_of_the_loop(
             drafted = [output.speculation.drafted for output in mine if output.speculation is not None]
             assert speculation["method"] == "off" or sum(drafted) > 0, speculation
     assert rows == {True, False}, "programs for few rows and for many"
+
+
+def test_packed_weights_in_one_program_between_attentions() -> None:
+    speculation: Any = {"method": "ngram", "policy": "fixed", "num_speculative_tokens": 8}
+    settings: Any = {"quantization": "int4", "dtype": "bfloat16", "max_num_seqs": 4}
+    llm = LLM("demo-draft", compile=True, warmup=False, speculation=speculation, **settings)
+    target: Any = llm.engine.target
+    if target.runner.form != "compiled":
+        pytest.skip(str(target.runner))
+    assert target.batch_invariant and all(
+        isinstance(run, BetweenProgram) for run in target.runner.run.between
+    )
+    params = SamplingParams(temperature=0, max_tokens=48)
+    alone = [llm.generate(prompt, params, speculation={"method": "off"})[0].token_ids for prompt in PROMPTS]
+    drafted = llm.generate([*PROMPTS, LONG], params)  # prompts of many rows beside drafts
+    assert [out.token_ids for out in drafted[:-1]] == alone
+    assert sum(out.speculation.drafted for out in drafted if out.speculation is not None) > 0
