@@ -245,7 +245,7 @@ def sample(product: Product, outputs: int, width: int, dtype: torch.dtype) -> tu
     """A product to measure in the place of another one, and rows for it.
 
     Its weights are generated, in the same layout. Where they would be large, they are its own. Of those in
-    4 or 8 bits some rows are enough: all of a head of 262,144 took 20 s.
+    4 or 8 bits some rows are enough: a head may have 262,144.
     """
     large = outputs * width > LARGE
     weight, bias, x = cancelling(0 if large else outputs, width, dtype)
