@@ -59,7 +59,7 @@ def private_names(source: str) -> list[str]:
     """
     public = {"_replace", "_asdict", "_fields", "_exit"}
     public |= {"_attn_implementation", "_keys_to_ignore_on_load_unexpected", "_build_fields"}
-    public |= {"_bound_deployment", "_clear_cache"}
+    public |= {"_gguf_parse_value", "_bound_deployment", "_clear_cache"}
     names = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):

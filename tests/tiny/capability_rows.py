@@ -12,6 +12,7 @@ import torch
 
 from speculon.core.config import MAX_PREDICTION, SamplingParams
 from speculon.core.errors import SpeculonError, UnknownModel
+from speculon.core.hub import cached_models
 from speculon.core.images import ImageInput
 from speculon.core.types import Capability, Reason
 from speculon.decoding import verify
@@ -21,7 +22,6 @@ from speculon.drafters.known import published_for
 from speculon.drafters.runner import CapturedDraft
 from speculon.engine.engine import Engine
 from speculon.engine.given import read_draft, verify_by
-from speculon.loading.hub import cached_models
 from speculon.speculation.proposers.base import Extending
 from speculon.speculation.proposers.registry import known_methods
 from speculon.target.block import Gated, Loop

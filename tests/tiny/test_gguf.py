@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GgufConfig, LlamaForCausalLM
+from transformers.integrations import ggml
+from transformers.modeling_gguf_pytorch_utils import read_field
 
 from speculon import LLM, SamplingParams, SpeculationConfig
 from speculon.cli.discover import find_models
@@ -25,6 +27,7 @@ from speculon.core.errors import (
 )
 from speculon.drafters.choose import fits
 from speculon.drafters.families import DRAFT_MODEL, family_of
+from speculon.loading.gguf import read_gguf
 from speculon.loading.headers import read_checkpoint
 from speculon.loading.load import load_config, load_model, load_target
 from speculon.loading.locate import locate, refuse_missing
@@ -99,6 +102,26 @@ def test_a_load_parses_the_header_once(file: Path, monkeypatch: pytest.MonkeyPat
     assert len(readings) == 1
     load_tokenizer(file)
     assert len(readings) == 2  # nothing is kept
+
+
+def test_the_header_is_read_as_ggufs_own_reader_reads_it(file: Path) -> None:
+    ours, theirs = (make(str(file)) for make in (Reader, Reader.__base__))
+    assert [*ours.fields] == [*theirs.fields] and len(ours.fields["tokenizer.ggml.tokens"].data) == len(ALL)
+    for name, field in theirs.fields.items():
+        assert ours.fields[name].types == field.types
+        assert ours.fields[name].contents() == field.contents()
+        assert read_field(ours, name) == [
+            ggml._gguf_parse_value(field.parts[i], field.types) for i in field.data
+        ]
+    assert [one.data_offset for one in ours.tensors] == [one.data_offset for one in theirs.tensors]
+
+
+def test_a_file_that_was_replaced_is_read_again(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    path = write_gguf(model, tmp_path / "one.gguf")
+    before = read_gguf(path)
+    assert read_gguf(path) is before
+    write_gguf(model, path, quantise="Q8_0")
+    assert read_gguf(path).types != before.types
 
 
 def test_generates_and_drafts_with_a_gguf_draft(model: LlamaForCausalLM, file: Path) -> None:

@@ -8,6 +8,7 @@ import re
 import struct
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -130,17 +131,27 @@ def read_gguf(path: str | Path, lists: frozenset[str] = frozenset()) -> GgufHead
         raise ModelNotFound(f"{file}: no such file")
     if PART.search(file.name):
         raise UnsupportedModel(f"{file}: {SPLIT}")
+    status = file.stat()
+    header = parse(file, lists) if lists else parse_once(file, status.st_size, status.st_mtime_ns)
+    check_size(header)
+    return header
+
+
+@lru_cache(maxsize=1)  # a load asks four times
+def parse_once(file: Path, *_: int) -> GgufHeader:
+    return parse(file, frozenset())
+
+
+def parse(file: Path, lists: frozenset[str]) -> GgufHeader:
     try:
         with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            header = Reader(file, data, lists).header()
+            return Reader(file, data, lists).header()
     except ModelError:
         raise
     except OSError as error:
         raise ModelError(f"{file}: not readable ({error})") from error
     except (struct.error, ValueError, TypeError, ArithmeticError, MemoryError) as error:
         raise CorruptWeights(f"{file}: its GGUF header is damaged or truncated ({error})") from error
-    check_size(header)
-    return header
 
 
 def check_size(header: GgufHeader) -> None:

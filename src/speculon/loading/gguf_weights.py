@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -29,6 +29,16 @@ TOLERANCE = 1e-3  # relative, of a factor
 reader.tqdm = lambda *args, **kwargs: args[0]  # transformers' switch of progress bars does not reach this one
 # transformers asks for the same map at each module of a model: 3 s for 30 layers
 gguf.get_tensor_name_map = cache(gguf.get_tensor_name_map)
+
+
+def parsed(value: Any, types: Any, parse: Callable[[Any, Any], Any] = reader._gguf_parse_value) -> Any:
+    """A value of a header. Transformers takes a second for 100,000 of an array, of which it has a million."""
+    if isinstance(value, memoryview):
+        return str(value, "utf-8")
+    return value.item() if len(types) > 1 else parse(value, types)
+
+
+reader._gguf_parse_value = parsed
 
 
 def refuse_unread(checkpoint: Checkpoint) -> None:
