@@ -335,10 +335,10 @@ def load_or_compile(
         warnings.simplefilter("ignore")
         examples = tuple(map(copied, (*rows, *weights)))
         exported = export(AllInputs(module), examples, dynamic_shapes=(shapes,), strict=False)
-        # moved into place when complete: other processes read this folder
+        # moved into place when complete: other processes read this folder; torch changes the settings
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             package = f"{folder}/{path.name}"
-            aoti_compile_and_package(exported, package_path=package, inductor_configs=settings)
+            aoti_compile_and_package(exported, package_path=package, inductor_configs={**settings})
             os.replace(package, path)
     return loaded()
 
