@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
+from inspect import getsource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +20,14 @@ from speculon.loading.load import load_target, wrap_model
 from speculon.loading.load_check import paged_logits
 from speculon.target import compiled as compiling
 from speculon.target import pieces
-from speculon.target.block import Between, Loop, Norm, Rotary
-from speculon.target.compiled import IN_A_ROW, BetweenProgram, BetweenRows, random_rows, same
+from speculon.target.block import Between, Gating, Loop, Norm, Rotary
+from speculon.target.compare import nearly
+from speculon.target.compiled import BetweenProgram, BetweenRows, random_rows
+from speculon.target.quantized import Packed4, Packed8
 from speculon.target.target import Target
+from speculon.target.trial import cast
 from tests.tiny.adapter_files import write_adapter
-from tests.tiny.conftest import tiny_model
+from tests.tiny.conftest import TINY, build, tiny_model
 from tests.tiny.gguf_files import tiny_llama
 from tests.tiny.scripted import Request, proposer_of, run
 
@@ -101,40 +106,120 @@ def test_compiled_operations_are_batch_invariant(quantization: str, uncompiled: 
 
 def between_programs(target: Target) -> bool:
     """Whether all between two attentions is one program."""
-    return all(isinstance(run, BetweenProgram) for run in loop_of(target).between)
+    runs = loop_of(target).between
+    return bool(runs) and all(isinstance(run, BetweenProgram) for run in runs)
 
 
-def packed(folder: Path, **settings: Any) -> Target:
-    tiny_llama().save_pretrained(folder)
-    return load_target(folder, dtype="bfloat16", compile=True, quantization="int4", **settings)
+def operation_programs(target: Target) -> bool:
+    """Whether each norm, rotation and gated activation is a program."""
+    loop = loop_of(target)
+    norms = [loop.norm, *(norm for block in loop.blocks for norm in block.norms if norm is not None)]
+    kept = [norm for norm in norms if norm.compute == norm.few_operations]
+    for block in loop.blocks:
+        kept += [part for part in (block.attention.rotary,) if isinstance(part, Rotary)]
+        kept += [part for part in (block.mlp.gating,) if isinstance(part, Gating)]  # type: ignore[union-attr]
+    return not kept
 
 
-def test_one_program_between_attentions(uncompiled: None, tmp_path: Path) -> None:
-    target = packed(tmp_path)
-    loop, (program, *_) = loop_of(target), loop_of(target).between
-    plain = Between(*loop.blocks[:2])
+def packed(folder: Path, model: Any = None, **settings: Any) -> Target:
+    (model or tiny_llama()).save_pretrained(folder)
+    given: Any = {"dtype": "bfloat16", "quantization": "int4", "compile": True, **settings}
+    return load_target(folder, **given)
+
+
+def multiples_of_32(name: str) -> Any:
+    """Packed weights have groups of 32 columns. The heads of a row are wider than its states."""
+    model_type, settings = TINY[name]
+    return build(model_type, **{**settings, "intermediate_size": 64, "head_dim": 16})
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_one_program_between_attentions(
+    name: str, quantization: str, uncompiled: None, tmp_path: Path
+) -> None:
+    target = packed(tmp_path, multiples_of_32(name), quantization=quantization)
+    assert between_programs(target) and operation_programs(target), target.runner
+    loop = loop_of(target)
     x = random_rows(loop.norm.weight.shape[-1], loop.embed).repeat(9, 1)  # more than are measured at once
-    tables = loop.tables(x[None], torch.arange(len(x))[None], None)
     attention = loop.blocks[0].attention
     seen = torch.randn(attention.heads, len(x), attention.head_dim).to(x.dtype).transpose(0, 1)
-    for results, expected in zip(program(x, seen, tables), plain(x, seen, tables), strict=True):
-        assert same(results, expected, IN_A_ROW)
+    for number, program in enumerate(loop.between):
+        plain = Between(*loop.blocks[number : number + 2])
+        tables = loop.tables(x[None], torch.arange(len(x))[None], loop.kinds[number + 1])
+        wide = cast((x, seen, tables), torch.float32)
+        truth = cast(plain, torch.float32)(*wide)
+        for three in zip(program(x, seen, tables), plain(x, seen, tables), truth, strict=True):
+            assert nearly(*(part.float().flatten(1) for part in three))
+
+
+def test_a_program_between_attentions_reads_rows_as_its_example_had_them(
+    uncompiled: None, tmp_path: Path
+) -> None:
+    target = packed(tmp_path)
+    loop, (program, *_) = loop_of(target), loop_of(target).between
+    x = random_rows(loop.norm.weight.shape[-1], loop.embed).repeat(9, 1)
+    seen = torch.zeros(loop.blocks[0].attention.heads, len(x), 8, dtype=x.dtype).transpose(0, 1)
     rows: list[Tensor] = []
     program.run.few = program.run.many = lambda inputs: rows.extend(inputs[:4]) or [x]  # type: ignore[attr-defined]
-    program(x, seen, tables)
+    program(x, seen, loop.tables(x[None], torch.arange(len(x))[None], None))
     assert len(rows) == 8 and all(part.is_contiguous() and len(part) <= 512 for part in rows)
 
 
+def heads_flipped(module: BetweenRows) -> RUN:
+    """The heads of keys in the place of those of queries."""
+    return lambda inputs: [part.flip(1) if part.dim() == 3 else part for part in module(*inputs)]
+
+
+def inputs_exchanged(module: BetweenRows) -> RUN:
+    """States in the place of heads, which are as wide in this model."""
+    return lambda inputs: [*module(inputs[1], inputs[0], *inputs[2:])]
+
+
+def less_of(part: int) -> Callable[[BetweenRows], RUN]:
+    def smaller(module: BetweenRows) -> RUN:
+        changed: Any = module.parts[part]
+        forward = changed.forward
+        changed.forward = lambda *inputs: 0.9 * forward(*inputs)
+        return lambda inputs: [*module(*inputs)]
+
+    return smaller
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [heads_flipped, inputs_exchanged, less_of(0), less_of(5)],
+    ids=["heads flipped", "inputs exchanged", "less of attention", "less of the MLP"],
+)
 def test_a_wrong_program_between_attentions_is_not_used(
+    wrong: Callable[[BetweenRows], RUN], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def load(key: str, module: nn.Module, *_: Any) -> RUN:
+        return wrong(module) if isinstance(module, BetweenRows) else as_it_is(key, module)
+
+    monkeypatch.setattr(compiling, "load_or_compile", load)
+    assert "not compiled: it computes something else" in reason(packed(tmp_path))
+
+
+def test_one_layer_has_programs_of_operations(uncompiled: None, tmp_path: Path) -> None:
+    target = packed(tmp_path, tiny_llama(num_hidden_layers=1))
+    assert target.runner.form == "compiled" and not between_programs(target) and operation_programs(target)
+
+
+def test_where_the_last_layer_is_not_packed_nothing_between_is_compiled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def exchanged(key: str, module: nn.Module, *_: Any) -> RUN:
-        if isinstance(module, BetweenRows):  # the heads of keys in the place of those of queries
-            return lambda inputs: [part.flip(1) if part.dim() == 3 else part for part in module(*inputs)]
+    target, compiled = packed(tmp_path, tiny_llama(num_hidden_layers=3), compile=False), list[nn.Module]()
+
+    def load(key: str, module: nn.Module, *_: Any) -> RUN:
+        compiled.append(module)
         return as_it_is(key, module)
 
-    monkeypatch.setattr(compiling, "load_or_compile", exchanged)
-    assert "not compiled: it computes something else" in reason(packed(tmp_path))
+    monkeypatch.setattr(compiling, "load_or_compile", load)
+    loop = loop_of(target)
+    loop.blocks[-1].attention.qkv = partial(torch.mm, mat2=torch.ones(32, 64).bfloat16())
+    compiling.compile_parts(loop)
+    assert operation_programs(target) and not any(isinstance(module, BetweenRows) for module in compiled)
 
 
 def test_products_in_smaller_pieces_have_no_program_between_attentions(
@@ -142,13 +227,15 @@ def test_products_in_smaller_pieces_have_no_program_between_attentions(
 ) -> None:
     monkeypatch.setattr(pieces, "MEASURED_ROWS", 1024)
     target = packed(tmp_path, batch_invariant=True)
-    assert target.batch_invariant and target.runner.form == "compiled" and not between_programs(target)
+    assert target.batch_invariant and target.runner.form == "compiled"
+    assert not between_programs(target) and operation_programs(target)
 
 
 def test_adapters_have_no_program_between_attentions(uncompiled: None, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", tiny_llama())
     target = packed(tmp_path / "base", adapters={"one": str(adapter)})
-    assert target.adapters and target.runner.form == "compiled" and not between_programs(target)
+    assert target.adapters and target.runner.form == "compiled"
+    assert not between_programs(target) and operation_programs(target)
 
 
 def test_layers_of_one_shape_share_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +292,13 @@ def test_programs_of_other_shapes_dtypes_and_activations_have_other_names() -> N
     assert len({key(silu, x), *others}) == 7
 
 
+@pytest.mark.parametrize("changed", [Packed4, Packed8])
+def test_a_program_of_other_code_has_another_name(changed: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = key(compiling.NormRows(), torch.zeros(4, 8))
+    monkeypatch.setattr(compiling, "getsource", lambda part: "other" if part is changed else getsource(part))
+    assert key(compiling.NormRows(), torch.zeros(4, 8)) != before
+
+
 def test_an_example_keeps_its_strides() -> None:
     rows = torch.arange(24.0).view(4, 6)[:, :2]
     with torch.inference_mode():
@@ -224,6 +318,7 @@ def test_a_damaged_file_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def compile(made: Any, package_path: str, **how: Any) -> str:
         Path(package_path).write_text("whole")
+        how["inductor_configs"]["added"] = True  # as torch does; the next name must be the same
         return package_path
 
     monkeypatch.setattr(cache_dir_utils, "cache_dir", lambda: tmp_path)
@@ -273,9 +368,7 @@ def test_a_model_object_and_its_draft_model_are_compiled(uncompiled: None) -> No
     decoder = SpeculativeDecoder(tiny_model("qwen3"), tiny_model("llama"), method="draft_model", compile=True)
     drafter: Any = proposer_of(decoder.engine, "draft_model")
     for target in (decoder.engine.target, drafter.model):
-        assert target.runner.form == "compiled"
-        norms = [norm for block in loop_of(target).blocks for norm in block.norms if norm is not None]
-        assert norms and not any(norm.compute == norm.few_operations for norm in norms)
+        assert target.runner.form == "compiled" and operation_programs(target)
 
 
 def test_a_norm_in_another_dtype_than_its_weight() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,7 +83,11 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, tuple):
         return tuple(cast(item, dtype) for item in value)
-    return {key: cast(item, dtype) for key, item in value.items()} if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return {key: cast(item, dtype) for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **cast({part.name: getattr(value, part.name) for part in fields(value)}, dtype))
+    return value
 
 
 def layer_states(run: Run, layers: int, batch: Batch, view: View) -> list[Tensor]:

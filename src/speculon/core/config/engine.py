@@ -55,8 +55,9 @@ class EngineConfig(BaseSettings):
     fuse: bool = Field(True, description="join layers into fewer, faster operations of equal result")
     compile: bool = Field(
         False,
-        description="compile the operations between products (CPU: a minute at the first load of a shape), "
-        "or capture them as graphs (CUDA)",
+        description="compile norms, rotations and activations, and with packed weights all between two "
+        "attentions (CPU: a minute or two at the first load of a shape), or capture the latter as graphs "
+        "(CUDA)",
     )
     batch_invariant: bool | None = Field(
         None,
