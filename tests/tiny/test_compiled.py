@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from speculon import SamplingParams
 from speculon.engine.decoder import SpeculativeDecoder
+from speculon.loading import invariant
 from speculon.loading.load import load_target, wrap_model
 from speculon.loading.load_check import paged_logits
 from speculon.target import compiled as compiling
@@ -229,6 +230,16 @@ def test_products_in_smaller_pieces_have_no_program_between_attentions(
     target = packed(tmp_path, batch_invariant=True)
     assert target.batch_invariant and target.runner.form == "compiled"
     assert not between_programs(target) and operation_programs(target)
+
+
+def test_where_batches_differ_programs_between_attentions_are_put_back(
+    uncompiled: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(pieces, "MEASURED_ROWS", 1024)
+    monkeypatch.setattr(invariant, "differing", lambda target: 1)
+    target = packed(tmp_path, batch_invariant=None)
+    assert not target.batch_invariant and "position 1" in target.invariance
+    assert between_programs(target)
 
 
 def test_adapters_have_no_program_between_attentions(uncompiled: None, tmp_path: Path) -> None:

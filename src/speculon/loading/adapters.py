@@ -15,8 +15,7 @@ from speculon.decoding.batch import AdapterRows
 from speculon.loading.adapter_config import AdapterCheckpoint
 from speculon.loading.locate import name_of
 from speculon.target.adapters import Adapted, Adapter, CannotAdapt, Factors, install, with_adapters
-from speculon.target.block import Loop
-from speculon.target.compiled import compile_apart
+from speculon.target.block import Loop, between
 from speculon.target.target import Target
 from speculon.target.trial import Trial
 
@@ -38,7 +37,7 @@ def add_adapters(target: Target, checkpoints: Sequence[AdapterCheckpoint]) -> No
     try:
         adapted = install(target.model, target.linears, factors)
         if isinstance(loop := target.runner.run, Loop):
-            compile_apart(loop)  # a program has the products without updates
+            loop.between = between(loop.blocks)  # a program has the products without updates
         for checkpoint in checkpoints:
             try_rows(target, checkpoint.name, adapted)
     except CannotAdapt as reason:

@@ -29,9 +29,8 @@ from speculon.loading.batch_check import (
     uneven_keys,
 )
 from speculon.target.adapters import Adapted
-from speculon.target.block import Block, CannotReplace, Fused, Gated, Loop
+from speculon.target.block import Block, CannotReplace, Fused, Gated, Loop, between
 from speculon.target.captured import Captured, captured_loop
-from speculon.target.compiled import compile_apart
 from speculon.target.grouping import PlanKey
 from speculon.target.linear import Product
 from speculon.target.pieces import MOST, CannotBeInvariant, InPieces, InvariantProducts, Pieces, PromptsApart
@@ -136,7 +135,7 @@ def put_products_in_pieces(target: Target, undo: ExitStack) -> None:
             differ |= put_mlp_in_pieces(block, mlp, pieces, target, undo)
     put(undo, target, "prompts_apart", differ)
     if isinstance(loop, Loop) and not pieces.whole:
-        compile_apart(loop)
+        put(undo, loop, "between", between(loop.blocks))
     head = target.model.get_output_embeddings()
     for owner, name in ((loop, "head"),) if isinstance(loop, Loop) else ((head, "inner"),):
         if isinstance(owner, Loop | Fused):  # a packed head: the mode does not see its product

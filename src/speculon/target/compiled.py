@@ -174,10 +174,6 @@ def compile_parts(loop: Loop) -> None:
         setattr(owner, name, run)
 
 
-def compile_apart(loop: Loop) -> None:
-    loop.between = between(loop.blocks)
-
-
 def programs(loop: Loop) -> Iterator[Replacement]:
     """One program of all between two attentions, where that can be, and always one of each operation.
 
