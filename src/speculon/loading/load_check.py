@@ -43,7 +43,7 @@ class InFp32(TorchFunctionMode):
         if func.__name__ == "__get__":  # shape, dtype: nothing is computed
             value = func(*args)
             return torch.float32 if value in COARSE else value
-        if func is F.embedding:  # a few rows of a large weight
+        if func in (F.embedding, Tensor.__getitem__):  # a few rows of a large tensor
             return in_fp32(func(*args, **(kwargs or {})))
         return func(*tree_map(in_fp32, args), **tree_map(in_fp32, kwargs or {}))
 
