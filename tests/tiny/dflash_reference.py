@@ -47,21 +47,18 @@ def convolved(drafter: Drafter, name: str, x: Tensor, sublayer: Callable[[Tensor
     base, project = (
         drafter.tensors[f"{name}.{part}"] for part in ("base_kernel", "kernel_projection.weight")
     )
-    deltas = F.linear(x, project).tolist()
-    return convolve(drafter, 1, base, deltas, sublayer(convolve(drafter, 0, base, deltas, x)))
+    kernels = F.linear(x, project).unflatten(-1, (2, base.shape[1], -1))
+    kernels = base + kernels.repeat_interleave(drafter.group, -1)  # [rows, 2, taps, H]
+    return convolve(kernels[:, 1], sublayer(convolve(kernels[:, 0], x)))
 
 
-def convolve(drafter: Drafter, side: int, base: Tensor, deltas: list[list[float]], x: Tensor) -> Tensor:
-    """y[i, c] = sum over taps t <= i of (base[side, t, c] + delta[i, side, t, c // group]) x[i - t, c]"""
-    taps, width, groups = base.shape[1], x.shape[1], x.shape[1] // drafter.group
-    kernel, rows, out = base[side].tolist(), x.tolist(), []
-    for i in range(len(rows)):
-        out.append([0.0] * width)
-        for c in range(width):
-            for t in range(min(taps, i + 1)):
-                delta = deltas[i][(side * taps + t) * groups + c // drafter.group]
-                out[i][c] += (kernel[t][c] + delta) * rows[i - t][c]
-    return torch.tensor(out)
+def convolve(kernels: Tensor, x: Tensor) -> Tensor:
+    """y[i, c] = sum over taps t <= i of kernels[i, t, c] x[i - t, c]"""
+    out = torch.zeros_like(x)
+    for i, taps in enumerate(kernels):
+        for t in range(min(len(taps), i + 1)):
+            out[i] += taps[t] * x[i - t]
+    return out
 
 
 def attend(drafter: Drafter, layer: int, context: Tensor, s: Tensor) -> Tensor:
@@ -128,10 +125,10 @@ def selected(drafter: Drafter, h: Tensor, before: int, scores: Tensor) -> Tensor
     """Of the likeliest tokens c alone: logits [V] with the sum over r of A[before, r] (P h)[r] B[c, r]."""
     parts = ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
     first, second, project = (drafter.tensors[f"candidate_selector.{part}"] for part in parts)
-    gate, found = (project @ h).tolist(), torch.full_like(scores, -math.inf)
-    for token in sorted(range(len(scores)), key=lambda c: -float(scores[c]))[: drafter.top_k]:
-        pair = sum(float(first[before, r]) * gate[r] * float(second[token, r]) for r in range(drafter.rank))
-        found[token] = scores[token] + pair
+    pairs = second @ (first[before] * (project @ h))  # [V]
+    found = torch.full_like(scores, -math.inf)
+    best = scores.sort(descending=True, stable=True).indices[: drafter.top_k]
+    found[best] = (scores + pairs)[best]
     return found
 
 

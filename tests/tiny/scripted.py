@@ -30,7 +30,7 @@ class Scripted:
     """Drafts the known text; where `lies(position in the output)`, another token.
 
     Without `lies` a draft is true with probability 0.6 per position, and in every other round up to a
-    position that goes through 0..K, so that long accepted runs occur as well.
+    position that goes through 0 and K..1, so that long accepted runs occur as well.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Scripted:
         at, truth = seq.num_output, self.truth.get((seq.request.id, seq.sample), [])
         chance = random.Random(f"{seq.request.id} {seq.sample} {at}")
         self._rounds[k] += 1
-        true_until = self._rounds[k] // 2 % (k + 1) if self._rounds[k] % 2 else None
+        true_until = -(self._rounds[k] // 2) % (k + 1) if self._rounds[k] % 2 else None
         tokens = []
         for i, position in enumerate(range(at, at + k)):
             token = truth[position] if position < len(truth) else chance.randrange(self.vocab_size)

@@ -293,7 +293,7 @@ def test_an_interrupt_in_the_middle_of_a_draft_leaves_the_engine_whole() -> None
     steps, forward = Steps(), NoisyModel.forward
     interrupted = 0
     while steps.engine.has_work:
-        if len(model.calls) % 7 == 6:
+        if len(model.calls) % 4 == 3:
 
             def interrupt(batch: Batch, view: View) -> Output:
                 forward(model, batch, view)

@@ -73,7 +73,7 @@ def requests_of(mode: str, shared: int = 0) -> tuple[Request, ...]:
     for i, length in enumerate((5, 31, 1, 17, 8, 24)):
         prompt = common + [chance.randrange(3, 96) for _ in range(length)]
         params = SamplingParams(
-            max_tokens=40 - 3 * i, seed=50 + i // 2, ignore_eos=True, **MODES[mode][i % 2]
+            max_tokens=33 - 2 * i, seed=50 + i // 2, ignore_eos=True, **MODES[mode][i % 2]
         )
         requests.append(Request(prompt, params, OFF, f"q{i}"))
     return tuple(requests)
@@ -94,11 +94,8 @@ def write(
 
 @cache
 def plain(mode: str, shared: int = 0) -> Texts:
-    """What is written for each of the requests alone and without speculation."""
-    texts: dict[Key, list[int]] = {}
-    for request in requests_of(mode, shared):
-        texts |= {key: result.tokens for key, result in write((request,), {}, OFF).items()}
-    return texts
+    """What is written for each of the requests without speculation."""
+    return texts_of(write(requests_of(mode, shared), {}, OFF))
 
 
 def whole(mode: str, shared: int = 0) -> Texts:
@@ -130,14 +127,14 @@ def test_beyond_its_context_rounds_are_plain(tmp_path: Path) -> None:
     """The context is that of the head's config, or of `options`."""
     head = write_eagle3(tmp_path, deep_model().config, "safeailab", config={"max_position_embeddings": 30})
     requests = requests_of("greedy")[:3]
-    for options, limit in (({}, 30), ({"max_context": 40}, 40), ({"max_context": 1000}, None)):
+    for options, limit in (({}, 30), ({"max_context": 44}, 44), ({"max_context": 1000}, None)):
         watch = watch_heads(plain("greedy"))
         results = write(requests, {**folder_of(head), "options": options}, ask(7))
         assert texts_of(results) == {key: plain("greedy")[key] for key in results}
         assert any(r.stats.reasons[Reason.CONTEXT_LIMIT] for r in results.values()) == (limit is not None)
         assert limit is None or max(one.length + len(one.drafts) for one in watch.rounds) == limit
-    with pytest.raises(SpeculonError, match="options.max_context = '40'.* a number of positions"):
-        write(requests, {**folder_of(head), "options": {"max_context": "40"}}, ask(7))
+    with pytest.raises(SpeculonError, match="options.max_context = '44'.* a number of positions"):
+        write(requests, {**folder_of(head), "options": {"max_context": "44"}}, ask(7))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

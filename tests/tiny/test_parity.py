@@ -51,7 +51,7 @@ def requests_of(mode: str, shared: int = 0) -> tuple[Request, ...]:
     for i, length in enumerate((5, 31, 1, 17, 8, 24, 40, 12)):
         prompt = common + [chance.randrange(3, 96) for _ in range(length)]
         params = SamplingParams(
-            max_tokens=56 - 2 * i, seed=100 + i // 2, ignore_eos=True, **MODES[mode][i % 2]
+            max_tokens=44 - 2 * i, seed=100 + i // 2, ignore_eos=True, **MODES[mode][i % 2]
         )
         requests.append(Request(prompt, params, OFF, f"q{i}"))
     return tuple(requests)

@@ -136,7 +136,7 @@ def test_all_samples_follow_the_same_prediction(mode: str) -> None:
     results = run(tiny_target("llama"), [requests_of(mode)[0], predicted])
     assert_same((request,), {key: r for key, r in results.items() if key[0] == request.id}, truth)
     accepted = [results[request.id, sample].stats.accepted_prediction_tokens for sample in range(2)]
-    assert accepted[0] > 40 and (accepted[1] > 40) == (mode == "greedy")
+    assert accepted[0] > 30 and (accepted[1] > 30) == (mode == "greedy")
 
 
 def test_pages_found_again_give_the_plain_output() -> None:
