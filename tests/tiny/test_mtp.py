@@ -70,8 +70,11 @@ def write(
 
 @cache
 def plain(form: str, mode: str, shared: int = 0) -> Texts:
-    """What is written for each of the requests without speculation."""
-    return texts_of(write(form, requests_of(mode, shared), {"method": "off"}))
+    """What is written for each of the requests alone and without speculation."""
+    texts: dict[Key, list[int]] = {}
+    for request in requests_of(mode, shared):
+        texts |= texts_of(write(form, (request,), {"method": "off"}))
+    return texts
 
 
 def whole(form: str, mode: str, shared: int = 0) -> Texts:
