@@ -9,8 +9,8 @@ import httpx2 as httpx
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from speculon.operations.admin.schemas import Engine, MonitorView
-from speculon.operations.admin.ui.overview import series_of_engines, verdicts
+from speculon.operations.admin.schemas import Engine
+from speculon.operations.admin.ui.overview import series_of_engines
 from speculon.operations.admin.ui.words import LANGUAGES, Words
 from tests.browser.conftest import KEY, log_in
 from tests.server.outside import LOCAL_HTTP, Outside
@@ -99,13 +99,6 @@ def test_memory_and_costs_are_those_of_each_engine() -> None:
     (weights, kv), models = found["memory"]
     assert (weights["data"], kv["data"], models) == ([4.0, 1.0], [0.0, 0], ["a", "b"])
     assert [(one["name"], one["data"]) for one in found["costs"][0]] == [("a", [[1, 6.0], [2, 7.5]])]
-
-
-def test_verdicts_of_replays_are_shown_once_there_are_some() -> None:
-    none = MonitorView(replayed=0, equal=0, ties=0, faults=0, dropped=0, waiting=2)
-    some = none.model_copy(update={"replayed": 7, "equal": 5, "ties": 1, "faults": 1})
-    assert verdicts([none]) == verdicts([]) == "–"
-    assert verdicts([some, none, some]) == "10 / 2 / 2"
 
 
 @pytest.mark.parametrize("language", LANGUAGES)

@@ -111,11 +111,6 @@ class ScriptedEngine:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
-    has_replays = False
-
-    def replay(self) -> None:
-        raise AssertionError("nothing waits to be replayed")
-
     @property
     def load(self) -> Load:
         return Load(len(self.running), len(self.waiting), PAGES - len(self.running))

@@ -262,24 +262,6 @@ def test_the_policy_estimates_by_adapter() -> None:
     assert {name.partition(", adapter ")[2] for name in known if name} == set(NAMES)
 
 
-def test_a_replay_has_the_adapter_of_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def counts(engine: Any) -> tuple[int, int]:
-        while engine.has_replays:
-            engine.replay()
-        return engine.counters.monitor.equal, engine.counters.monitor.faults
-
-    for planted in (False, True):
-        engine = make_engine(adapted("llama"), monitor_share=1.0)
-        for request, adapter in drafting("greedy", "ngram"):
-            ask(engine, request, adapter)
-        drain(engine)
-        assert engine.monitor is not None
-        if planted:
-            for answer in engine.monitor.waiting:
-                object.__setattr__(answer, "request", replace(answer.request, adapter=""))
-        assert counts(engine) == ((3, 6) if planted else (9, 0))
-
-
 def test_what_is_written_goes_on_under_its_adapter() -> None:
     """As after the loss of a process, which the message for the rest has to know."""
     (request, adapter), truth = requests_of("seeded")[1], alone("seeded")["q1"]

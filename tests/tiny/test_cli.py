@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 import speculon as speculon_package
 from speculon import LLM, SamplingParams, __version__
 from speculon.cli import app
-from speculon.cli.options import MONITOR, NO_FLAG, engine_settings, extra_of, metavar_of, pick, vllm_alias
+from speculon.cli.options import NO_FLAG, engine_settings, extra_of, metavar_of, pick, vllm_alias
 from speculon.cli.screen import account
 from speculon.core.config import EngineConfig, SpeculationConfig
 from speculon.core.errors import InvalidParameter
@@ -82,12 +82,10 @@ def test_every_field_has_a_flag_and_no_default_of_its_own() -> None:
     options = {option.name: option for option in get_command(app).commands["generate"].params}  # type: ignore[attr-defined]
     for model in (SamplingParams, SpeculationConfig, EngineConfig):
         for name, field in model.model_fields.items():
-            if name not in NO_FLAG.union(MONITOR):
+            if name not in NO_FLAG:
                 flag = extra_of(field).get("flag", "--" + name.replace("_", "-"))
                 assert flag in options[name].opts and not options[name].default
                 assert (field.description or "") in options[name].help
-    served = {option.name for option in get_command(app).commands["serve"].params}  # type: ignore[attr-defined]
-    assert served >= set(MONITOR) and not options.keys() & set(MONITOR)
     assert "--max-tokens" in speculon("generate", "--help").stdout
     assert engine_settings({}) == pick(SamplingParams, {}) == {}
 

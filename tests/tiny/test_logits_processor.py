@@ -21,7 +21,7 @@ from speculon.engine.async_engine import AsyncEngine
 from speculon.engine.messages import Add
 from speculon.server.schemas import ChatRequest
 from tests.builders import spread
-from tests.tiny import monitored, test_decoder
+from tests.tiny import test_decoder
 from tests.tiny.checkpoint import write_checkpoint
 from tests.tiny.conftest import VOCAB, tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft
@@ -381,14 +381,6 @@ def test_a_round_of_a_model_object_says_so() -> None:
     result = test_decoder.make().step(PROMPT, params_of(planted))
     assert result.emitted_tokens == () and result.verdict.finish
     assert isinstance(result.verdict.finish.error, LogitsProcessorError)
-
-
-def test_the_monitor_replays_no_request_with_one() -> None:
-    engine = monitored.engine_of()
-    monitored.ask(engine, "a", logits_processor=steer)
-    monitored.ask(engine, "b")
-    drain(engine)
-    assert monitored.results_of(monitored.replayed(engine)) == (1, 1, 0, 0, 0)
 
 
 # where it cannot be

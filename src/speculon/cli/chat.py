@@ -18,7 +18,7 @@ from typer import Option
 from speculon.cli.app import SpeculativeConfig, command
 from speculon.cli.drafts import DraftStream, Run, WordWrap, colour_of, drawn, legend, painted
 from speculon.cli.generate import adapter_of, load_for_one_user
-from speculon.cli.options import MONITOR, Flags, settings_from
+from speculon.cli.options import Flags, settings_from
 from speculon.cli.screen import EXIT_REFUSED, account, errors, print_json, say, show_error, streaming
 from speculon.core.config import EngineConfig, SamplingParams, SpeculationConfig
 from speculon.core.errors import InvalidParameter, InvalidRequest, NeverFits, SpeculonError, TooLong
@@ -57,7 +57,7 @@ class Turn:
 
 
 @command("chat")
-@settings_from(SamplingParams, SpeculationConfig, EngineConfig, without=("n", *MONITOR))
+@settings_from(SamplingParams, SpeculationConfig, EngineConfig, without=("n",))
 def chat(
     *,
     system: Annotated[str | None, Option(help="system message")] = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from speculon.cli.app import Json, SpeculativeConfig, command
-from speculon.cli.options import MONITOR, Flags, engine_settings, pick, settings_from
+from speculon.cli.options import Flags, engine_settings, pick, settings_from
 from speculon.cli.screen import account, counting, load_llm, print_json, say, streaming
 from speculon.core.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
 from speculon.core.errors import InvalidParameter
@@ -24,7 +24,7 @@ NO_TEMPLATE = "without --chat the prompt is continued as plain text"
 
 
 @command("generate")
-@settings_from(SamplingParams, SpeculationConfig, EngineConfig, without=MONITOR)
+@settings_from(SamplingParams, SpeculationConfig, EngineConfig)
 def generate(
     *,
     prompt: Annotated[

@@ -31,9 +31,7 @@ from speculon.core.config import (
 from speculon.core.errors import ConfigError, InvalidParameter
 
 NO_FLAG = {"speculation", "serve", *IN_PYTHON}  # tables: their fields have flags
-MONITOR = ("monitor_share", "monitor_max_tokens")  # of no effect in a command that ends with its texts
 NO_REQUESTS = (
-    *MONITOR,
     "generation_config",
     "adapters",
 )  # of no effect in a command that sets how it samples

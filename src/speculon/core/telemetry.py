@@ -300,24 +300,6 @@ class RequestStats:
 
 
 @dataclass(slots=True)
-class MonitorCounts:
-    """What the monitor has found: answers that were written again without speculation."""
-
-    replayed: int = 0
-    equal: int = 0
-    ties: int = 0  # differ where two tokens are nearly equal
-    faults: int = 0  # differ, and no tie explains it
-    dropped: int = 0  # not replayed although taken: the engine was not idle for long enough, or it failed
-    waiting: int = 0
-    ms: float = 0.0
-    limit: float = 0.0  # nat; below this regret a difference is a tie
-
-    def add(self, other: MonitorCounts) -> None:
-        self.limit = max(self.limit, other.limit)
-        add_fields(self, other, ("limit",))
-
-
-@dataclass(slots=True)
 class EngineCounters:
     """Cumulative, over the engine's life. Times in ms."""
 
@@ -337,7 +319,6 @@ class EngineCounters:
     pool_tokens: int = 0  # in them
     # what came from an earlier process: pools, policies
     restored: Counter[str] = field(default_factory=Counter)
-    monitor: MonitorCounts = field(default_factory=MonitorCounts)
     totals: RequestStats = field(default_factory=RequestStats)
 
     @property
@@ -357,7 +338,7 @@ def add_fields(counts: Any, other: Any, excluded: tuple[str, ...] = ()) -> None:
         if isinstance(before, dict):
             for key, value in added.items():
                 before[key] = before.get(key, 0) + value
-        elif isinstance(before, (RequestStats, MonitorCounts)):
+        elif isinstance(before, RequestStats):
             before.add(added)
         else:
             setattr(counts, name, (before or 0) + added)

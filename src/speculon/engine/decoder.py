@@ -35,7 +35,6 @@ from speculon.speculation.proposers.registry import OFF, WITH_CHECKPOINT
 OF_CHECKPOINTS = "model dtype device allow_pickle trust_remote_code generation_config quantization".split()
 UNUSABLE = {
     "state": "is kept by LLM and by the server",
-    "monitor_share": "is kept by LLM and by the server",
     "adapters": "are of LLM and of the server",
     "draft_depth": "drafts are chains here, since a caller's logits have a row for each",
 }
@@ -91,7 +90,7 @@ class SpeculativeDecoder:
             raise ConfigError(f"draft = {draft!r}: {why}")
         if draft is not None:
             speculation["draft"] = by_method(draft) if isinstance(draft, str) else draft
-        self.config = EngineConfig(**{**settings, "monitor_share": 0.0}, speculation=speculation)
+        self.config = EngineConfig(**settings, speculation=speculation)
         if method in WITH_CHECKPOINT and method not in self.config.speculation.drafts:
             raise ConfigError(f"method = {method!r}: needs draft = a model object or a checkpoint")
         if self.config.threads:

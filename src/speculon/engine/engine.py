@@ -35,7 +35,6 @@ from speculon.decoding.verify import cut, verify
 from speculon.engine.admission import Admission
 from speculon.engine.capabilities import capability_table
 from speculon.engine.messages import Ready
-from speculon.engine.monitor import Monitor
 from speculon.engine.scheduler import Ended, Scheduler
 from speculon.engine.state import State
 from speculon.speculation.control.policies import Policies
@@ -125,7 +124,6 @@ class Engine:
             config, device=facts.device, dtype=facts.dtype, max_context=self.max_context, pages=pages
         )
         self.state: State | None = None  # what is kept across restarts
-        self.monitor = Monitor.of(target, config, self.max_context, self.counters.monitor)
         self._facts = facts
         self._requests: dict[str, _Request] = {}
         self._names = itertools.count()
@@ -301,16 +299,6 @@ class Engine:
         watch.lap("verify")
         return out
 
-    @property
-    def has_replays(self) -> bool:
-        """Whether the monitor has a replay to begin or to continue."""
-        return self.monitor is not None and self.monitor.has_work
-
-    def replay(self) -> None:
-        """One forward of the monitor; to be called only without work. It changes nothing but its counts."""
-        if self.monitor is not None:
-            self.monitor.step()
-
     def abort(self, request_id: str) -> list[Event]:
         """Ends a request now; its pages are free at once."""
         events, ended = self.scheduler.abort(request_id)
@@ -343,8 +331,6 @@ class Engine:
         A text that is being written enters its pool when it ends.
         """
         count = self.proposers.forget(tenant, pool)
-        if self.monitor is not None:
-            self.monitor.forget(tenant, pool)
         if self.state is not None and count:
             self.state.save()
         self._count_pools()
@@ -360,13 +346,9 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page is accounted for."""
         self.scheduler.check_integrity()
-        if self.monitor is not None:
-            self.monitor.check_integrity()
 
     def _forget(self, ended: Ended) -> None:
         for seq, finish in ended:
-            if self.monitor is not None:
-                self.monitor.take(seq, finish)
             self.proposers.release(seq)
             self.policy.forget(seq)
             self.counters.finished[finish.reason] += 1

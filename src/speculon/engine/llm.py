@@ -7,14 +7,13 @@ import logging
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from speculon.core.checked import as_list, conversations, is_list, one_per_prompt
 from speculon.core.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
 from speculon.core.errors import ConfigError, InvalidParameter
 from speculon.core.images import ImageInput
-from speculon.core.telemetry import MonitorCounts
 from speculon.decoding.sequence import Event
 from speculon.decoding.text.tokenizer import NO_TOKENIZER, Stream, Tokenizer, check_messages
 from speculon.engine.build import build_engine
@@ -254,14 +253,6 @@ class LLM:
         """Deletes the earlier answers under a name, or all; returns how many pools there were."""
         with self._stepper.turn() as engine:
             return engine.forget_pools(pool)
-
-    def replay(self) -> MonitorCounts:
-        """Replays the answers that the monitor has taken (`monitor_share`), and returns its counts so far.
-
-        Requests of other threads are not delayed by more than one forward.
-        """
-        self._stepper.replay()
-        return replace(self.engine.counters.monitor)
 
     def close(self) -> None:
         """Ends what is still open, with `abort`, and writes what is to be kept of events and state.

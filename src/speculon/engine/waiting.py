@@ -326,16 +326,6 @@ class Stepper:
         finally:  # an interrupt that waited is raised by the abort
             self._requests.remove(queue)
 
-    def replay(self) -> None:
-        """All replays of the monitor, each forward of them only while nobody's request runs."""
-        unfinished = True
-        while unfinished:
-            self._step_until(lambda: not self._engine.has_work)
-            with self.turn() as engine:
-                if not engine.has_work and engine.has_replays:
-                    engine.replay()
-                unfinished = engine.has_work or engine.has_replays
-
     def check_when_idle(self) -> None:
         """Raises AssertionError unless every page is accounted for; does nothing while requests run."""
         if not len(self._requests):

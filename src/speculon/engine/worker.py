@@ -39,8 +39,6 @@ Build = Callable[[EngineConfig, Callable[[str], None]], "Engine"]
 STATISTICS_SECONDS = 0.25  # between two messages with the counters; `serve.engine_timeout` is longer
 # without work before the pages are counted: a request that comes soon must not wait for that
 IDLE_SECONDS = 1.0
-# guess: without work before a replay goes on, since the next request of a client often comes at once
-REPLAY_SECONDS = 0.05
 RETRIES = 1  # of a step that failed; it left everything as it was
 
 log = logging.getLogger("speculon")
@@ -104,7 +102,6 @@ class Worker:
         """Handles what has come; without work, waits for a message. False after `Shutdown`."""
         while not self.engine.has_work or self._pipe.poll():
             if not self.engine.has_work:
-                self._replay_when_idle()
                 self._check_when_idle()
             message: FromServer = self._pipe.recv()
             self._read += 1
@@ -122,16 +119,6 @@ class Worker:
             if not self._pipe.poll():
                 break
         return True
-
-    def _replay_when_idle(self) -> None:
-        """One forward of a replay after another, until a message comes: it waits for one of them at most."""
-        if not self.engine.has_replays or self._pipe.poll(REPLAY_SECONDS):
-            return
-        while self.engine.has_replays and not self._pipe.poll():
-            self.engine.replay()
-            if monotonic() - self._statistics_at > STATISTICS_SECONDS:
-                self._send_statistics()
-        self._send_statistics()
 
     def _check_when_idle(self) -> None:
         """Once, after `IDLE_SECONDS` without a message: every page must be accounted for."""

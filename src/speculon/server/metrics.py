@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from speculon.core.telemetry import EngineCounters, MonitorCounts, RequestStats
+from speculon.core.telemetry import EngineCounters, RequestStats
 from speculon.core.types import Reason
 from speculon.server.access_log import AccessRecord
 from speculon.server.capture import Capture
@@ -131,7 +131,6 @@ def engine_metrics(engine: Engine, model: str) -> Iterator[Metric]:
     yield from proposal_metrics(counters)
     yield from decision_metrics(counters.totals)
     yield from state_metrics(engine)
-    yield from monitor_metrics(counters.monitor)
 
 
 def vllm_metrics(totals: RequestStats, model: str) -> Iterator[Metric]:
@@ -233,20 +232,6 @@ def state_metrics(engine: Engine) -> Iterator[Metric]:
         yield gauge("kv_pages", "pages of the KV pool", facts.pages)
         yield gauge("kv_pages_held", "of these, held by sequences; cached pages count as free", used)
         yield gauge("kv_usage_ratio", "share of the pages that sequences hold", used / facts.pages)
-
-
-def monitor_metrics(counts: MonitorCounts) -> Iterator[Metric]:
-    for name, text, value in (
-        ("replayed", "answers that were written again without speculation", counts.replayed),
-        ("equal", "of these, equal to the answer", counts.equal),
-        ("ties", "of these, different where two tokens are nearly equal", counts.ties),
-        ("faults", "of these, different without such a tie", counts.faults),
-        ("dropped", "answers that were to be replayed, and were not", counts.dropped),
-        ("seconds", "time of replays", counts.ms / 1e3),
-    ):
-        yield counter(f"monitor_{name}", text, value)
-    yield gauge("monitor_waiting", "answers that wait for their replay", counts.waiting)
-    yield gauge("monitor_tie_limit_nats", "regret below which a difference is a tie", counts.limit)
 
 
 class CaptureCollector(Collector):

@@ -20,7 +20,6 @@ from speculon.core.types import LayerSpec, Needs
 PARTS = ("held", "drafters", "scratch", "remembered", "pages", "states", "snapshots", "additional")
 SHORTEST = 2  # tokens of a request: one of prompt, one of answer
 SHARE_OF_FREE = 0.3  # guess: leaves room for weights that load later and for other programs
-REPLAY_ROWS = 64  # guess: rows of a replay's prompt chunk, for which an arriving request may have to wait
 SHARE_OF_SNAPSHOTS = 0.05  # guess: a few per sequence where states are large
 
 
@@ -138,8 +137,8 @@ class Budget:
             drafters=sum(needs.bytes_fixed for needs in drafters),
             scratch=max(needs.bytes_scratch for needs in everyone),  # one model runs at a time
             remembered=self._remembered,
-            pages=pages + self._for_replay()[0],
-            states=self._states(drafters) + self._for_replay()[1],
+            pages=pages,
+            states=self._states(drafters),
             snapshots=self._for_snapshots(drafters),
             additional=int(settings.additional_memory_gb * 2**30),
             limit=self._held + self._free if limit_gb is None else int(limit_gb * 2**30),
@@ -214,16 +213,7 @@ class Budget:
 
     def _left(self, drafters: Sequence[Needs]) -> int:
         weights = sum(needs.bytes_fixed for needs in drafters)
-        replay = sum(self._for_replay())
-        return self._free - self._remembered - self._states(drafters) - weights - replay
-
-    def _for_replay(self) -> tuple[int, int]:
-        """Bytes of the pages and of the states of the monitor's one sequence."""
-        if not self._config.monitor_share:
-            return 0, 0
-        pages = replay_pages(self._config, self._max_context, self._target.layers)
-        states = self._target.bytes_states // self._config.max_num_seqs
-        return pages * self._page_bytes([]), states
+        return self._free - self._remembered - self._states(drafters) - weights
 
     def _page_bytes(self, drafters: Sequence[Needs]) -> int:
         # at least 1: a model without attention keeps nothing in pages, whose number then only counts tokens
@@ -232,9 +222,3 @@ class Budget:
 
     def _layers(self, drafters: Sequence[Needs]) -> list[LayerSpec]:
         return [layer for needs in drafters for layer in needs.layers]
-
-
-def replay_pages(config: EngineConfig, max_context: int, layers: tuple[LayerSpec, ...]) -> int:
-    """The monitor's own pages: those of one sequence of the longest prompt and answer that it replays."""
-    tokens = min(max_context, config.monitor_max_tokens)
-    return max_pages(tokens, REPLAY_ROWS, joint_reach(layers), config.block_size)

@@ -104,16 +104,6 @@ class EngineConfig(BaseSettings):
         description="folder that keeps, across restarts, earlier answers as token ids, and what policy "
         "goodput has measured",
     )
-    monitor_share: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="share of greedy and seeded answers that an idle engine writes again without "
-        "speculation, and compares",
-    )
-    monitor_max_tokens: int = Field(
-        4096, ge=2, description="longest prompt and answer that the monitor replays, in pages of its own"
-    )
     allow_pickle: bool = Field(False, description="accept pickle checkpoints (weights_only)")
     trust_remote_code: bool = Field(False, description="run Python code that comes with a checkpoint")
     adapters: dict[AdapterName, AdapterFolder] = Field(

@@ -54,12 +54,6 @@ class Matcher:
         """One of its own, from here on."""
         return Matcher(self.home, self.inner.deep_copy(), self.endless)
 
-    def anew(self) -> Matcher:
-        """One of its own, from the beginning of the text."""
-        inner = self.inner.deep_copy()
-        inner.reset()
-        return Matcher(self.home, inner, self.endless)
-
     def consume(self, tokens: Seq[int]) -> bool:
         """Moves on over written tokens; False where the grammar does not allow them."""
         return not tokens or self.inner.consume_tokens(list(tokens))

@@ -21,7 +21,7 @@ from speculon.speculation.proposers.registry import OFF
 TABLE = "speculation"
 # settings that the measurement does not depend on
 UNRELATED = {"speculation", "serve", "events", "events_limit_mb", "state", "warmup"}
-UNRELATED |= {"prefix_cache", "snapshot_memory_gb", "monitor_share", "monitor_max_tokens"}
+UNRELATED |= {"prefix_cache", "snapshot_memory_gb"}
 # none of these stays in a file that is written to
 MEASURED = EngineConfig.model_fields.keys() - UNRELATED | {TABLE}
 

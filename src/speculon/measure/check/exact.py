@@ -9,17 +9,19 @@ text is judged.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from speculon.core.config import MAX_LOGPROBS, SamplingParams
+from speculon.decoding.batch import Batch
 from speculon.decoding.regret import TOP, at_or_none, first_difference, movement, tie_limit, token_regret
 from speculon.decoding.sampling import Row
-from speculon.engine.monitor import Lane
+from speculon.decoding.sequence import Span
+from speculon.decoding.verify import verify
 from speculon.measure.check.arms import Advance, ArmStats, Texts, write
 from speculon.measure.check.plan import CheckPlan
 from speculon.speculation.proposers.registry import OFF
@@ -191,6 +193,7 @@ def judge(
         yield Divergence(i, at, other, token, *(regrets if known else (None, None)))
 
 
+@torch.inference_mode()
 def row_after(
     engine: Engine, prompt: list[int], output: list[int], sampled: tuple[SamplingParams, int] | None
 ) -> tuple[Tensor, Row]:  # [V]
@@ -198,10 +201,19 @@ def row_after(
     params, sample = sampled or (SamplingParams(temperature=0), 0)
     params = params.model_copy(update={"max_tokens": len(output) + 1})
     seq = engine.admission.admit("judge", prompt, params, PLAIN, output, prefix_cache=False)[sample]
-    lane = Lane(engine.target, engine.pool, engine.leases, engine.config.max_batch_tokens)
-    with closing(lane.run(seq)) as steps:
-        logits = next(logits for span, logits in steps if span.samples)
-    return logits[-1], Row(seq, seq.request.rules)
+    engine.pool.attach(seq)
+    try:
+        while True:
+            span = Span(seq, seq.committed, engine.pool.chunk(seq, engine.config.max_batch_tokens))
+            with engine.leases.reserve([span]) as lease:
+                batch = Batch.pack([span], engine.target.device)
+                logits = engine.target.forward(batch, lease.view(batch)).logits
+                if span.samples:  # not committed: the noise of the row is that of the next position
+                    return logits[-1], Row(seq, seq.request.rules)
+                verify(batch, logits)
+                lease.commit()
+    finally:
+        engine.pool.release(seq)
 
 
 def movements(llm: LLM, prompts: list[list[int]], texts: Texts, top: int) -> Iterator[float]:

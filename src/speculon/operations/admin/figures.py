@@ -9,7 +9,7 @@ from time import monotonic
 
 from speculon.core.telemetry import EngineCounters, RequestStats
 from speculon.engine.client import EngineClient
-from speculon.operations.admin.schemas import Counts, Engine, MethodCounts, MonitorView, Overview
+from speculon.operations.admin.schemas import Counts, Engine, MethodCounts, Overview
 
 INTERVAL = 1.0  # seconds between two snapshots
 MOST_PAUSE = 5.0  # seconds; after a longer one the charts begin anew
@@ -86,7 +86,6 @@ def engine_view(engine: EngineClient) -> Engine | None:
         steps=counters.steps,
         cost_curve=engine.costs,
         memory_bytes=facts.memory,
-        monitor=MonitorView.model_validate(counters.monitor, from_attributes=True),
     )
 
 

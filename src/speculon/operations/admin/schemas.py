@@ -38,17 +38,6 @@ class Counts(BaseModel):
     plain_rounds: dict[str, int]  # reason -> rounds
 
 
-class MonitorView(BaseModel):
-    """Answers that were replayed without speculation."""
-
-    replayed: int
-    equal: int
-    ties: int
-    faults: int
-    dropped: int
-    waiting: int
-
-
 class Engine(Counts):
     """What the process of a model tells."""
 
@@ -61,7 +50,6 @@ class Engine(Counts):
     steps: int
     cost_curve: dict[int, float]  # sequences -> ms of a plain step; empty: not measured
     memory_bytes: dict[str, int]  # part -> bytes, as estimated when it was loaded
-    monitor: MonitorView
 
 
 class ModelOverview(BaseModel):

@@ -7,12 +7,12 @@ from typing import Any
 from nicegui import ui
 
 from speculon.operations.admin.figures import INTERVAL, Figures, Point
-from speculon.operations.admin.schemas import Counts, Engine, MethodCounts, MonitorView, Overview
+from speculon.operations.admin.schemas import Counts, Engine, MethodCounts, Overview
 from speculon.operations.admin.ui.colours import GREY, PALETTE, SYMBOLS, colour_of, options, symbol_of
 from speculon.operations.admin.ui.shell import View
 from speculon.operations.admin.ui.words import Words
 
-NUMBERS = ("requests", "running", "rate", "tokens", "acceptance", "per_call", "saved", "memory", "monitor")
+NUMBERS = ("requests", "running", "rate", "tokens", "acceptance", "per_call", "saved", "memory")
 COLUMNS = ("method", "rounds", "drafted", "accepted", "acceptance", "per_call")
 MB = 1e6
 NOT_KNOWN = "–"
@@ -87,7 +87,6 @@ def numbers(now: Overview, figures: Figures, words: Words) -> dict[str, str]:
         "per_call": decimal(totals.tokens_per_target_call),
         "saved": NOT_KNOWN if saved is None else words("overview.seconds", seconds=f"{saved:,.1f}"),
         "memory": megabytes(sum(model.held_bytes for model in now.models), words),
-        "monitor": verdicts([engine.monitor for engine in engines]),
     }
 
 
@@ -100,12 +99,6 @@ def row_of(counts: MethodCounts) -> dict[str, str]:
         "acceptance": share_text(counts.acceptance_rate),
         "per_call": decimal(counts.tokens_per_target_call),
     }
-
-
-def verdicts(monitors: list[MonitorView]) -> str:
-    """Of answers that were replayed without speculation; by default none is."""
-    counts = [sum(getattr(monitor, name) for monitor in monitors) for name in ("equal", "ties", "faults")]
-    return " / ".join(f"{count:,}" for count in counts) if any(counts) else NOT_KNOWN
 
 
 def megabytes(held: int, words: Words) -> str:
