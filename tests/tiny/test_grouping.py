@@ -22,13 +22,9 @@ def spans(*sizes: tuple[int, int]) -> list[SpanView]:
     return found
 
 
-def grouped(
-    *sizes: tuple[int, int], window: int | None = None, token_bytes: int = TOKEN, entry: int = 0
-) -> list[list[int]]:
+def grouped(*sizes: tuple[int, int], window: int | None = None, token_bytes: int = TOKEN) -> list[list[int]]:
     """The first row of each span, by bucket."""
-    return [
-        [span.first for span in bucket] for bucket in buckets(spans(*sizes), window, token_bytes, CPU, entry)
-    ]
+    return [[span.first for span in bucket] for bucket in buckets(spans(*sizes), window, token_bytes, CPU)]
 
 
 def test_sequences_of_like_length_share_a_call() -> None:
@@ -50,11 +46,6 @@ def test_more_bytes_a_token_leave_less_room_for_padding() -> None:
 
 def test_drafts_of_different_length_share_a_call() -> None:
     assert grouped((5, 300), (1, 300), (4, 304)) == [[0, 5, 6]]
-
-
-def test_single_rows_without_copies_share_longer_calls_among_themselves() -> None:
-    sizes = (1, 1000), (1, 1100), (2, 1000)
-    assert grouped(*sizes) == [[0], [2], [1]] and grouped(*sizes, entry=32) == [[0, 1], [2]]
 
 
 def test_prompt_chunks_have_calls_of_their_own() -> None:

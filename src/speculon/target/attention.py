@@ -14,7 +14,6 @@ from speculon.core.errors import UnsupportedModel
 from speculon.decoding.kv.states import StateStep
 from speculon.decoding.kv.store import View
 from speculon.target.grouping import shared_plan
-from speculon.target.sparse import attend_single
 
 NAME = "speculon"
 # Many stock attentions drop keyword arguments, so the view is no argument. Each thread has its own.
@@ -93,9 +92,6 @@ def attend_written(
     for call in plan.calls:
         q = query[call.rows] if isinstance(call.rows, slice) else query.index_select(0, call.rows)
         # q: [B * n, H, Dk]
-        if call.sparse is not None:
-            outs.append(attend_single(call.sparse, q, *view.pool(layer), scaling))
-            continue
         k, v = view.take(layer, call.where, call.spans)  # [B, Hkv, S, D]
         if not call.folded:
             out = F.scaled_dot_product_attention(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from math import inf
 from typing import NamedTuple
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from speculon.core.types import NO_PADDING, LayerSpec, Padding, ceil_div
 from speculon.decoding.kv.store import SpanView, View, Where, as_index, gather_bytes, power_of_two
-from speculon.target.sparse import ENTRY, SparseKeys, is_faster, sparse_keys
 
 # guess: up to here the head group is folded into the query rows, beyond it SDPA repeats K and V itself
 FOLD_ROWS = 32
@@ -24,10 +22,6 @@ PIECE = {"cpu": 64}
 CALL = {"cpu": 200 << 10}
 CALL_ELSEWHERE = 32 << 20  # guess, for devices with far more bandwidth
 ROW, COPY = 0.08, 0.1
-# A separate call for single rows costs 1.0 to 1.5 ms in a step of 20 layers: the time to read so many bytes
-# of keys and values in each layer.
-REREAD = 1 << 20
-
 
 # SDPA takes larger blocks of query rows from 192 on, so a padded call has fewer.
 MOST_FOLDED = 191
@@ -47,7 +41,6 @@ class KernelCall:
     mask: Tensor | None  # additive; [n * g, S] for one span, [B, 1, n * g, S] for many
     folded: bool = True  # whether the rows of a head group are rows of one head: else K and V are repeated
     copies: int = 1  # times that the folded rows are repeated: for few of them the kernel is another one
-    sparse: SparseKeys | None = None  # where single rows attend by sparse products
 
 
 @dataclass(slots=True)
@@ -93,24 +86,20 @@ def shared_plan(view: View, layer: int, group: int, plain: bool, query: Tensor) 
 
 
 def make_plan(view: View, layer: int, group: int, plain: bool, query: Tensor) -> CallPlan:
-    spec, device, heads = view.spec(layer), query.device, query.shape[1]
+    spec, device = view.spec(layer), query.device
     kernel = Kernel(spec, group, plain, query.dtype, device, view.store.readable)
     spans = [part for span in view.spans for part in span.in_chunks(spec.chunk)]
     few = FOLD_ROWS
     if spec.padding == NO_PADDING:
-        entry, spans = divided(spec, spans, group, plain, query)
+        spans = [piece for span in spans for piece in pieces(span, PIECE.get(device.type, span.rows))]
     else:
         few = few_rows(group)
         max_rows = spec.padding.piece if plain and spec.padding.piece > FOLD_ROWS else few
         parts = [part for span in spans for part in exact_parts(span, spec.window, spec.padding)]
-        entry, spans = 0, [piece for part in parts for piece in pieces(part, max_rows)]
+        spans = [piece for part in parts for piece in pieces(part, max_rows)]
     calls, placed, at = [], [], 0
-    for bucket in buckets(spans, spec.window, spec.bytes_per_token, device, entry, few, spec.padding):
+    for bucket in buckets(spans, spec.window, spec.bytes_per_token, device, few, spec.padding):
         call = span_call(bucket[0], kernel) if len(bucket) == 1 else spans_call(bucket, kernel)
-        if entry and call.n == 1 and fits_in_cache(size_of(bucket, spec.window), entry, device):
-            hidden = None if call.mask is None else call.mask[:, 0, :1]
-            slots = view.store.slots
-            call.sparse = sparse_keys(call.where, len(bucket), heads, group, hidden, slots, device)
         calls.append(call)
         for i, span in enumerate(bucket):
             placed.append((span.first, range(at + i * call.n, at + i * call.n + span.rows)))
@@ -122,34 +111,6 @@ def make_plan(view: View, layer: int, group: int, plain: bool, query: Tensor) ->
 def few_rows(group: int) -> int:
     """Up to how many rows are folded where calls are padded."""
     return max(1, min(FOLD_ROWS, MOST_FOLDED // group))
-
-
-def divided(
-    spec: LayerSpec, spans: list[SpanView], group: int, plain: bool, query: Tensor
-) -> tuple[int, list[SpanView]]:
-    """Bytes of a key in a sparse product (0: none is used), and the spans in the pieces that calls take."""
-    device = query.device
-    entry = query.shape[1] * ENTRY if plain and is_faster(query, group) else 0
-    one_by_one = entry and repeated_keys(spans, spec.window) * spec.bytes_per_token <= REREAD
-    max_rows = 1 if one_by_one else PIECE.get(device.type)
-    few = [span for span in spans if span.rows <= FOLD_ROWS]
-    if max_rows != 1 and mostly_drafting(few):
-        if fits_in_cache(size_of(few, spec.window), spec.bytes_per_token, device):
-            entry = 0
-    return entry, [piece for span in spans for piece in pieces(span, max_rows or span.rows)]
-
-
-def repeated_keys(spans: list[SpanView], window: int | None) -> float:
-    """Keys read again where each row of a batch has a call; infinite for one sequence, or with a prompt."""
-    if len(spans) == 1 or any(span.rows > FOLD_ROWS for span in spans):
-        return inf
-    return sum((span.rows - 1) * visible_keys(span, window) for span in spans)
-
-
-def mostly_drafting(spans: list[SpanView]) -> bool:
-    """Whether two or more spans have several rows, and no fewer than those of one row."""
-    singles = sum(span.rows == 1 for span in spans)
-    return 1 < len(spans) - singles >= singles
 
 
 def pieces(span: SpanView, max_rows: int) -> list[SpanView]:
@@ -164,37 +125,36 @@ def buckets(
     window: int | None,
     token_bytes: int,
     device: torch.device,
-    entry: int = 0,
     few: int = FOLD_ROWS,
     padding: Padding = NO_PADDING,
 ) -> list[list[SpanView]]:
     """Spans that share one padded call, joined while that costs less than calls of their own.
 
-    With `entry`, the bytes of a key in a sparse product, single rows are among themselves. Those of more than
-    `few` rows have calls of their own. All spans of a call need the same exact number of keys, or none.
+    A span of more than `few` rows has a call of its own, and so has one whose rows see each other in both
+    directions. All spans of a call need the same exact number of keys, or none.
     """
 
-    def row_class(span: SpanView) -> int:
-        return 2 if span.rows > few or span.both else 0 if entry and span.rows == 1 else 1
+    def alone(span: SpanView) -> bool:
+        return span.rows > few or span.both
 
-    def call_class(span: SpanView) -> tuple[int, int]:
-        return row_class(span), exact_keys(span.context, window, padding)
+    def call_class(span: SpanView) -> tuple[bool, int]:
+        return alone(span), exact_keys(span.context, window, padding)
+
+    price = partial(cost, token_bytes=token_bytes, device=device)
 
     joint: list[list[SpanView]] = []
     size = CallSize(0, 0, 0)  # of the last call
     for span in sorted(spans, key=lambda s: (*call_class(s), visible_keys(s, window))):
-        alone = size_of([span], window)
-        joined = size.with_all_of(alone)
-        alike = joint and row_class(span) < 2 and call_class(joint[-1][0]) == call_class(span)
-        key_bytes, copy = (token_bytes, COPY) if row_class(span) else (entry, 0.0)
-        price = partial(cost, token_bytes=token_bytes, device=device, copy=copy)
-        fits = alike and fits_in_cache(joined, key_bytes, device)
-        if fits and price(joined) <= price(size) + price(alone):
+        own = size_of([span], window)
+        joined = size.with_all_of(own)
+        alike = joint and not alone(span) and call_class(joint[-1][0]) == call_class(span)
+        fits = alike and fits_in_cache(joined, token_bytes, device)
+        if fits and price(joined) <= price(size) + price(own):
             joint[-1].append(span)
             size = joined
         else:
             joint.append([span])
-            size = alone
+            size = own
     return [sorted(bucket, key=lambda s: s.first) for bucket in joint]
 
 
@@ -219,9 +179,9 @@ def fits_in_cache(size: CallSize, key_bytes: int, device: torch.device) -> bool:
     return size.spans * size.keys * key_bytes <= gather_bytes(device)
 
 
-def cost(size: CallSize, token_bytes: int, device: torch.device, copy: float) -> float:
-    """Cost of the call, in bytes read; `copy` per byte where several spans are copied."""
-    read = size.spans * size.keys * token_bytes * (1 + ROW * (size.rows - 1) + copy * (size.spans > 1))
+def cost(size: CallSize, token_bytes: int, device: torch.device) -> float:
+    """Cost of the call, in bytes read."""
+    read = size.spans * size.keys * token_bytes * (1 + ROW * (size.rows - 1) + COPY * (size.spans > 1))
     return CALL.get(device.type, CALL_ELSEWHERE) + read
 
 

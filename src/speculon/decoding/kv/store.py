@@ -42,7 +42,6 @@ class PageStore:
         self.k = [zeros(slots, x.heads, x.k_dim, x.dtype, self.device) for x in layers]
         self.v = [zeros(slots, x.heads, x.v_dim, x.dtype, self.device) for x in layers]
         self.by_head = [(by_span(k, 1), by_span(v, 1)) for k, v in zip(self.k, self.v, strict=True)]
-        self.flat = [(k.flatten(0, 1).t(), v.flatten(0, 1)) for k, v in zip(self.k, self.v, strict=True)]
         self._offsets = torch.arange(block_size, device=device)
         self._rooms: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
         shapes = [(x.window, x.chunk, x.bytes_per_token, x.padding) for x in layers]
@@ -241,10 +240,6 @@ class View:
         for part in states:
             pool[self.slots, 0, at : at + part.shape[1]] = part
             at += part.shape[1]
-
-    def pool(self, layer: int) -> tuple[Tensor, Tensor]:  # k [Dk, slots * Hkv], v [slots * Hkv, Dv]
-        """The keys and values of all slots, whosoever they are."""
-        return self.store.flat[self.first_layer + layer]
 
     # k [B, Hkv, S, Dk], v [B, Hkv, S, Dv]
     def take(self, layer: int, where: Where, spans: int) -> tuple[Tensor, Tensor]:
