@@ -1,4 +1,4 @@
-"""Rows attend to the keys of their own sequence alone, wherever its pages are, as an explicit softmax does."""
+"""Rows attend to the keys of their own sequence alone, wherever its pages are, as in an explicit softmax."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from speculon.core.errors import ConfigError, UnsupportedModel
 from speculon.decoding.kv.states import StateSpan, StateStep
 from speculon.engine.engine import Engine
 from speculon.loading.load import context_limit, wrap_model
-from speculon.target import convolution, recurrent
+from speculon.target import recurrent
 from speculon.target.budget import Budget
 from speculon.target.fuse import Fused
 from tests.recording import read
@@ -326,26 +325,6 @@ def test_inspect_says_how_states_are_restored(tmp_path: Path) -> None:
     assert any("recurrent state" in note for note in facts["notes"])
     table = CliRunner().invoke(app, ["inspect", str(folder)]).output
     assert "recurrent states" in table and "JambaMambaMixer goes row by row" in table
-
-
-# the convolution of single rows
-
-
-@pytest.mark.parametrize("name", RECURRENT)
-def test_the_convolution_of_single_rows_is_exchanged(name: str) -> None:
-    """In every mixer with one, and in no file of transformers: the stock model keeps its own."""
-    for mixer in recurrent_target(name).mixers:
-        assert mixer.stock.__func__.__globals__[convolution.NAME] is convolution.update
-        assert vars(sys.modules[type(mixer.module).__module__])[convolution.NAME] is not convolution.update
-
-
-def test_another_convolution_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return hidden_states
-
-    monkeypatch.setattr(convolution, "update", wrong)
-    for mixer in wrap_model(recurrent_model("falcon_h1")).mixers:
-        assert mixer.stock.__func__ is type(mixer.module).forward
 
 
 def test_norms_of_which_a_layer_reads_more_are_left() -> None:

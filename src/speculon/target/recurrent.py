@@ -33,8 +33,7 @@ from speculon.decoding.kv.states import (
     StateStore,
 )
 from speculon.target.attention import running_states
-from speculon.target.compare import EXACT, difference
-from speculon.target.convolution import exchanged
+from speculon.target.compare import difference
 
 Key = tuple[str, int]  # `conv` or `recurrent`, and the number that the cache knows the state by
 TOLERANCE = 1e-4  # of the largest output
@@ -292,33 +291,13 @@ def decide(mixers: tuple[Mixer, ...]) -> None:
     Raises `UnsupportedModel` where not even a row at a time is exact.
     """
     limits: dict[type[nn.Module], tuple[int, int]] = {}
-    exchange: dict[type[nn.Module], bool] = {}
     for mixer in mixers:
         cls = type(mixer.module)
         if cls not in limits:
             exact = exact_in_one_call(mixer)
-            exchange[cls] = exchange_convolution(mixer)
             several, alone = (faster_by_row(mixer, n) if exact else ANY for n in SEQUENCES)
             limits[cls] = several, alone
-        elif exchange[cls]:
-            mixer.stock = exchanged(mixer.module) or mixer.stock
         mixer.by_row, mixer.alone = limits[cls]
-
-
-@torch.inference_mode()
-def exchange_convolution(mixer: Mixer) -> bool:
-    """Gives a mixer the short convolution of single rows, if its outputs are the same with it."""
-    if (made := exchanged(mixer.module)) is None:
-        return False
-    rows = random_rows(mixer, 2, CUT + 3).to(next(mixer.module.parameters()))
-    stock, lengths = mixer.stock, (CUT, 1, 1, 1)
-    expected, mixer.stock = outputs(mixer, rows, lengths), made
-    try:
-        same = difference(outputs(mixer, rows, lengths), expected) <= EXACT
-    except (RuntimeError, ValueError, IndexError, TypeError):
-        same = False
-    mixer.stock = made if same else stock
-    return same
 
 
 @torch.inference_mode()
