@@ -74,7 +74,7 @@ def test_other_refusals_have_openai_s_shape(inside: Inside, body: dict[str, Any]
 
 
 @pytest.mark.parametrize("method", ["auto", "draft_model", "eagle3", "grammar", "ngram", "suffix"])
-def test_a_method_that_is_off_leaves_its_reason(inside: Inside, method: str) -> None:
+def test_a_method_that_is_off_drafts_nothing(inside: Inside, method: str) -> None:
     row = table_of(inside)[f"methods.{method}"]
     wishes = {"method": method, "stats": True}
     answer = inside.post(
@@ -82,7 +82,7 @@ def test_a_method_that_is_off_leaves_its_reason(inside: Inside, method: str) -> 
     )
     assert answer.status_code == 200, answer.text
     off = "no_drafter" in answer.json()["speculation"]["reasons"]
-    assert row["status"] == ("off" if off else "on") and row["reason"].startswith("no_drafter: ") == off
+    assert row["status"] == ("off" if off else "on") and ("no drafter" in row["reason"]) == off
 
 
 def test_head_is_answered_where_get_is(inside: Inside) -> None:

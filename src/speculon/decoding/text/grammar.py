@@ -100,6 +100,14 @@ class Grammars:
         self._not_text: list[int] = []  # tokens that llguidance takes for bytes, and the tokenizer does not
         self._no_token: int | None = None  # the id of END, and of all beyond it, where END is needed
 
+    def refusal(self) -> str:
+        """Why no grammar can be followed with this tokenizer; empty where any can."""
+        try:
+            self._read_tokenizer("structured", None)
+        except InvalidParameter as error:
+            return error.limit
+        return ""
+
     def matcher(self, params: SamplingParams, written: Seq[int] = ()) -> Matcher | None:
         """The matcher of a sequence with output `written`, if any. Raises `InvalidParameter`."""
         form = params.structured
