@@ -1,29 +1,34 @@
-"""`verify` with the caller's logits: the verdict is the one that the target's own call gives, and no call is
-made.
-"""
+"""`verify` and `step` by a caller's logits: what the target's own calls give, and none of these is made."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from speculon import SamplingParams, SpeculativeDecoder
-from speculon.core.errors import InvalidParameter, TooLong
+from speculon.core.errors import InvalidParameter
 from speculon.core.types import Draft, SpanOutcome, Verdict
-from speculon.decoding.verify import read_logits
-from tests.tiny.conftest import CONTEXT, VOCAB, tiny_model
+from speculon.engine.outputs import StepResult
+from tests.tiny.conftest import VOCAB, build, tiny_model
+from tests.tiny.dflash_checkpoints import write_dflash
 from tests.tiny.forms import FORMS, words
-from tests.tiny.scripted import Letters, assert_nothing_held, spell
+from tests.tiny.recurrent import recurrent_model
+from tests.tiny.scripted import Letters, Scripted, assert_nothing_held, script, spell
 from tests.tiny.test_decoder import (
+    DRAFTERS,
     GREEDY,
     MODES,
     OTHER,
     PROMPT,
+    SAME,
     SEEDED,
     K,
     account,
@@ -96,7 +101,7 @@ PARAMS = [*MODES, pytest.param(LOGPROBS, id="logprobs"), pytest.param(BANNED, id
 
 
 @pytest.mark.parametrize("params", PARAMS)
-@pytest.mark.parametrize("true", range(K + 1))
+@pytest.mark.parametrize("true", [0, 2, K])
 def test_the_targets_own_logits_give_its_verdict(true: int, params: SamplingParams) -> None:
     drafts = true_until(true, params)
     verdict, logits = own(usual(), PROMPT, drafts, params)
@@ -108,7 +113,7 @@ def test_the_targets_own_logits_give_its_verdict(true: int, params: SamplingPara
 
 
 @pytest.mark.parametrize("params", PARAMS)
-@pytest.mark.parametrize("true", range(K + 1))
+@pytest.mark.parametrize("true", [0, 2, K])
 def test_without_the_last_row_there_is_no_bonus_token(true: int, params: SamplingParams) -> None:
     drafts = true_until(true, params)
     verdict, logits = own(usual(), PROMPT, drafts, params)
@@ -123,17 +128,6 @@ def test_without_the_last_row_there_is_no_bonus_token(true: int, params: Samplin
         None,
     )
     assert found.logprobs == (verdict.logprobs and verdict.logprobs[:K])
-
-
-@pytest.mark.parametrize("params", MODES)
-def test_inside_a_sequence_the_prompts_length_counts(params: SamplingParams) -> None:
-    truth = plain(params)
-    written = [*PROMPT, *truth[:5]]
-    verdict, logits = own(usual(), written, truth[5:7], params, len(PROMPT))
-    assert verdict.tokens == tuple(truth[5:8])
-    assert (
-        silent().verify(written, truth[5:7], params, target_logits=logits, prompt_len=len(PROMPT)) == verdict
-    )
 
 
 def test_without_drafts_one_row_gives_one_token_and_no_row_none() -> None:
@@ -167,18 +161,6 @@ def test_drafts_with_q_are_judged_with_it(rule: str) -> None:
     assert any(given != verdict for verdict, given, _ in other), "planted: the other rule"
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize("rows", [K, K + 1])
-def test_where_q_is_p_all_drafts_are_accepted(rows: int, rule: str) -> None:
-    params, decoder = SamplingParams(temperature=1.0, seed=1), silent(acceptance=rule)
-    logits = torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(0))
-    tokens = tuple(logits[:K].argmax(-1).tolist())
-    verdict = decoder.verify(
-        PROMPT, Draft(tokens, ("x",) * K, logits[:K].softmax(-1)), params, target_logits=logits
-    )
-    assert verdict.tokens[:K] == tokens and (verdict.accepted, len(verdict.tokens)) == (K, rows)
-
-
 # the same end
 
 
@@ -206,14 +188,6 @@ def test_a_sequence_ends_at_the_same_token(change: dict[str, Any], settings: dic
         assert (found.tokens, found.finish) == (tuple(drafts), None), "the bonus token ended it"
 
 
-def test_a_full_context_ends_without_a_token() -> None:
-    params = GREEDY.model_copy(update={"max_tokens": 0})
-    verdict, logits = own(usual(), [5] * CONTEXT, [], params)
-    assert (
-        verdict.tokens == () and silent().verify([5] * CONTEXT, [], params, target_logits=logits) == verdict
-    )
-
-
 def test_a_grammar_masks_the_callers_logits() -> None:
     settings = {"tokenizer": words().inner}
     params, prompt = SamplingParams(max_tokens=60, seed=3, structured=FORMS["nested"]), [1, 30, 31]
@@ -226,44 +200,7 @@ def test_a_grammar_masks_the_callers_logits() -> None:
         )
 
 
-# any logits
-
-
-def stock(drafts: list[int]) -> Tensor:
-    """The stock model's logits [K + 1, V] after the prompt and each draft."""
-    with torch.no_grad():
-        logits = tiny_model("llama")(torch.tensor([[*PROMPT, *drafts]])).logits[0]
-    return logits[-len(drafts) - 1 :]
-
-
-FORMATS: list[Any] = [
-    pytest.param(lambda x: x, id="as they are"),
-    pytest.param(lambda x: x.double(), id="float64"),
-    pytest.param(lambda x: x.clone().requires_grad_(), id="with a gradient"),
-    pytest.param(lambda x: x.T.contiguous().T, id="by columns"),
-]
-
-
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("params", MODES)
-def test_logits_of_the_stock_model_will_do(params: SamplingParams, form: Callable[[Tensor], Tensor]) -> None:
-    drafts = true_until(2, params)
-    verdict = silent().verify(PROMPT, drafts, params, target_logits=form(stock(drafts)))
-    assert verdict == make().verify(PROMPT, drafts, params) and verdict.accepted == 2
-
-
-def test_they_are_read_without_a_gradient() -> None:
-    assert not read_logits(torch.zeros(2, VOCAB, requires_grad=True), 1, VOCAB).requires_grad
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("params", MODES[:2])
-def test_minus_infinity_removes_tokens(params: SamplingParams, dtype: torch.dtype) -> None:
-    tokens = [9, 8, 7]
-    logits = torch.full((3, VOCAB), -INF, dtype=dtype)
-    logits[range(3), tokens] = 0.5
-    assert silent().verify(PROMPT, [9, 8], params, target_logits=logits).tokens == (9, 8, 7)
-    assert silent().verify(PROMPT, [9, 3], params, target_logits=logits).tokens == (9, 8)
+# other logits
 
 
 PLANTED: list[Any] = [
@@ -299,25 +236,12 @@ BAD: list[Any] = [
         rows(1), r"target_logits = \(1, 96\): needs shape \(3, 96\), or \(2, 96\) without", id="too few rows"
     ),
     pytest.param(rows(4), r"target_logits = \(4, 96\): needs shape", id="too many rows"),
-    pytest.param(
-        rows(3)[:, 1:], r"target_logits = \(3, 95\): needs shape \(3, 96\)", id="a smaller vocabulary"
-    ),
     pytest.param(torch.zeros(3, 97), r"target_logits = \(3, 97\): needs shape", id="a larger vocabulary"),
-    pytest.param(rows(3)[None], r"target_logits = \(1, 3, 96\): needs shape", id="three dimensions"),
     pytest.param(rows(3)[0], r"target_logits = \(96,\): needs shape", id="one dimension"),
     pytest.param(rows(3).long(), "target_logits = torch.int64: takes a float tensor", id="integers"),
-    pytest.param(rows(3).bool(), "target_logits = torch.bool: takes a float tensor", id="booleans"),
-    pytest.param(rows(3).cfloat(), "target_logits = torch.complex64: takes a float tensor", id="complex"),
     pytest.param(rows(3).tolist(), r"target_logits = \[\[.*: takes a float tensor", id="a list"),
-    pytest.param(rows(3).numpy(), r"target_logits = array.*: takes a float tensor", id="an array"),
     pytest.param(rows(3, NAN), "target_logits = nan: row 1 takes finite numbers and -inf", id="nan"),
-    pytest.param(rows(2, NAN), "target_logits = nan: row 1 takes", id="nan without a bonus row"),
     pytest.param(rows(3, INF), "target_logits = inf: row 1 takes", id="inf"),
-    pytest.param(
-        rows(3).double().mul(1).index_fill(1, torch.tensor([4]), 1e300),
-        "= inf: row 0 takes",
-        id="beyond float32",
-    ),
     pytest.param(NONE, "target_logits = -inf: row 0 takes .* not -inf alone", id="no token left"),
 ]
 
@@ -332,28 +256,203 @@ def test_other_logits_are_refused_by_name_and_leave_nothing(logits: Any, limit: 
     assert_nothing_held(decoder.engine)
 
 
-CALLS: list[Any] = [
-    pytest.param({"drafts": [5, VOCAB]}, InvalidParameter, "drafts = 96: token ids go from 0", id="draft id"),
-    pytest.param({"ids": [5, VOCAB]}, InvalidParameter, "prompt = 96", id="id"),
-    pytest.param({"ids": [5] * 126}, TooLong, r"126 tokens \+ 2 drafts \+ 1 > 128", id="context"),
-    pytest.param({"params": SamplingParams(n=2)}, InvalidParameter, "n = 2", id="n"),
-    pytest.param({"prompt_len": 0}, InvalidParameter, "prompt_len = 0", id="prompt_len"),
-    pytest.param(
-        {"params": SamplingParams(prompt_logprobs=1)},
-        InvalidParameter,
-        "prompt_logprobs = 1: .* no rows",
-        id="prompt",
+# rounds by the caller's logits
+
+Change = Callable[[Tensor], Tensor]
+
+
+def stock(text: list[int], drafts: tuple[int, ...], model: PreTrainedModel | None = None) -> Tensor:
+    """The stock model's logits [K + 1, V] after the text and each draft: the caller's own target."""
+    with torch.no_grad():
+        logits = (model or tiny_model("llama"))(torch.tensor([[*text, *drafts]])).logits[0]
+    return logits[-len(drafts) - 1 :]
+
+
+def given(
+    decoder: SpeculativeDecoder, text: list[int], params: SamplingParams, change: Change | None = None
+) -> StepResult:
+    drafts = decoder.draft(text, params=params, prompt_len=len(PROMPT)).tokens
+    logits = stock(text, drafts)
+    logits = logits if change is None else change(logits)
+    return decoder.step(text, params, prompt_len=len(PROMPT), target_logits=logits)
+
+
+def rounds(
+    decoder: SpeculativeDecoder, params: SamplingParams, own: bool, change: Change | None = None
+) -> list[StepResult]:
+    """All rounds of one text, by the decoder's own target or by the caller's."""
+    text, results = list(PROMPT), list[StepResult]()
+    while not results or not results[-1].verdict.finish:
+        if own:
+            results.append(decoder.step(text, params, prompt_len=len(PROMPT)))
+        else:
+            results.append(given(decoder, text, params, change))
+        text += results[-1].emitted_tokens
+    return results
+
+
+def seen(result: StepResult) -> tuple[Any, ...]:
+    return result.draft_tokens, result.verdict, result.reason
+
+
+def counts(decoder: SpeculativeDecoder) -> dict[str, Any]:
+    """The account without what the clock says."""
+    assert decoder.stats is not None
+    timed = ("draft_ms", "verify_ms", "saved_ms", "expected", "price")
+    return {name: value for name, value in decoder.stats.to_dict().items() if name not in timed}
+
+
+def text_of(results: list[StepResult]) -> list[int]:
+    return [token for result in results for token in result.emitted_tokens]
+
+
+@pytest.mark.parametrize("params", MODES)
+@pytest.mark.parametrize("policy", ["fixed", "adaptive"])
+@pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
+def test_the_rounds_are_those_of_the_own_target(
+    drafter: tuple[str, int | None], policy: str, params: SamplingParams
+) -> None:
+    own, by_caller = make(drafter, policy=policy), make(drafter, policy=policy)
+    truth, found = rounds(own, params, own=True), rounds(by_caller, params, own=False)
+    assert list(map(seen, found)) == list(map(seen, truth)) and text_of(found) == plain(params)
+    if drafter != ("off", None):
+        assert counts(by_caller) == counts(own)
+    assert_nothing_held(by_caller.engine)
+
+
+def test_later_rows_of_another_position_are_seen() -> None:
+    """Planted: each row is that of its neighbour."""
+    found = rounds(make(OTHER), GREEDY, own=False, change=lambda logits: logits.roll(1, 0))
+    assert text_of(found) != plain(GREEDY)
+
+
+def test_the_target_scores_nothing() -> None:
+    """It may compute the context, which drafters read."""
+    decoder = make(SAME)
+    scored, forward = [], decoder.engine.target.forward
+
+    def watched(batch: Any, view: Any) -> Any:
+        scored.append(len(batch.score_rows))
+        return forward(batch, view)
+
+    decoder.engine.target.forward = watched  # type: ignore[method-assign]
+    rounds(decoder, GREEDY, own=False)
+    assert scored and not any(scored)
+    decoder.step(PROMPT, GREEDY)
+    assert scored[-1] == K + 1, "planted: a step of its own"
+
+
+def test_proposers_observe_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: dict[bool, list[Any]] = {True: [], False: []}
+    for own, calls in reports.items():
+        proposer = script({("round", 0): plain(GREEDY)})
+
+        def observe(self: Scripted, seqs: Any, verdicts: Any, taps: Any, calls: list[Any] = calls) -> None:
+            calls.append(([list(seq.tokens) for seq in seqs], verdicts))
+
+        monkeypatch.setattr(Scripted, "observe", observe)
+        decoder = make(("scripted", None))
+        same = again(proposer)
+        monkeypatch.setattr(proposer, "draft_of", same.draft_of)
+        assert text_of(rounds(decoder, GREEDY, own=own)) == plain(GREEDY)
+        assert not proposer.known
+    assert reports[True] == reports[False] and len(reports[True]) > 2
+
+
+def again(proposer: Scripted) -> Scripted:
+    """One that drafts the same each time it is asked, as `draft` and `step` need it."""
+    return Scripted(proposer.truth, lambda position: position % 3 == 2)
+
+
+def test_by_default_the_policy_learns_acceptance_and_no_target_time(caplog: Any) -> None:
+    decoder = SpeculativeDecoder(tiny_model("llama"), tiny_model("llama", 1), method="draft_model")
+    costs, policy = decoder.engine.policy.costs, decoder.engine.policy
+    assert text_of(rounds(decoder, GREEDY, own=False)) == plain(GREEDY)
+    assert not costs.known and decoder.speedup_estimate == 1.0 and decoder.acceptance_rate > 0
+    decoder.generate(PROMPT, GREEDY)  # without costs the policy compares nothing
+    goodput: Any = policy.of("goodput")
+    measured, judged = costs.plain_steps(), goodput._methods["draft_model"].seen
+    rounds(decoder, GREEDY, own=False)
+    assert goodput._methods["draft_model"].seen > judged and costs.plain_steps() == measured != {}
+    assert not caplog.records
+
+
+def test_without_the_bonus_row_there_is_no_bonus_token() -> None:
+    decoder = make(SAME)
+    result = given(decoder, PROMPT, GREEDY, lambda logits: logits[:K])
+    assert result.emitted_tokens == tuple(plain(GREEDY)[:K]) and result.verdict.accepted == K
+
+
+def test_k_is_that_of_the_draft() -> None:
+    decoder = make(SAME)
+    drafts = decoder.draft(PROMPT, 2, GREEDY).tokens
+    result = decoder.step(PROMPT, GREEDY, k=2, target_logits=stock(PROMPT, drafts))
+    assert result.draft_tokens == drafts and len(result.emitted_tokens) == 3
+    with pytest.raises(InvalidParameter, match=r"target_logits = \(3, 96\): needs shape \(5, 96\)"):
+        decoder.step(PROMPT, GREEDY, target_logits=stock(PROMPT, drafts))
+
+
+OTHERS: dict[str, Callable[[Path], tuple[PreTrainedModel, dict[str, Any]]]] = {
+    "recurrent states": lambda folder: (recurrent_model("lfm2"), {"method": "ngram"}),
+    "a window": lambda folder: (
+        tiny_model("mistral"),
+        {"draft": tiny_model("mistral", 1), "method": "draft_model"},
     ),
-]
+    "taps": lambda folder: (deep(), {"draft": str(block(folder)), "method": "dflash"}),
+}
 
 
-@pytest.mark.parametrize(("change", "error", "limit"), CALLS)
-def test_all_other_checks_are_made(change: dict[str, Any], error: type[Exception], limit: str) -> None:
-    call: dict[str, Any] = {
-        "ids": [5, 6, 7],
-        "drafts": [5, 6],
-        "params": SamplingParams(temperature=0),
-        **change,
-    }
-    with pytest.raises(error, match=limit):
-        silent().verify(call.pop("ids"), call.pop("drafts"), target_logits=rows(3), **call)
+def deep() -> PreTrainedModel:
+    return build("qwen3", num_hidden_layers=8)
+
+
+def block(folder: Path) -> Path:
+    facts = {"hidden_size": 32, "vocab_size": VOCAB, "num_hidden_layers": 8}
+    target = SimpleNamespace(**facts, architectures=["Qwen3ForCausalLM"])
+    path: Path = write_dflash(folder / "block", target, "deepspec", taps=(1, 3, 5))
+    return path
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_and_drafters(name: str, tmp_path: Path) -> None:
+    model, settings = OTHERS[name](tmp_path)
+    texts, drafted = [], 0
+    for own in (True, False):
+        decoder = SpeculativeDecoder(
+            model, block_size=4, policy="fixed", num_speculative_tokens=K, **settings
+        )
+        text = list(PROMPT)
+        for _ in range(8):
+            drafts = () if own else decoder.draft(text, params=GREEDY, prompt_len=len(PROMPT)).tokens
+            logits = None if own else stock(text, drafts, model)
+            result = decoder.step(text, GREEDY, prompt_len=len(PROMPT), target_logits=logits)
+            text += result.emitted_tokens
+            drafted += len(drafts)
+        texts.append(text)
+        assert_nothing_held(decoder.engine)
+    assert texts[0] == texts[1] and drafted >= K
+
+
+def test_wrong_logits_are_counted_nowhere() -> None:
+    decoder = make(SAME, policy="adaptive")
+    decoder.step(PROMPT, GREEDY)
+    assert decoder.adaptive is not None
+    before, observed = account(decoder), decoder.adaptive.observations
+    for logits in (rows(K - 1), rows(K + 1, NAN)):
+        with pytest.raises(InvalidParameter, match="target_logits = "):
+            decoder.step(PROMPT, GREEDY, k=K, target_logits=logits)
+    with pytest.raises(InvalidParameter, match="prompt_logprobs = 1: .* no rows of the prompt"):
+        params = SamplingParams(temperature=0, prompt_logprobs=1)
+        decoder.step(PROMPT, params, target_logits=rows(K + 1))
+    assert account(decoder) == before and decoder.adaptive.observations == observed
+    assert_nothing_held(decoder.engine)
+
+
+def test_a_draft_that_nobody_can_repeat_is_refused() -> None:
+    drawn = SamplingParams(temperature=1.0, max_tokens=30)
+    with pytest.raises(InvalidParameter, match="seed = None: with target_logits, drafts of draft_model need"):
+        make(OTHER).step(PROMPT, drawn, target_logits=rows(K + 1))
+    lookup = make(("ngram", None))
+    drafts = lookup.draft(PROMPT, params=drawn).tokens
+    assert drafts, "a lookup finds the same again"
+    assert lookup.step(PROMPT, drawn, target_logits=stock(PROMPT, drafts)).draft_tokens == drafts

@@ -29,7 +29,7 @@ BEFORE = {
         "from transformers import AutoModelForCausalLM\n"
         "from speculon import SpeculativeDecoder\n"
         "model = AutoModelForCausalLM.from_pretrained('tests/models/demo', dtype='float32')\n"
-        "decoder, ids = SpeculativeDecoder(model, method='ngram'), [5, 6, 7, 5, 6]\n"
+        "ids = [5, 6, 7, 5, 6]\n"
     ),
     "docs/proposers.md": "",
 }

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from speculon.core.config import MAX_DRAFTS, EngineConfig, ModelObject, SamplingParams, SpeculationConfig
+from speculon.core.config import EngineConfig, ModelObject, SamplingParams, SpeculationConfig
 from speculon.core.errors import ConfigError, InvalidParameter, NeverFits
 from speculon.core.telemetry import RequestStats, SpeculationStats, Stopwatch
 from speculon.core.types import Ask, Decision, Draft, Verdict
-from speculon.decoding.sequence import Event, Sequence, Span
+from speculon.decoding.sequence import Event, Request, Round, Sequence, Span
 from speculon.decoding.text.tokenizer import Tokenizer
+from speculon.decoding.verify import read_logits, verify_given
 from speculon.drafters.choose import by_method
 from speculon.drafters.pairing import is_search
-from speculon.engine.admission import check_room, read_ids
+from speculon.engine.admission import check_draft, check_room, read_ids
 from speculon.engine.engine import Engine
-from speculon.engine.given import GIVEN, read_draft, round_by, verify_by
 from speculon.engine.outputs import Completion, RequestOutput, StepResult, absorb, write_texts
 from speculon.loading.ends import add_ends
 from speculon.loading.load import wrap_model
@@ -32,13 +32,15 @@ from speculon.speculation.control.fixed import Fixed
 from speculon.speculation.drafting import Drafting
 from speculon.speculation.proposers.registry import OFF, WITH_CHECKPOINT
 
-OF_CHECKPOINTS = "model dtype device allow_pickle trust_remote_code generation_config quantization".split()
+SETTLED = "model dtype device allow_pickle trust_remote_code generation_config quantization".split()
 UNUSABLE = {
+    **dict.fromkeys(SETTLED, "the model object has settled it"),
     "state": "is kept by LLM and by the server",
     "adapters": "are of LLM and of the server",
     "draft_depth": "drafts are chains here, since a caller's logits have a row for each",
 }
 PLAIN_CALLS = 8  # guess: plain calls whose median is the plain cost
+GIVEN = "given"  # source of drafts that came from the caller
 ROUND = "round"  # id of the requests that are made for one round
 
 Ids = str | Seq[int] | Tensor
@@ -63,6 +65,8 @@ class SpeculativeDecoder:
     and what the policy has learned. Every method raises `InvalidRequest` for what cannot be served.
     """
 
+    adaptive: AdaptiveLookahead | None  # the controller of the number of drafts, under policy="adaptive"
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -75,97 +79,42 @@ class SpeculativeDecoder:
     ):
         if not isinstance(model, PreTrainedModel):
             raise ConfigError(f"model = {type(model).__name__}: a transformers model object; LLM takes paths")
-        for name in OF_CHECKPOINTS:
-            if name in settings:
-                raise ConfigError(f"{name} = {settings[name]!r}: the model object has settled it")
         for name, why in UNUSABLE.items():
-            if settings.get(name):
+            if name in settings and (name in SETTLED or settings[name]):
                 raise ConfigError(f"{name} = {settings[name]!r}: {why}")
-        speculation = {
-            name: settings.pop(name) for name in SpeculationConfig.model_fields if name in settings
-        }
-        speculation |= {"method": method, "num_speculative_tokens": num_speculative_tokens}
         if isinstance(draft, str) and is_search(draft):
             why = "a model object lies in no folder to look around in; name the drafter's"
             raise ConfigError(f"draft = {draft!r}: {why}")
+        own = {name: settings.pop(name) for name in SpeculationConfig.model_fields if name in settings}
+        own |= {"method": method, "num_speculative_tokens": num_speculative_tokens}
         if draft is not None:
-            speculation["draft"] = by_method(draft) if isinstance(draft, str) else draft
-        self.config = EngineConfig(**settings, speculation=speculation)
-        if method in WITH_CHECKPOINT and method not in self.config.speculation.drafts:
+            own["draft"] = by_method(draft) if isinstance(draft, str) else draft
+        self.config = EngineConfig(**settings, speculation=own)
+        chosen = self.config.speculation
+        if method in WITH_CHECKPOINT and method not in chosen.drafts:
             raise ConfigError(f"method = {method!r}: needs draft = a model object or a checkpoint")
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
         self.tokenizer = None if tokenizer is None else Tokenizer(tokenizer)
-        target = wrap_model(
-            model,
-            **self.config.model_dump(include={"max_context", "compile", "batch_invariant"}),
-            fused=self.config.fuse,
-        )
+        form = self.config.model_dump(include={"max_context", "compile", "batch_invariant"})
+        target = wrap_model(model, fused=self.config.fuse, **form)
         add_ends(target, self.tokenizer)
         target.prompts_apart = False  # what is one round's prompt was generated in another
         self.engine = Engine(target, self.tokenizer, self.config)
-        self._last: tuple[list[int], SamplingParams]  # text and parameters last worked on
-        self._sequence: Sequence | None = None  # of the last step, which the policy knows
-        self._ms, self._tokens = 0.0, 0  # of rounds, without prompts
-        self._plain_ms: float | None = None
-        self._stats = RequestStats()
-        self._k: int | None = None  # the lookahead that was set; None: the settings' own
-        self._adaptive: AdaptiveLookahead | None = None
-        chosen = self.config.speculation
-        self._policy = "fixed" if chosen.policy == "adaptive" else chosen.policy  # without a controller
+        self.adaptive = None
         if chosen.policy == "adaptive" and chosen.most():
             self.adaptive = AdaptiveLookahead(chosen.adaptive.within(chosen.most()))
+            self.engine.policy.use("adaptive", Adaptive(chosen.adaptive, self.adaptive))
+        self._sequence: Sequence | None = None  # of the last step, which the policy knows
+        self._last: tuple[list[int], SamplingParams]  # text and parameters last worked on
+        self.reset_stats()
 
-    # how many drafts
-
-    @property
-    def adaptive(self) -> AdaptiveLookahead | None:
-        """The controller of the number of drafts; None (the default, except with policy="adaptive"): the
-        number is fixed.
-
-        `draft` without k and `step` draft `adaptive.lookahead` tokens, and so does each round of `generate`.
-        `step` and `generate` report the drafted and accepted tokens of each round to it, by the rules of
-        policy `adaptive`. It goes on from one sequence to the next. None returns to the fixed number, or to
-        another policy that was given. Raises `InvalidParameter` for anything else.
-        """
-        return self._adaptive
-
-    @adaptive.setter
-    def adaptive(self, controller: AdaptiveLookahead | None) -> None:
-        if not isinstance(controller, AdaptiveLookahead | None):
-            raise InvalidParameter("adaptive", controller, "takes an AdaptiveLookahead or None")
-        self._forget_sequence()  # the former policy has seen its last round of that sequence
-        self.engine.policy.use("adaptive", Adaptive(self.config.speculation.adaptive, controller))
-        self._adaptive = controller
+    # one round
 
     @property
     def lookahead(self) -> int:
-        """The most tokens that are drafted in the next round; 0 is plain decoding.
-
-        It may be set between rounds, from 0 to 64; until then drafts that a grammar forces may have 32
-        tokens. Under a policy that chooses fewer drafts it is a limit. With a controller it is
-        `adaptive.lookahead` and cannot be set. Raises `InvalidParameter` for what cannot be set.
-        """
-        if self._adaptive is not None:
-            return self._adaptive.lookahead
-        return self.config.speculation.most(self._policy) if self._k is None else self._k
-
-    @lookahead.setter
-    def lookahead(self, k: int) -> None:
-        if self._adaptive is not None:
-            raise InvalidParameter("lookahead", k, "the controller sets it; set adaptive = None first")
-        if not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= MAX_DRAFTS:
-            raise InvalidParameter("lookahead", k, f"takes an int from 0 to {MAX_DRAFTS}")
-        self._k = k
-
-    def _asked(self, k: int | None) -> dict[str, Any]:
-        """What a sequence asks of the engine: at most `k` drafts a round (None: as set), and its policy."""
-        most, policy = self._k, self._policy
-        if self._adaptive is not None:
-            most, policy = self._adaptive.config.max, "adaptive"
-        return {"num_speculative_tokens": most if k is None else k, "policy": policy, "draft_depth": 0}
-
-    # one round
+        """The most tokens that are drafted in the next round; a policy may choose fewer."""
+        return self.config.speculation.most() if self.adaptive is None else self.adaptive.lookahead
 
     @torch.inference_mode()
     def draft(
@@ -181,15 +130,8 @@ class SpeculativeDecoder:
 
         The target is not asked and nothing is counted.
         """
-        if k is None and self._adaptive is not None:
-            k = self._adaptive.lookahead
-        with self._last_span(ids, params, prompt_len, k) as span:
-            Fixed().decide([span], self.engine.scheduler.load)
-            with self.engine.leases.reserve([span]) as lease:
-                drafting = Drafting(self.engine.proposers, Fixed(), lease, [span])
-                drafting.ask_lookups()
-                drafting.ask_models()
-        return span.draft
+        with self._last_span(ids, params, prompt_len, self._whole_draft(k)) as span, self._drafted(span):
+            return span.draft
 
     @torch.inference_mode()
     def verify(
@@ -201,7 +143,7 @@ class SpeculativeDecoder:
         target_logits: Tensor | None = None,
         prompt_len: int | None = None,
     ) -> Verdict:
-        """The target's judgement of `drafts` [K] after `ids`: those that stand, then its correction or bonus.
+        """The target's verdict on `drafts` [K] after `ids`: those it accepts, then its correction or bonus.
 
         Nothing is counted and no drafter is told. Drafts that carry q (as from `draft`) are judged
         with it where `step` would do so.
@@ -215,7 +157,11 @@ class SpeculativeDecoder:
         draft = read_draft(drafts, self.engine.target.vocab_size)
         k = len(draft.tokens)
         if target_logits is not None:
-            return verify_by(self.engine, self._prepare(ids, params, prompt_len), draft, target_logits)
+            seq = self._prepare(ids, params, prompt_len)
+            check_room(seq, k)
+            return verify_given(
+                Span(seq, len(seq.tokens) - 1, 1, draft), self._rows(target_logits, k, seq.request)
+            )
         with self._last_span(ids, params, prompt_len) as span:
             check_room(span.seq, k)
             span.decision = Decision.of([Ask(GIVEN, k)])
@@ -226,6 +172,7 @@ class SpeculativeDecoder:
                 self.engine.ask_target([span], lease, Stopwatch())
         return span.verdict
 
+    @torch.inference_mode()
     def step(
         self,
         ids: Ids,
@@ -237,28 +184,27 @@ class SpeculativeDecoder:
     ) -> StepResult:
         """Drafts and verifies one round after `ids`, and counts it.
 
-        `k` limits the drafts of this round alone (None: as `lookahead` says); a policy, or the controller,
-        may choose fewer. What has been computed for an earlier beginning of `ids` is found again, except for
-        the last, unfinished page.
+        `k` limits the drafts of this round (None: as `lookahead` says); a policy may choose fewer. What has
+        been computed for an earlier beginning of `ids` is found again, except for the last, unfinished page.
 
         With `target_logits`, as `verify` takes them, they judge what `draft` returns for the same ids, k and
         params, and the target is not called for it. The round counts and teaches as any other, but is not in
         `speedup_estimate`. Raises also where a model would draft anew: sampled, without a seed.
         """
-        if target_logits is not None and k is None and self._adaptive is not None:
-            k = self._adaptive.lookahead
+        given = target_logits is not None
+        k = self._whole_draft(k) if given else k
         with self._last_span(ids, params, prompt_len, k, goes_on=True) as span:
             self._last, stats = (list(span.seq.tokens), span.seq.request.params), span.seq.stats
             began = perf_counter()
-            if target_logits is None:
-                self.engine.round([span])
+            if given:
+                self._round_by(span, target_logits)
             else:
-                round_by(self.engine, span, target_logits)
+                self.engine.round([span])
             ms = (perf_counter() - began) * 1e3
         self._stats.add(stats)
         if span.verdict.finish:
             self._forget_sequence()
-        if target_logits is None:
+        if not given:
             self._clock(ms, len(span.verdict.tokens))
         reason = next(iter(stats.reasons), None)
         return StepResult(span.draft, span.verdict, reason, stats.draft_ms, ms - stats.draft_ms)
@@ -306,17 +252,7 @@ class SpeculativeDecoder:
     @property
     def tokens_per_target_call(self) -> float:
         """Generated tokens, stop tokens among them / target calls that sampled; 0.0 before any call."""
-        return self._stats.tokens_per_target_call
-
-    @property
-    def naive_speedup(self) -> float:
-        """Accepted drafts per speculative round + 1, which is often reported as the speed-up; 1.0 before any
-        round.
-
-        It takes drafting for free, a call over K + 1 rows for as cheap as one over a single row, and leaves
-        out the calls that had no draft. `speedup_estimate` is below it by what these cost.
-        """
-        return 1.0 + self.stats.mean_accepted_per_round
+        return self.stats.tokens_per_target_call
 
     @property
     def speedup_estimate(self) -> float:
@@ -325,7 +261,7 @@ class SpeculativeDecoder:
 
         Plain calls are timed when this is first asked, after the text last worked on, and remembered until
         the next reset. Prompts are left out on both sides, and so are texts with n > 1. In `step` the rounds
-        also pay for the unfinished page that is computed again. See `naive_speedup` for what others report.
+        also pay for the unfinished page that is computed again.
         """
         if not self._tokens:
             return 1.0
@@ -334,33 +270,27 @@ class SpeculativeDecoder:
         return self._plain_ms * self._tokens / self._ms
 
     def reset_stats(self) -> None:
-        """Zeroes the counters and forgets the plain cost and what the policy knows of a text. Texts do not
-        depend on it.
-
-        The controller begins anew; a lookahead that was set stays.
+        """Zeroes the counters, and forgets the plain cost and what the policy knows of a text; the controller
+        begins anew. Texts do not depend on it.
         """
         self._forget_sequence()
-        if self._adaptive is not None:
-            self._adaptive.reset()
+        if self.adaptive is not None:
+            self.adaptive.reset()
         self._stats = RequestStats()
-        self._ms, self._tokens, self._plain_ms = 0.0, 0, None
+        self._ms, self._tokens = 0.0, 0  # of rounds, without prompts
+        self._plain_ms: float | None = None
 
     def _clock(self, ms: float, tokens: int) -> None:
         self._ms += ms
         self._tokens += tokens
 
     def _time_plain_calls(self, ids: list[int], params: SamplingParams) -> float:
-        """Median ms of plain calls with one row, sampled as `params` say."""
+        """Median ms of plain calls with one row, at the temperature and with the filters of `params`."""
         pool = self.engine.pool
         room = min(self.engine.max_context, pool.num_blocks * pool.block_size)
         prompt = ids[: max(1, room - PLAIN_CALLS - 1)]
-        endless = {
-            "max_tokens": min(PLAIN_CALLS + 1, room - len(prompt)),
-            "min_tokens": 0,
-            "ignore_eos": True,
-        }
-        unchecked = {"n": 1, "stop": (), "stop_token_ids": (), "prompt_logprobs": None, "structured": None}
-        plain = params.model_copy(update=endless | unchecked)
+        kept = params.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
+        plain = SamplingParams(**kept, max_tokens=min(PLAIN_CALLS + 1, room - len(prompt)), ignore_eos=True)
         return median([ms for ms, events in self._run(prompt, plain, OFF) if events][-PLAIN_CALLS:])
 
     # behind all of them
@@ -370,7 +300,7 @@ class SpeculativeDecoder:
     ) -> Generator[tuple[float, list[Event]], None, None]:
         """Each step of one request through the engine: its ms and its events."""
         engine = self.engine
-        request_id = engine.add_request(prompt, params, {"method": method, **self._asked(None)})
+        request_id = engine.add_request(prompt, params, {"method": method, "draft_depth": 0})
         try:
             while engine.has_work:
                 began = perf_counter()
@@ -419,7 +349,8 @@ class SpeculativeDecoder:
         if prompt_len is not None and not 0 < prompt_len <= len(tokens):
             raise InvalidParameter("prompt_len", prompt_len, f"of {len(tokens)} ids, 1 to all are the prompt")
         at = len(tokens) if prompt_len is None else prompt_len
-        (seq,) = self.engine.admission.admit(ROUND, tokens[:at], params, self._asked(k), written=tokens[at:])
+        asked = {"num_speculative_tokens": k, "draft_depth": 0}
+        (seq,) = self.engine.admission.admit(ROUND, tokens[:at], params, asked, written=tokens[at:])
         return seq
 
     def _continued(self, seq: Sequence) -> Sequence:
@@ -441,7 +372,62 @@ class SpeculativeDecoder:
             self._stats.add(self._sequence.stats)
             self._sequence = None
 
+    def _whole_draft(self, k: int | None) -> int | None:
+        """How many drafts `draft` makes, whatever the policy would choose."""
+        return self.lookahead if k is None and self.adaptive is not None else k
+
+    @contextmanager
+    def _drafted(self, span: Span) -> Iterator[Drafting]:
+        """As many drafts as the sequence may have, in pages that are given back."""
+        fixed = Fixed()
+        fixed.decide([span], self.engine.scheduler.load)
+        with self.engine.leases.reserve([span]) as lease:
+            drafting = Drafting(self.engine.proposers, fixed, lease, [span])
+            drafting.ask_lookups()
+            drafting.ask_models()
+            yield drafting
+
+    def _round_by(self, span: Span, target_logits: Any) -> None:
+        """`Engine.round` of one span with these logits in the place of its target call.
+
+        The span's own policy learns from it. Nothing is committed to pages: the target has not computed what
+        would lie there.
+        """
+        engine, request, load = self.engine, span.seq.request, self.engine.scheduler.load
+        watch = Stopwatch(engine.counters.profile)
+        engine.policy.decide([span], load)  # it has to know the sequence
+        watch.lap("decide")
+        with self._drafted(span) as drafting:
+            draft_ms = watch.lap("propose")
+            drawn = {method for method, _, draft in span.proposals if draft.tokens} - request.lookups
+            if drawn and not request.params.greedy and request.params.seed is None:  # `draft` had others
+                names = ", ".join(sorted(drawn))
+                limit = f"with target_logits, drafts of {names} need a seed, or temperature = 0"
+                raise InvalidParameter("seed", None, limit)
+            verify_given(span, self._rows(target_logits, len(span.draft.tokens), request))
+            span.seq.tokens.extend(span.verdict.tokens)
+        if span.seq.grammar is not None:
+            span.seq.grammar.consume(span.verdict.tokens)
+        watch.lap("verify")
+        engine.proposers.observe([span], None)
+        engine._learn(Round(load, [span], drafting.calls, draft_ms, None), True, watch)
+
+    def _rows(self, target_logits: Any, k: int, request: Request) -> Tensor:  # [K + 1, V] or [K, V]
+        """A caller's logits for `k` drafts."""
+        if (asked := request.params.prompt_logprobs) is not None:
+            raise InvalidParameter("prompt_logprobs", asked, "target_logits have no rows of the prompt")
+        target = self.engine.target
+        return read_logits(target_logits, k, target.vocab_size).to(target.device)
+
     def _encode(self, ids: Ids) -> list[int]:
         if isinstance(ids, str) and self.tokenizer is not None:
             return self.tokenizer.encode(ids)
         return read_ids("ids", ids)
+
+
+def read_draft(drafts: Any, vocab_size: int) -> Draft:
+    """A draft as it is, or one of token ids [K]. Raises by name what cannot be judged in one round."""
+    tokens = () if isinstance(drafts, Draft) else tuple(read_ids("drafts", drafts))
+    draft = drafts if isinstance(drafts, Draft) else Draft(tokens, (GIVEN,) * len(tokens))
+    check_draft(draft, vocab_size)
+    return draft
