@@ -226,9 +226,7 @@ def test_a_sequence_that_can_never_fit_the_pages_is_refused() -> None:
         pytest.param(
             None, None, {"blocksize": 4}, ConfigError, "blocksize = 4: unknown field", id="unknown field"
         ),
-        pytest.param(
-            None, None, {"draft_depth": 3}, ConfigError, "drafts are chains here", id="trees"
-        ),
+        pytest.param(None, None, {"draft_depth": 3}, ConfigError, "drafts are chains here", id="trees"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from speculon.core.config import SamplingParams
 from speculon.core.types import TokenLogprobs
-from speculon.decoding.regret import first_difference, movement, tie_limit, token_regret
 from speculon.decoding.sampling import Row, row_noise, sample
 from speculon.decoding.sequence import Rules
+from speculon.measure.check.regret import first_difference, movement, tie_limit, token_regret
 from tests.builders import make_sequence
 
 VOCAB, LIMIT = 50, 1e-4

@@ -9,12 +9,12 @@ import pytest
 
 from speculon import LLM, SamplingParams
 from speculon.core.errors import InvalidParameter, TooLong
-from speculon.decoding.regret import token_regret
 from speculon.engine.llm import Completion
 from speculon.measure.check import sampled as check_sampled
 from speculon.measure.check.arms import ArmStats, watched, whole
 from speculon.measure.check.exact import Divergence, ExactResult, Margin, judge, row_after
 from speculon.measure.check.plan import QUICK, SAMPLERS, CheckPlan, named
+from speculon.measure.check.regret import token_regret
 from speculon.measure.check.report import chart_of, tables_of
 from speculon.measure.check.run import Findings, check, count_tokens
 from tests.pure.screens import cut_off, on_screen
