@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from speculon.core import line_files
 from speculon.core.config.serve import ServeConfig
 from speculon.core.errors import ConfigError, InvalidParameter
-from speculon.core.line_files import BLOCK, Files
+from speculon.server import line_files
 from speculon.server.capture import Capture
+from speculon.server.line_files import BLOCK, Files
 
 A, B = "a" * 32, "b" * 32
 MB = 2**20

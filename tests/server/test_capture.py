@@ -12,9 +12,9 @@ import httpx2 as httpx
 import pytest
 
 from speculon.core.errors import EngineError
-from speculon.core.line_files import Files
 from speculon.server import capture
 from speculon.server.capture import label_of
+from speculon.server.line_files import Files
 from speculon.server.middleware import tenant_of
 from tests.server.inside import Inside, served, wait_until
 from tests.server.test_abuse import refusal

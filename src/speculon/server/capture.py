@@ -19,9 +19,9 @@ from typing import Any
 
 from speculon.core.config.serve import ServeConfig
 from speculon.core.errors import ConfigError
-from speculon.core.line_files import Files
 from speculon.decoding.text.deltas import merge_deltas
 from speculon.server.answer import Answer
+from speculon.server.line_files import Files
 from speculon.server.middleware import tenant_of
 from speculon.server.model import ServedModel
 from speculon.server.request import num_images, text_of
