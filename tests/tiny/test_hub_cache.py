@@ -12,11 +12,11 @@ import pytest
 from speculon import LLM, SamplingParams, SpeculationConfig
 from speculon.core.config import EngineConfig
 from speculon.core.errors import ConfigError, InvalidParameter
-from speculon.core.hub import cached_models, hub_id
 from speculon.drafters.choose import fits, with_drafts
 from speculon.drafters.known import KNOWN, published_for
 from speculon.drafters.pairing import Search, search
 from speculon.loading.headers import read_checkpoint
+from speculon.loading.hub import cached_models, hub_id
 from tests.tiny.checkpoint import write_checkpoint
 from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import build

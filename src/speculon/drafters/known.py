@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from speculon.core.hub import hub_id
+from speculon.loading.hub import hub_id
 
 # from lists of authors (SafeAILab, Red Hat, Z Lab, AngelSlim, Google) and users; a wrong name finds nothing
 KNOWN: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 from speculon.core.errors import ConfigError, ModelError, UnsupportedModel, WrongPair
-from speculon.core.hub import cached_models, hub_id
 from speculon.drafters.families import Family, family_of
 from speculon.drafters.known import published_for
 from speculon.drafters.mtp.tensors import MtpConfig
@@ -20,6 +19,7 @@ from speculon.loading.drafter_config import (
     read_offsets,
 )
 from speculon.loading.headers import Checkpoint, read_checkpoint, refuse_unsafe
+from speculon.loading.hub import cached_models, hub_id
 from speculon.loading.spelling import compare
 
 AUTO, ANOTHER = "auto", "another tokenizer"

@@ -21,12 +21,12 @@ from speculon.core.config import (
 )
 from speculon.core.config.speculation import Acceptance
 from speculon.core.errors import SpeculonError
-from speculon.core.hub import cached_models
 from speculon.core.types import Capability, Reason, Status, acceptance_rule, ceil_div
 from speculon.decoding.kv.states import KEPT_BYTES
 from speculon.decoding.text.tokenizer import NO_TOKENIZER
 from speculon.drafters.known import published_for
 from speculon.engine.admission import NEED_TOKENIZER, OF_VOCABULARY
+from speculon.loading.hub import cached_models
 from speculon.speculation.proposers.base import Extending, Remembering, RunsModel
 from speculon.speculation.proposers.registry import (
     AUTO,

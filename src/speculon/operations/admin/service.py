@@ -18,7 +18,7 @@ from speculon.core.config.models import HOMES, Methods, ModelSettings, ModelSett
 from speculon.core.config.models.fields import default_value, home_of
 from speculon.core.config.speculation import AUTO, USUAL_DRAFTS
 from speculon.core.errors import ConfigError, InvalidParameter, InvalidRequest, LoadFailed, SpeculonError
-from speculon.core.hub import hub_id
+from speculon.loading.hub import hub_id
 from speculon.operations.admin.figures import Figures, engine_view, sum_counts
 from speculon.operations.admin.requests import RequestLog
 from speculon.operations.admin.schemas import (
