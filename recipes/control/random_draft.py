@@ -30,7 +30,7 @@ def random_draft(seed: int = 0) -> Any:
 def shares(steps: list[Step]) -> dict[str, float]:
     """Of the time of these steps. A rejected draft is charged the mean time of a row: more than it added."""
     total = sum(step.step_ms for step in steps)
-    drafting = sum(step.draft_ms for step in steps)
+    drafting = sum(step.profile["propose"] for step in steps)
     control = sum(step.profile["decide"] for step in steps)
     wasted = sum(
         (step.rows - step.tokens) / step.rows * (step.forward_ms + step.profile["verify"]) for step in steps

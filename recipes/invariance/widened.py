@@ -9,11 +9,14 @@ import argparse
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from speculon.loading.locate import locate
 from speculon.loading.reading import load_tokenizer
-from speculon.measure.bench.widen import gated_mlps, parts, widen
+
+STEP = 8  # columns: kernels are slow on odd widths
+MILLION = 1_000_000
 
 
 def main() -> None:
@@ -22,10 +25,27 @@ def main() -> None:
     parser.add_argument("--millions", type=int, default=85)
     arguments = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(locate("demo"), dtype=torch.bfloat16)
-    widen(model, arguments.millions, "demo")
-    model.config.intermediate_size = len(parts(next(gated_mlps(model)))[0].weight)
-    model.save_pretrained(arguments.folder)
+    widened(model, arguments.millions).save_pretrained(arguments.folder)
     load_tokenizer("demo").save_pretrained(arguments.folder)
+
+
+@torch.no_grad()
+def widened(model: nn.Module, millions: int) -> nn.Module:
+    """The same function with that many million parameters: the added columns are computed and add nothing."""
+    config = model.config
+    per_column = 3 * config.hidden_size * config.num_hidden_layers  # of gate, up and down
+    columns = (millions * MILLION - model.num_parameters()) // per_column // STEP * STEP
+    if columns < STEP:
+        raise SystemExit(f"the model has {model.num_parameters() / MILLION:.1f} million parameters already")
+    config.intermediate_size += columns
+    torch.manual_seed(0)
+    wide = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, weight in wide.named_parameters():
+        own = model.get_parameter(name)
+        if weight.shape != own.shape and "down_proj" in name:
+            weight.zero_()
+        weight[tuple(map(slice, own.shape))] = own
+    return wide
 
 
 if __name__ == "__main__":

@@ -4,21 +4,7 @@ from __future__ import annotations
 
 from speculon.core.telemetry import PARTS
 from speculon.measure.bench.cell import Cell
-from speculon.measure.bench.plan import AGAIN, BASELINES
-from speculon.measure.bench.rounds import Requirement, RoundCosts
-
-ROUNDS = RoundCosts(
-    90, 12.5, draft=0.4, target=0.55, rest=0.05, draft_ms_per_position=1.25, tokens_per_target_call=2.5
-)
-
-
-NO_ROUNDS: dict[str, object] = {
-    "per_position": [],
-    "sources": {},
-    "rounds": None,
-    "reached": None,
-    "needed": [],
-}
+from speculon.measure.bench.plan import AGAIN
 
 
 def make_cell(mode: str = "ngram:4", **fields: object) -> Cell:
@@ -41,9 +27,6 @@ def make_cell(mode: str = "ngram:4", **fields: object) -> Cell:
         "per_position": [0.8, 0.5],
         "sources": {"ngram": 1.0},
         "rejection": False,
-        "rounds": ROUNDS,
-        "reached": 0.75,
-        "needed": [Requirement(1.0, 1.25, 0.2071), Requirement(1.5, 1.875, 0.5), Requirement(2.0, 3.5, None)],
         "ms_by_rows": {1: (5.0, 10), 3: (6.0, 30), 5: (7.0, 90)},
         "profile": dict(zip(PARTS, (0.1, 0.0, 1.2, 8.3, 0.3, 0.0, 0.1), strict=True)),
         "overhead": 0.05,
@@ -52,7 +35,7 @@ def make_cell(mode: str = "ngram:4", **fields: object) -> Cell:
         "different": 0,
         "tie_nats": [],
         "reasons": {"no_match": 3},
-        "diagnosis": None if mode in ("off", AGAIN, *BASELINES) else "pays",
+        "diagnosis": None if mode in ("off", AGAIN) else "pays",
         "per_repeat": [200.0, 200.0],
         "speeds": [[200.0, 200.0], [200.0, 200.0]],
     }

@@ -8,7 +8,7 @@ import pytest
 
 from speculon.core.config import MAX_DRAFTS, USUAL_DRAFTS, RequestSpeculation, SamplingParams
 from speculon.core.errors import InvalidParameter, UnknownMethod
-from speculon.measure.bench.plan import AGAIN, MODES, TRANSFORMERS, VARIANT, BenchPlan, Mode, parse_mode
+from speculon.measure.bench.plan import AGAIN, MODES, BenchPlan, Mode, parse_mode
 from speculon.measure.bench.run import alternate
 from speculon.measure.bench.workloads import Case, groups_of, parse
 
@@ -99,8 +99,8 @@ def test_plain_decoding_has_neither_a_number_nor_a_policy_nor_a_rule(text: str) 
 
 
 def test_plain_decoding_runs_under_no_policy_that_learns() -> None:
-    every = {mode.label: mode for mode in BenchPlan(with_transformers=True).modes_of("code", 1)}
-    assert {every[label].policy("goodput") for label in ("off", AGAIN, TRANSFORMERS)} == {"fixed"}
+    every = {mode.label: mode for mode in BenchPlan().compared}
+    assert {every[label].policy("goodput") for label in ("off", AGAIN)} == {"fixed"}
     assert every["off"].speculation == every[AGAIN].speculation == {"method": "off", "policy": "fixed"}
     learning = [label for label, mode in every.items() if mode.policy("goodput") != "fixed"]
     assert learning == ["auto/adaptive", "auto:8/solo", "auto"]
@@ -148,8 +148,6 @@ def test_a_temperature_that_cannot_be(text: str, message: str) -> None:
         ({"concurrency": (0,)}, InvalidParameter),
         ({"repeats": 0}, InvalidParameter),
         ({"modes": ("ngram:4", "ngram:4")}, InvalidParameter),
-        ({"widen": 0}, InvalidParameter),
-        ({"widen": 20, "with_variant": True}, InvalidParameter),
         ({"max_tokens": 0}, InvalidParameter),
         ({"prompts": 15}, InvalidParameter),  # 8 users with two edits each
     ],
@@ -159,22 +157,10 @@ def test_a_plan_that_cannot_be(fields: dict[str, object], error: type[Exception]
         BenchPlan(**fields)  # type: ignore[arg-type]
 
 
-def test_plain_decoding_is_measured_twice_and_transformers_only_where_it_does_the_same() -> None:
-    plan = BenchPlan(modes=("ngram:4",), with_transformers=True)
-    assert [mode.label for mode in plan.modes_of("code", 1)] == ["off", "ngram:4", TRANSFORMERS, AGAIN]
-    assert [mode.label for mode in plan.modes_of("code", 8)] == ["off", "ngram:4", AGAIN]
-    assert [mode.label for mode in plan.modes_of("prose", 1)] == ["off", "ngram:4", AGAIN]
-    assert [mode.label for mode in plan.modes_of("prose@0", 1)] == ["off", "ngram:4", TRANSFORMERS, AGAIN]
-    assert [mode.label for mode in plan.modes_of("code@1", 1)] == ["off", "ngram:4", AGAIN]
-    assert [mode.speculates for mode in plan.modes_of("code", 1)] == [False, True, False, False]
-
-
-def test_plain_decoding_without_batch_invariance_is_in_every_cell() -> None:
-    plan = BenchPlan(modes=("ngram:4",), with_variant=True)
-    for count in (1, 8):
-        modes = plan.modes_of("prose", count)
-        assert [mode.label for mode in modes] == ["off", "ngram:4", VARIANT, AGAIN]
-        assert [mode.speculates for mode in modes] == [False, True, False, False]
+def test_plain_decoding_is_measured_twice() -> None:
+    compared = BenchPlan(modes=("ngram:4",)).compared
+    assert [mode.label for mode in compared] == ["off", "ngram:4", AGAIN]
+    assert [mode.speculates for mode in compared] == [False, True, False]
 
 
 def test_modes_alternate_and_nobody_is_always_first() -> None:

@@ -43,7 +43,7 @@ def test_a_page_lists_all_options_on_request_and_else_says_how_many_it_leaves_ou
 
 
 def test_square_brackets_are_part_of_the_text() -> None:
-    assert "its table [speculation]" in " ".join(page("bench", "--help").split())
+    assert "auto[:FOLDER]" in " ".join(page("generate", "--help").split())
 
 
 def test_the_list_has_every_command() -> None:

@@ -33,7 +33,6 @@ from speculon.loading.load import load_config, load_model, load_target
 from speculon.loading.locate import locate, refuse_missing
 from speculon.loading.memory.needs import weight_bytes
 from speculon.loading.reading import Reader, load_tokenizer
-from speculon.measure.bench.baseline import TransformersBaseline
 from tests.tiny.gguf_files import ALL, tiny_llama, write_gguf
 
 pytest.importorskip("gguf")
@@ -133,11 +132,6 @@ def test_generates_and_drafts_with_a_gguf_draft(model: LlamaForCausalLM, file: P
             result = llm.generate([IDS[0].tolist()], params)[0]
             assert result.outputs[0].token_ids == expected
             assert llm.tokenizer is not None
-
-
-def test_the_baseline_of_bench_reads_it(file: Path) -> None:
-    llm = LLM(str(file), warmup=False)
-    assert TransformersBaseline(llm).model.num_parameters() == llm.engine.target.num_parameters
 
 
 def test_facts(file: Path) -> None:

@@ -11,10 +11,9 @@ from speculon import LLM
 from speculon.core.errors import BenchError
 from speculon.core.types import Timing
 from speculon.decoding.sequence import Span
-from speculon.engine.engine import Engine
 from speculon.measure.bench.measure import Measurement, in_place, measure
 from speculon.measure.bench.plan import AGAIN, BenchPlan
-from speculon.measure.bench.run import run, widen
+from speculon.measure.bench.run import run
 from speculon.measure.bench.workloads import Case
 from speculon.speculation.control.policies import COSTS, Policies
 from tests.tiny.bench.plans import bench, small
@@ -129,23 +128,6 @@ def test_costs_are_known_at_start_where_a_policy_needs_them(
     monkeypatch.setattr("speculon.measure.bench.run.run", stop)
     assert bench(folder, *arguments)[0] == 2
     assert known == [warmed]
-
-
-@pytest.mark.parametrize("warmed", [True, False])
-def test_the_costs_of_the_target_as_it_was_are_forgotten_when_it_is_widened(
-    folder: Path, warmed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llm = LLM(str(folder), prefix_cache=False, fuse=False, warmup=warmed)
-    before, sizes = llm.engine.policy.costs, []
-
-    def warm_up(engine: Engine) -> None:
-        sizes.append(engine.target.num_parameters)
-        assert not engine.policy.costs.known
-
-    monkeypatch.setattr("speculon.engine.warm_up.warm_up", warm_up)
-    widen(llm, 1, fused=True)
-    assert (len(sizes), llm.engine.policy.costs is before) == (warmed, not warmed)
-    assert all(size > 900_000 for size in sizes)
 
 
 def test_an_object_in_the_place_of_the_engines_own_goes_afterwards(folder: Path) -> None:

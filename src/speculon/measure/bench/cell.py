@@ -13,19 +13,9 @@ from typing import TYPE_CHECKING, Any
 from speculon.core.config import SamplingParams
 from speculon.core.errors import BenchError
 from speculon.core.telemetry import PARTS, RequestStats
-from speculon.measure.bench.measure import Measurement, loops
+from speculon.measure.bench.diagnosis import diagnose, gated
+from speculon.measure.bench.measure import Measurement, decoding, loops
 from speculon.measure.bench.plan import AGAIN, Mode
-from speculon.measure.bench.rounds import (
-    Requirement,
-    RoundCosts,
-    decoding,
-    diagnose,
-    gated,
-    mean_step_ms,
-    needs,
-    reached,
-    rounds_of,
-)
 from speculon.measure.bench.workloads import Case
 from speculon.speculation.proposers.registry import OFF
 
@@ -58,9 +48,6 @@ class Cell:
     per_position: list[float]
     sources: dict[str, float]  # method -> share of the accepted tokens
     rejection: bool  # sampled drafts are judged with q: texts differ, distributions do not
-    rounds: RoundCosts | None  # the split of a call that verified drafts
-    reached: float | None  # mean acceptance per position: of drafts whose predecessors were all accepted
-    needed: list[Requirement]  # at concurrency 1
     ms_by_rows: dict[int, tuple[float, int]]  # rows of a decoding call -> (median ms, calls)
     profile: dict[str, float]  # part of a decoding step -> mean ms
     overhead: float | None  # share of a decoding step spent neither in the target nor on drafting
@@ -95,8 +82,7 @@ def summarise(workload: str, concurrency: int, mode: Mode, runs: Runs, cases: li
     rule = mode.speculation.get("acceptance") or llm.config.speculation.acceptance
     speeds = [sum(m.tokens for m in groups) / sum(m.seconds for m in groups) for groups in repeats]
     not_looping = without_loops(repeats, plain, cases)
-    done, costs, plain_ms = stats.speculation(), rounds_of(measurements), mean_step_ms(flat(plain))
-    per_position = done.per_position if done else []
+    done = stats.speculation()
     calls = profile(measurements, per_text=True), profile(flat(plain), per_text=True)
     sampled = not all(case.params.greedy for case in cases)
     return Cell(
@@ -113,14 +99,11 @@ def summarise(workload: str, concurrency: int, mode: Mode, runs: Runs, cases: li
         texts_without_loops=len(not_looping),
         tokens_per_target_call=stats.tokens_per_target_call if stats.target_calls else None,
         acceptance_rate=done.acceptance_rate if done else None,
-        per_position=per_position,
+        per_position=done.per_position if done else [],
         sources={n: of["accepted"] / max(1, done.accepted) for n, of in done.by_source.items()}
         if done
         else {},
         rejection=mode.speculates and rule in ("rejection", "block") and sampled,
-        rounds=costs,
-        reached=reached(done) if done else None,
-        needed=needs(costs, plain_ms, len(per_position)) if costs and plain_ms and concurrency == 1 else [],
         ms_by_rows=ms_by_rows(measurements),
         profile=profile(measurements),
         overhead=overhead(measurements),

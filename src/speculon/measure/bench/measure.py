@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -28,15 +28,6 @@ class Step:
     tokens: int  # committed
     decoding: bool  # no prompt tokens in it
     profile: Mapping[str, float]  # part of the step -> ms
-    stop_tokens: int = 0  # generated, and not committed
-
-    @property
-    def generated(self) -> int:
-        return self.tokens + self.stop_tokens
-
-    @property
-    def draft_ms(self) -> float:
-        return self.profile["propose"]
 
     @property
     def forward_ms(self) -> float:
@@ -45,11 +36,6 @@ class Step:
     @property
     def step_ms(self) -> float:
         return sum(self.profile.values())
-
-    @property
-    def drafted(self) -> int:
-        """Drafts in the batch; a sequence without drafts has one row."""
-        return self.rows - self.spans if self.decoding else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +59,14 @@ class Measurement:
     @property
     def decode_tokens_per_second(self) -> float | None:
         """Over the steps that had no prompt tokens; None when there were none."""
-        ms = sum(step.step_ms for step in self.steps if step.decoding)
-        return sum(step.tokens for step in self.steps if step.decoding) / ms * 1e3 if ms else None
+        steps = decoding([self])
+        ms = sum(step.step_ms for step in steps)
+        return sum(step.tokens for step in steps) / ms * 1e3 if ms else None
+
+
+def decoding(measurements: Iterable[Measurement]) -> list[Step]:
+    """The steps without prompt tokens."""
+    return [step for measurement in measurements for step in measurement.steps if step.decoding]
 
 
 def measure(llm: LLM, cases: list[Case], speculation: Mapping[str, Any], time: str = "") -> Measurement:
@@ -109,8 +101,7 @@ def recording(engine: Engine) -> Iterator[list[Step]]:
         if counters.steps > calls:
             tokens = sum(len(event.tokens) for event in events)
             profile = {part: ms - before[part] for part, ms in counters.profile.items()}
-            stops = sum(event.finish is not None and event.finish.by_token for event in events)
-            steps.append(Step(counters.rows - rows, len(events), tokens, decoding, profile, stops))
+            steps.append(Step(counters.rows - rows, len(events), tokens, decoding, profile))
         return events
 
     with in_place(engine, step=step):

@@ -19,9 +19,6 @@ from speculon.measure.bench.workloads import Known, Size
 from speculon.speculation.proposers.registry import OFF, check_method
 
 AGAIN = "off again"  # the same as `off`: how far its ratio is from 1 is the noise
-TRANSFORMERS = "transformers"
-VARIANT = "batch-variant"  # `off` with batch_invariant = false: its ratio is what batch invariance costs
-BASELINES = frozenset({TRANSFORMERS, VARIANT})  # not modes of the engine
 FIXED = "fixed"  # the policy that others are compared with
 MODES = (
     *(OFF, "ngram:8", "suffix:8", "suffix:16", "draft_model:2", "draft_model:4", "eagle3:3", "auto:8"),
@@ -40,7 +37,7 @@ class Mode:
 
     @property
     def speculates(self) -> bool:
-        return self.label not in {OFF, AGAIN, *BASELINES}
+        return self.label not in {OFF, AGAIN}
 
     def policy(self, default: str) -> str:
         """The policy of its requests in an engine that is set to `default`."""
@@ -93,18 +90,6 @@ class BenchPlan(Checked):
     prompts: int = Field(32, description="per workload")
     max_tokens: int = Field(128, description="most tokens per prompt")
     repeats: int = Field(1, description="measurements of each mode; medians are reported")
-    with_transformers: bool = Field(
-        False, description="also measure transformers' generate, one request at a time"
-    )
-    with_variant: bool = Field(
-        False, description="also measure plain decoding without batch invariance: what that costs"
-    )
-    widen: int | None = Field(
-        None,
-        description="widen the target to N million parameters: the same text at the cost of a larger model",
-        json_schema_extra={"metavar": "N"},
-    )
-    fuse: bool = True  # the widened target; any other is loaded fused, or not
 
     def __init__(self, /, **values: Any):
         super().__init__(**values)
@@ -116,10 +101,6 @@ class BenchPlan(Checked):
         for name in ("prompts", "max_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise InvalidParameter(name, getattr(self, name), "must be at least 1")
-        if self.widen is not None and self.widen < 1:
-            raise InvalidParameter("widen", self.widen, "must be at least 1 (million parameters)")
-        if self.widen is not None and self.with_variant:
-            raise InvalidParameter("widen", self.widen, "is not possible with with_variant")
         for count in self.concurrency:
             if not 1 <= count <= self.prompts:
                 raise InvalidParameter(
@@ -147,17 +128,10 @@ class BenchPlan(Checked):
         own = self.data.prompts.get(workload.partition("@")[0]) if self.data else None
         return self.prompts if own is None else min(self.prompts, len(own))
 
-    def modes_of(self, workload: str, concurrency: int) -> list[Mode]:
-        """Plain decoding twice, the modes of the plan, and the baselines that were asked for.
-
-        transformers is comparable where it is greedy, at concurrency 1.
-        """
+    @property
+    def compared(self) -> list[Mode]:
+        """Plain decoding twice, and between them the modes of the plan."""
         modes = [parse_mode(mode) for mode in self.modes if mode != OFF]
-        _, temperature = workloads.parse(workload, self.more)
-        if self.with_transformers and concurrency == 1 and temperature == 0:
-            modes.append(Mode(TRANSFORMERS))
-        if self.with_variant:
-            modes.append(Mode(VARIANT))
         return [parse_mode(OFF), *modes, Mode(AGAIN, parse_mode(OFF).speculation)]
 
     def size(self, context: int, workload: str = "") -> Size:
@@ -176,11 +150,12 @@ class BenchPlan(Checked):
     @property
     def measurements(self) -> int:
         """How many there will be, warm-up included."""
-        return sum(
-            len(self.modes_of(workload, count)) * (1 + self.repeats * self.groups(workload, count))
+        runs = sum(
+            1 + self.repeats * self.groups(workload, count)
             for workload in self.workloads
             for count in self.concurrency
         )
+        return len(self.compared) * runs
 
     def at_hand(self, lacking: Callable[[str], object]) -> BenchPlan:
         """Without the modes that have no drafter; `lacking` gives the reason, by method."""
@@ -193,8 +168,6 @@ class BenchPlan(Checked):
         if "suffix_pools" not in speculation.model_fields_set:
             pools = max(speculation.suffix_pools, self.users)
             settings["speculation"] = {**settings.get("speculation", {}), "suffix_pools": pools}
-        if self.widen:
-            settings["fuse"] = False  # until it is wide
         if config.warmup is None:  # a mode may name another policy than the engine's
             policies = {parse_mode(mode).policy(speculation.policy) for mode in self.modes}
             settings["warmup"] = policies != {FIXED}

@@ -18,12 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from speculon.core.telemetry import PARTS
-from speculon.measure.bench.advice import Advice, Against, MeanRatio, against_best_fixed
+from speculon.measure.bench.against import Against, MeanRatio, against_best_fixed
 from speculon.measure.bench.cell import Cell
-from speculon.measure.bench.plan import AGAIN, BASELINES, BenchPlan
+from speculon.measure.bench.plan import AGAIN, BenchPlan
 from speculon.measure.bench.provenance import commit, machine, model_facts, versions, write_files
-from speculon.measure.bench.rounds import SPEEDS
-from speculon.measure.bench.settings import as_toml
 from speculon.measure.bench.tables import Column, markdown, number, terminal
 from speculon.measure.bench.workloads import Case, fingerprint
 from speculon.speculation.proposers.registry import OFF
@@ -36,9 +34,7 @@ MEASURED = (
     "and all Python included, prefix cache off; decode_*: the same over steps without prompt tokens. "
     "ratio: median over (group of prompts, repeat) of a mode's speed / the speed of `off` on the same "
     "group in the same repeat; `off again` repeats `off` and shows the noise; ratio_without_loops: over "
-    "the pairs of single texts of which neither ends repeating itself. rounds: decoding calls that "
-    "verified drafts. needed: tokens per target call for a speed s: s * (ms of such a call) / (ms of a "
-    "plain one); acceptance a, equal at every position, with sum_{i=0..K} a^i of that; null: impossible. "
+    "the pairs of single texts of which neither ends repeating itself. "
     "profile: mean ms of a decoding step, part by part. policy: of the mode's requests; each mode has "
     "policies of its own, which begin with the costs that the engine measured at start, and observe rounds "
     "of this mode alone. speeds: tokens_per_second by repeat and group of prompts, in the order of the "
@@ -47,7 +43,6 @@ MEASURED = (
     "half, and by the second; over_plain, again: the mode's speed, and that of `off again`, / that of "
     "`off`; low, high: 90 % interval, from resampled groups of each cell."
 )
-WIDENED = "the same function at the call cost of a larger model"
 
 TERMINAL_LEGEND = (
     "tok/s: prompts included; x off: median of pairs; tok/call: tokens per target call; accepted: share of "
@@ -58,7 +53,7 @@ LEGEND = (
     "themselves; ms (rows): a decoding call of the target, its two usual sizes; engine: share of a step "
     "neither in the target nor on drafts; same: texts equal to those of `off`; loops: texts that end "
     "repeating themselves and are not right; diagnosis: why a mode did not help, docs/bench.md says how it "
-    "is found"
+    "is found; from: share of the accepted tokens by method"
 )
 AGAINST = "policies against the best fixed mode"
 AGAINST_TERMINAL_LEGEND = (
@@ -70,12 +65,6 @@ AGAINST_LEGEND = (
     "compared on the other, both ways round; x: geometric mean over groups of prompts, in the last rows over "
     "all "
     "cells; 90 %: interval, from resampled groups; off again: plain decoding over itself, the noise"
-)
-ROUNDS_LEGEND = (
-    "rounds: decoding calls that verified drafts (in the first a draft model reads the prompt), their mean "
-    "time and its shares; a: acceptance of drafts whose predecessors were all accepted; for Sx: tokens per "
-    "call, and a equal at every position, that would make decoding S times as fast as plain at these costs "
-    "(batch size 1); from: share of the accepted tokens by source"
 )
 PROFILE_LEGEND = (
     "ms: a mean decoding step, and its shares; prepare: schedule, pages, the batch; decide: the policy; "
@@ -120,16 +109,7 @@ def by_position(cell: Cell) -> str:
 
 
 def by_source(cell: Cell) -> str:
-    return ", ".join(f"{source} {share:.0%}" for source, share in cell.sources.items())
-
-
-def required(i: int, cell: Cell) -> str:
-    """For the speed at this place in `SPEEDS`."""
-    if not cell.needed:
-        return "-"
-    need = cell.needed[i]
-    acceptance = "impossible" if need.acceptance is None else f"{need.acceptance:.0%}"
-    return f"{need.tokens_per_target_call:.2f} ({acceptance})"
+    return ", ".join(f"{source} {share:.0%}" for source, share in cell.sources.items()) or "-"
 
 
 def share_of_step(part: str, cell: Cell) -> str:
@@ -164,6 +144,7 @@ ALL_FIGURES = (
     Column("loops", lambda cell: f"{cell.looping:.0%}"),
     DIAGNOSIS,
     Column("drafts accepted, by position", by_position),
+    Column("from", by_source),
 )
 TERMINAL: tuple[Column[Cell], ...] = (
     PLACE[-1],
@@ -173,21 +154,6 @@ TERMINAL: tuple[Column[Cell], ...] = (
     Column("accepted", lambda cell: number(cell.acceptance_rate, ".0%")),
     SAME,
     DIAGNOSIS,
-)
-ROUNDS: tuple[Column[Any], ...] = (  # of cells with rounds
-    *PLACE,
-    Column("rounds", lambda cell: str(cell.rounds.calls)),
-    Column("ms", lambda cell: f"{cell.rounds.step_ms:.1f}"),
-    Column("draft", lambda cell: f"{cell.rounds.draft:.0%}"),
-    Column("target", lambda cell: f"{cell.rounds.target:.0%}"),
-    Column("rest", lambda cell: f"{cell.rounds.rest:.0%}"),
-    Column("ms/draft", lambda cell: f"{cell.rounds.draft_ms_per_position:.2f}"),
-    Column(
-        "found tok/call (a)",
-        lambda cell: f"{cell.rounds.tokens_per_target_call:.2f} ({number(cell.reached, '.0%')})",
-    ),
-    *(Column(f"for {speed:g}x", partial(required, i)) for i, speed in enumerate(SPEEDS)),
-    Column("from", by_source),
 )
 PROFILE: tuple[Column[Cell], ...] = (
     *PLACE,
@@ -225,7 +191,6 @@ class Report:
     workloads: dict[str, dict[str, Any]]
     cells: list[Cell]
     against_best_fixed: list[Against] = field(default_factory=list)
-    advice: Advice | None = None
     measured: str = MEASURED
     date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     commit: str | None = field(default_factory=lambda: commit())
@@ -240,13 +205,11 @@ class Report:
         llm: LLM,
         cells: list[Cell],
         cases: dict[str, list[Case]],
-        advice: Advice | None = None,
     ) -> Report:
-        model = {**model_facts(llm), "widened_to": plan.widen and plan.widen * 1_000_000}
         return cls(
             shlex.join(["speculon", *argv]),
             {**plan.model_dump(exclude={"data"}), "data": plan.data and plan.data.facts()},
-            model,
+            model_facts(llm),
             {
                 name: {
                     "cases": len(some),
@@ -257,7 +220,6 @@ class Report:
             },
             cells,
             against_best_fixed(cells),
-            advice,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -278,15 +240,11 @@ def write(report: Report, folder: Path) -> list[Path]:
 def page(report: Report) -> str:
     cells, against = report.cells, report.against_best_fixed
     parts = [heading(report), verdict(cells, against)]
-    if report.advice:
-        parts += ["\n".join(f"- {line}" for line in report.advice.answer)]
-        parts += [f"```toml\n{as_toml(report.advice.settings)}```"]
     if against:
         parts += [f"## {AGAINST}", markdown(AGAINST_ALL, against), f"{AGAINST_LEGEND}."]
         parts.append("## All modes")
     parts += [markdown(ALL_FIGURES, cells), f"{LEGEND}."]
     parts += [line for cell in cells if (line := difference(cell))]
-    parts += [rounds_markdown(cells), f"{ROUNDS_LEGEND}."]
     parts += [profile_markdown(cells), f"{PROFILE_LEGEND}."]
     return "\n\n".join(parts) + "\n"
 
@@ -302,11 +260,9 @@ def heading(report: Report) -> str:
 
 def model_line(report: Report) -> str:
     model, machine = report.model, report.machine
-    millions = model["widened_to"] and model["widened_to"] // 10**6
-    wide = f" widened to {millions} M parameters: {WIDENED}" if millions else ""
     drafts = "".join(f", {method} {name}" for method, name in model["drafts"].items())
     return (
-        f"{model['name']}{wide}, {model['parameters'] / 1e6:.1f} M parameters, {model['layers']} layers, "
+        f"{model['name']}, {model['parameters'] / 1e6:.1f} M parameters, {model['layers']} layers, "
         f"{model['dtype']}{drafts}; {machine.get('gpu', machine['cpu'])}, "
         f"{model['threads']} thread{'s' * (model['threads'] > 1)}"
     )
@@ -327,12 +283,11 @@ def verdict(cells: Sequence[Cell], against: Sequence[Against]) -> str:
 
 
 def fastest(cells: Sequence[Cell]) -> str:
-    """Of the engine's modes."""
     ratios: dict[str, list[float]] = {}
     for cell in cells:
         ratios.setdefault(cell.mode, []).append(cell.ratio)
     noise = mean_ratio(ratios[AGAIN])
-    means = {mode: mean_ratio(some) for mode, some in ratios.items() if mode not in {OFF, AGAIN, *BASELINES}}
+    means = {mode: mean_ratio(some) for mode, some in ratios.items() if mode not in {OFF, AGAIN}}
     mode = max(means, key=means.__getitem__, default=OFF)
     ending = f"(plain decoding against itself: {noise:.2f}x)."
     if means and means[mode] > max(1.0, noise):
@@ -378,11 +333,6 @@ def speed_table(cells: list[Cell]) -> Table:
 def against_table(rows: list[Against]) -> Table:
     """For the terminal."""
     return terminal(AGAINST, AGAINST_TERMINAL, rows, lambda row: "" if row.concurrency else "bold")
-
-
-def rounds_markdown(cells: list[Cell]) -> str:
-    """What a round costs, and what it has to yield."""
-    return markdown(ROUNDS, [cell for cell in cells if cell.rounds])
 
 
 def profile_markdown(cells: list[Cell]) -> str:

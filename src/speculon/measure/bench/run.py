@@ -11,7 +11,7 @@ from speculon.measure.bench import workloads
 from speculon.measure.bench.cell import Cell, Runs, summarise
 from speculon.measure.bench.data import answered
 from speculon.measure.bench.measure import Measurement, in_place, measure
-from speculon.measure.bench.plan import AGAIN, TRANSFORMERS, VARIANT, BenchPlan, Mode, parse_mode
+from speculon.measure.bench.plan import AGAIN, BenchPlan, Mode, parse_mode
 from speculon.measure.bench.workloads import Case
 from speculon.speculation.control.policies import Policies
 from speculon.speculation.proposers.registry import OFF
@@ -25,8 +25,6 @@ def run(
 ) -> tuple[list[Cell], dict[str, list[Case]]]:
     """All cells, and the cases of each workload. A mode that ran no speculative round in a cell raises
     `BenchError`.
-
-    With `plan.widen` the target of `llm` is another one from here on, with the same function.
     """
     refuse_what_cannot_run(llm, plan)
     context = llm.engine.max_context
@@ -36,14 +34,12 @@ def run(
         for name in plan.workloads
     }
     refuse_evictions(llm, plan, cases)
-    if plan.widen:
-        widen(llm, plan.widen, plan.fuse)
     write = writer(llm, plan)
+    modes = plan.compared
     cells: list[Cell] = []
     for name in plan.workloads:
         for count in plan.concurrency:
             groups = workloads.groups_of(cases[name], count)
-            modes = plan.modes_of(name, count)
             for mode in modes:  # warm-up, discarded
                 write(groups[0], mode, f"warm-up of {name}, {count}")
                 advance(1)
@@ -70,7 +66,7 @@ def with_answers(llm: LLM, plan: BenchPlan) -> BenchPlan:
 
 def refuse_what_cannot_run(llm: LLM, plan: BenchPlan) -> None:
     """Raises before anything is measured where a mode lacks a drafter, or would be plain decoding."""
-    highest, target = max(plan.concurrency), llm.engine.target
+    highest = max(plan.concurrency)
     if highest > llm.config.max_num_seqs:
         raise InvalidParameter("concurrency", highest, f"max_num_seqs is {llm.config.max_num_seqs}")
     for mode in map(parse_mode, plan.modes):
@@ -78,8 +74,6 @@ def refuse_what_cannot_run(llm: LLM, plan: BenchPlan) -> None:
         if reason := llm.engine.proposers.lacking(method):
             advice = f"{reason.value}: {method} needs a checkpoint, given with --draft"
             raise InvalidParameter("modes", mode.label, advice)
-    if plan.with_variant and not target.batch_invariant:
-        raise InvalidParameter("with_variant", True, f"batch-invariant: {target.invariance}")
 
 
 def refuse_evictions(llm: LLM, plan: BenchPlan, cases: dict[str, list[Case]]) -> None:
@@ -91,43 +85,16 @@ def refuse_evictions(llm: LLM, plan: BenchPlan, cases: dict[str, list[Case]]) ->
         raise InvalidParameter("suffix_pools", pools, reason)
 
 
-def widen(llm: LLM, millions: int, fused: bool) -> None:
-    """The target to this many million parameters; costs that were known are measured again."""
-    from speculon.engine.warm_up import warm_up
-    from speculon.measure.bench.widen import widen_target
-    from speculon.target.fuse import fuse
-
-    widen_target(llm.engine.target, millions)
-    if fused:
-        fuse(llm.engine.target, share=False)
-    if llm.engine.policy.costs.known:
-        llm.engine.policy = Policies(llm.config.speculation)
-        warm_up(llm.engine)
-
-
 def policies_of(llm: LLM, plan: BenchPlan) -> dict[str, Policies]:
     """Each mode's policies: with the engine's measured costs, updated by rounds of this mode alone."""
     return {label: llm.engine.policy.with_costs_alone() for label in (OFF, AGAIN, *plan.modes)}
 
 
 def writer(llm: LLM, plan: BenchPlan) -> Callable[[list[Case], Mode, str], Measurement]:
-    """Runs cases in a mode; pools last for one mode and one time, which the last argument names.
-
-    Each baseline has a copy of the weights.
-    """
+    """Runs cases in a mode; pools last for one mode and one time, which the last argument names."""
     policies = policies_of(llm, plan)
-    baselines: dict[str, Callable[[list[Case]], Measurement]] = {}
-    if plan.with_transformers or plan.with_variant:
-        from speculon.measure.bench.baseline import BatchVariant, TransformersBaseline
-
-        if plan.with_transformers:
-            baselines[TRANSFORMERS] = TransformersBaseline(llm, plan.widen).measure
-        if plan.with_variant:
-            baselines[VARIANT] = BatchVariant(llm).measure
 
     def write(cases: list[Case], mode: Mode, time: str) -> Measurement:
-        if mode.label in baselines:
-            return baselines[mode.label](cases)
         with in_place(llm.engine, policy=policies[mode.label]):
             return measure(llm, cases, mode.speculation, f"{mode.label}, {time}")
 
