@@ -6,7 +6,7 @@ import json
 from eagle3_card import tidied
 
 from speculon.drafters.dflash.config import read_dflash
-from speculon.loading.drafter_formats import open_source
+from speculon.drafters.formats import open_source
 
 CARD = """---
 license: other

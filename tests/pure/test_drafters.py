@@ -18,9 +18,9 @@ from speculon.core.errors import (
     UnsupportedModel,
     WrongPair,
 )
+from speculon.drafters.config import TargetShape, check_offsets, check_pair
 from speculon.drafters.eagle3.config import Eagle3Config
 from speculon.drafters.families import UNSUPPORTED, family_of, read_eagle3_config
-from speculon.loading.drafter_config import TargetShape, check_offsets, check_pair
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -7,11 +7,11 @@ from itertools import islice
 import pytest
 
 from speculon import LLM
+from speculon.drafters.config import TargetShape, check_pair
 from speculon.drafters.eagle3.network import Eagle3Network, agreement
 from speculon.drafters.families import read_eagle3_config
 from speculon.drafters.layers import load_network
 from speculon.drafters.runner import estimate_needs
-from speculon.loading.drafter_config import TargetShape, check_pair
 from speculon.loading.load import load_target
 from speculon.loading.locate import locate
 from speculon.measure.bench import corpus, workloads

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from speculon.cli import app
 from speculon.core.errors import CorruptWeights, MissingWeights, ModelError, SpeculonError, UnsupportedModel
+from speculon.drafters.config import check_pair
 from speculon.drafters.dflash.config import read_dflash
 from speculon.drafters.families import family_of, read_dflash_config
-from speculon.loading.drafter_config import check_pair
-from speculon.loading.drafter_formats import Source, open_source
+from speculon.drafters.formats import Source, open_source
 from tests.tiny.checkpoint_formats import without
 from tests.tiny.dflash_checkpoints import make_drafter, write_dflash
 from tests.tiny.heads import deep_target

@@ -21,9 +21,9 @@ from speculon.core.errors import (
     UnsupportedModel,
     WrongPair,
 )
+from speculon.drafters.config import TargetShape, check_pair
 from speculon.drafters.dflash.config import DFlashConfig
 from speculon.drafters.families import family_of, read_dflash_config, read_eagle3_config
-from speculon.loading.drafter_config import TargetShape, check_pair
 from tests.tiny.checkpoint_formats import without, write_eagle3
 from tests.tiny.dflash_checkpoints import FORMATS, MASK, make_drafter, write_dflash
 from tests.tiny.heads import deep_target

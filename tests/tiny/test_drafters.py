@@ -11,9 +11,9 @@ import torch
 from safetensors import safe_open
 
 from speculon.core.errors import CorruptWeights, MissingWeights, ModelError, UnsupportedModel
+from speculon.drafters.config import TargetShape, check_pair, read_offsets
 from speculon.drafters.eagle3.config import Eagle3Config
 from speculon.drafters.families import read_eagle3_config
-from speculon.loading.drafter_config import TargetShape, check_pair, read_offsets
 from tests.tiny.checkpoint_formats import FORMATS, LLAMA3, TAPLESS, Head, make_head, without, write_eagle3
 
 TARGET = SimpleNamespace(

@@ -18,11 +18,11 @@ from speculon.core.config import EngineConfig, SpeculationConfig
 from speculon.core.errors import MemoryExceeded, ModelError, SpeculonError, UnsupportedModel
 from speculon.core.types import capabilities_json
 from speculon.decoding.kv.slots import PER_SEQUENCE
+from speculon.drafters.config import AUTHORS, DrafterConfig
 from speculon.drafters.families import Family, family_of
 from speculon.drafters.mtp.tensors import MTP, find_mtp
 from speculon.drafters.pairing import check_fit
 from speculon.loading.adapter_config import AdapterCheckpoint, is_adapter, read_adapter, read_adapters
-from speculon.loading.drafter_config import AUTHORS, DrafterConfig
 from speculon.loading.headers import Checkpoint, read_checkpoint
 from speculon.loading.locate import locate
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from speculon.core.errors import MissingWeights, ModelError, SpeculonError, UnsafeCheckpoint, UnsupportedModel
+from speculon.drafters.config import DTYPE_NAMES, DrafterConfig
 from speculon.drafters.dflash.config import CONTEXT_NORM, DFlashConfig, is_dflash, read_dflash
 from speculon.drafters.eagle3.config import Eagle3Config, read_eagle3
+from speculon.drafters.formats import FIRST_Q, Source, open_source
 from speculon.drafters.gemma4_assistant.config import PARTS, TYPES, AssistantConfig, read_assistant
 from speculon.drafters.mtp.tensors import MTP, MtpConfig, mtp_alone
-from speculon.loading.drafter_config import DTYPE_NAMES, DrafterConfig
-from speculon.loading.drafter_formats import FIRST_Q, Source, open_source
 from speculon.loading.gguf import is_gguf
 from speculon.loading.headers import Checkpoint, read_checkpoint
 

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from speculon.core.config.speculation import Quantization
 from speculon.core.errors import CorruptWeights, MissingWeights, UnsupportedModel
-from speculon.loading.drafter_config import DrafterConfig, check_offsets
+from speculon.drafters.config import DrafterConfig, check_offsets
 from speculon.loading.headers import read_header
 from speculon.loading.quantization import BITS, HEAD_BITS, layer_bytes
 from speculon.target import block

@@ -8,16 +8,16 @@ from pathlib import Path
 from types import MappingProxyType
 
 from speculon.core.errors import ConfigError, ModelError, UnsupportedModel, WrongPair
-from speculon.drafters.families import Family, family_of
-from speculon.drafters.known import published_for
-from speculon.drafters.mtp.tensors import MtpConfig
-from speculon.loading.drafter_config import (
+from speculon.drafters.config import (
     DrafterConfig,
     TargetShape,
     check_offsets,
     check_pair,
     read_offsets,
 )
+from speculon.drafters.families import Family, family_of
+from speculon.drafters.known import published_for
+from speculon.drafters.mtp.tensors import MtpConfig
 from speculon.loading.headers import Checkpoint, read_checkpoint, refuse_unsafe
 from speculon.loading.hub import cached_models, hub_id
 from speculon.loading.spelling import compare

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from speculon.core.types import LayerSpec, Needs
 from speculon.decoding.kv.store import PageStore, View, end_to_end
+from speculon.drafters.config import DrafterConfig
 from speculon.drafters.layers import Network, rope_config, weight_bytes
-from speculon.loading.drafter_config import DrafterConfig
 from speculon.target.block import CannotReplace, Tables
 from speculon.target.captured import RECORDERS, Lengths, Pieces, Recorder, copied, of_buckets
 from speculon.target.compare import alike

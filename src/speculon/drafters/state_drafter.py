@@ -20,7 +20,7 @@ from speculon.core.config import SpeculationConfig
 from speculon.core.errors import ConfigError, UnsupportedModel
 from speculon.core.types import Draft, Needs, Stop, no_draft
 from speculon.decoding.sequence import Sequence
-from speculon.loading.drafter_config import DrafterConfig, TargetShape, check_pair
+from speculon.drafters.config import DrafterConfig, TargetShape, check_pair
 from speculon.loading.locate import locate
 from speculon.loading.quantization import BITS
 from speculon.speculation.proposers.base import Proposer, TargetFacts

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from speculon.core.errors import CorruptWeights, MissingWeights, ModelError, UnsupportedModel, WrongPair
-from speculon.loading.drafter_config import AUTHORS, DrafterConfig
-from speculon.loading.drafter_formats import (
+from speculon.drafters.config import AUTHORS, DrafterConfig
+from speculon.drafters.formats import (
     FIRST_Q,
     KNOWN,
     Shapes,

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, replace
 
 from speculon.core.errors import MissingWeights, ModelError, UnsupportedModel, WrongPair
-from speculon.loading.drafter_config import AUTHORS, DrafterConfig
-from speculon.loading.drafter_formats import (
+from speculon.drafters.config import AUTHORS, DrafterConfig
+from speculon.drafters.formats import (
     FIRST_Q,
     KNOWN,
     Shapes,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from speculon.core.errors import ModelError, WrongPair
-from speculon.loading.drafter_config import AUTHORS, DrafterConfig
-from speculon.loading.drafter_formats import FIRST_Q, Source, count_layers, read_rope, read_windows
+from speculon.drafters.config import AUTHORS, DrafterConfig
+from speculon.drafters.formats import FIRST_Q, Source, count_layers, read_rope, read_windows
 
 TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 TARGETS = "gemma4"  # what the architectures of its targets begin with

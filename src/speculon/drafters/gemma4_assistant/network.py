@@ -17,9 +17,9 @@ from speculon.core.errors import CorruptWeights
 from speculon.core.types import NO_PADDING, LayerSpec
 from speculon.decoding.kv.store import PageStore, SpanView, View
 from speculon.decoding.sequence import Sequence
+from speculon.drafters.config import INTEGERS, read_numbers
 from speculon.drafters.gemma4_assistant.config import AssistantConfig
 from speculon.drafters.layers import MLP, ORDER, Network, Norm, load_network, make_rotary
-from speculon.loading.drafter_config import INTEGERS, read_numbers
 from speculon.target.attention import attend_written
 from speculon.target.block import AROUND, Tables, rotate, rotation_tables
 from speculon.target.target import Target

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from speculon.core.errors import CorruptWeights, MissingWeights, ModelError, UnsupportedModel
-from speculon.loading.drafter_config import INTEGERS, DrafterConfig, check_offsets, read_numbers
+from speculon.drafters.config import INTEGERS, DrafterConfig, check_offsets, read_numbers
 from speculon.loading.headers import parameters_by_dtype, read_config, read_header, weight_files
 
 FIRST_Q = "layers.0.self_attn.q_proj.weight"
