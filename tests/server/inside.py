@@ -25,7 +25,6 @@ from speculon.engine.async_engine import AsyncEngine
 from speculon.engine.messages import Refused, Stage
 from speculon.engine.worker import Worker
 from speculon.operations.admin.routes import add_admin
-from speculon.operations.model_routes import add_models
 from speculon.server.app import create_app
 from speculon.server.app_state import AppState
 from speculon.server.pool.catalogue import Catalogue
@@ -187,7 +186,6 @@ def serving(catalogue: Catalogue, loader: ScriptedLoader) -> Iterator[Inside]:
     state = AppState(ModelPool(catalogue, loader))
     listener = listen("127.0.0.1", 0)
     app = create_app(state, "0")
-    add_models(app, state)
     if state.config.admin:
         add_admin(app, state)
     http = HttpServer(app, state.config, 5)

@@ -161,7 +161,6 @@ def file_of_models(config: EngineConfig) -> ModelSettingsFile | None:
 
 def http_server(state: AppState) -> uvicorn.Server:
     from speculon.cli.connections import HttpServer
-    from speculon.operations.model_routes import add_models
     from speculon.server.app import create_app
 
     class DrainingServer(HttpServer):
@@ -173,7 +172,6 @@ def http_server(state: AppState) -> uvicorn.Server:
 
     seconds = ceil(state.config.drain_timeout) + CLOSE_SECONDS
     app = create_app(state, __version__)
-    add_models(app, state)
     if state.config.admin:
         from speculon.operations.admin.ui import mount
 

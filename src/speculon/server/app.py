@@ -23,6 +23,7 @@ from speculon.server.completions import read_chat, read_completion, render
 from speculon.server.errors import RESPONSES, Failure, misfit
 from speculon.server.middleware import RequestMiddleware
 from speculon.server.model import ServedModel
+from speculon.server.model_routes import add_models
 from speculon.server.request import GenerationRequest, has_images, pool_digest
 from speculon.server.response_events import ResponseAnswer
 from speculon.server.responses import NOT_STORED, ResponseObject, ResponseRequest, read_response
@@ -52,6 +53,7 @@ def create_app(state: AppState, version: str) -> FastAPI:
     add_refusals(app)
     add_pools(app, state)
     add_capture(app, state)
+    add_models(app, state)
     return app
 
 

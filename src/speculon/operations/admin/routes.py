@@ -19,9 +19,9 @@ from speculon.operations.admin.schemas import (
     TokenView,
 )
 from speculon.operations.admin.service import Admin
-from speculon.operations.model_routes import progress
 from speculon.server.app_state import AppState
 from speculon.server.errors import RESPONSES
+from speculon.server.model_routes import progress
 
 
 def add_admin(app: FastAPI, state: AppState) -> Admin:

@@ -23,7 +23,6 @@ from speculon.operations.cluster.handles import ServeReplicas
 from speculon.operations.cluster.metrics import ClusterCollector
 from speculon.operations.cluster.replica import Replica
 from speculon.operations.cluster.router import PrefixRouter, routing_of
-from speculon.operations.model_routes import add_models
 from speculon.server.app import create_app
 from speculon.server.app_state import AppState
 from speculon.server.pool.catalogue import Catalogue
@@ -73,9 +72,7 @@ class Ingress:
         await state.pool.start()
         state.pool.check_open()
         state.pool.check_health()
-        app = create_app(state, __version__)
-        add_models(app, state)
-        return app
+        return create_app(state, __version__)
 
 
 def build(given: Mapping[str, Any]) -> Application:
