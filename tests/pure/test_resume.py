@@ -10,7 +10,8 @@ from speculon.core.config import RequestSpeculation, SamplingParams, Speculation
 from speculon.core.types import Finish, TokenLogprobs
 from speculon.decoding.sequence import Event
 from speculon.engine.messages import Add
-from speculon.engine.waiting import OutputQueue, Progress, RequestTable
+from speculon.engine.progress import Progress
+from speculon.engine.waiting import OutputQueue, RequestTable
 
 GREEDY = {"temperature": 0}
 SEEDED = {"seed": 7}

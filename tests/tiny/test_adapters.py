@@ -18,7 +18,7 @@ from speculon.decoding.batch import Batch
 from speculon.decoding.kv.blocks import BlockPool, Key
 from speculon.decoding.sequence import Sequence, Span
 from speculon.engine.messages import Add
-from speculon.engine.waiting import Progress
+from speculon.engine.progress import Progress
 from speculon.loading.load import wrap_model
 from speculon.target import captured as capturing
 from speculon.target.adapters import Adapted

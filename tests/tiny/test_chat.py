@@ -30,7 +30,7 @@ from speculon.cli.drafts import OWN, DraftStream, drawn
 from speculon.core.errors import InvalidParameter, InvalidRequest
 from speculon.decoding.text.tokenizer import UNSURE, Tokenizer, final_text
 from speculon.engine.outputs import Completion
-from speculon.engine.waiting import uninterrupted
+from speculon.engine.stepper import uninterrupted
 from tests.tiny.checkpoint import byte_tokenizer
 from tests.tiny.folders import make_folder
 from tests.tiny.scripted import assert_idle

@@ -9,7 +9,7 @@ import pytest
 from speculon.core.config import RequestSpeculation, SamplingParams
 from speculon.decoding.sequence import Event
 from speculon.engine.messages import Add
-from speculon.engine.waiting import Progress
+from speculon.engine.progress import Progress
 from tests.tiny.forms import FORMS, engine_of
 from tests.tiny.scripted import Key, Result, drain
 

@@ -21,7 +21,7 @@ import pytest
 
 from speculon import LLM, SamplingParams
 from speculon.core.errors import EngineError, InvalidParameter
-from speculon.engine.waiting import Stepper
+from speculon.engine.stepper import Stepper
 from tests.recording import read
 from tests.tiny.checkpoint import write_checkpoint
 

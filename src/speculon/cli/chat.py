@@ -141,7 +141,7 @@ class Chat:
         self.conclude(content, new[0].output, text, perf_counter() - began)
 
     def stream(self, content: str, text: DraftStream) -> None:
-        from speculon.engine.waiting import uninterrupted
+        from speculon.engine.stepper import uninterrupted
 
         try:
             with closing(self.session.stream(content, self.with_room(content))) as events:

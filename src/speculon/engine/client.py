@@ -13,7 +13,8 @@ from speculon.core.errors import InvalidParameter, SpeculonError
 from speculon.core.telemetry import EngineCounters
 from speculon.core.types import Load
 from speculon.engine.messages import Add, Ready
-from speculon.engine.waiting import OutputQueue, Progress, RequestTable
+from speculon.engine.progress import Progress
+from speculon.engine.waiting import OutputQueue, RequestTable
 
 
 class EngineClient(ABC):

@@ -18,7 +18,7 @@ from speculon.decoding.sequence import Event
 from speculon.decoding.text.tokenizer import NO_TOKENIZER, Stream, Tokenizer, check_messages
 from speculon.engine.build import build_engine
 from speculon.engine.outputs import Completion, RequestOutput, absorb, write_texts
-from speculon.engine.waiting import Call, Stepper, TaskRequests
+from speculon.engine.stepper import Call, Stepper, TaskRequests
 from speculon.loading.generation import sampling_defaults
 from speculon.loading.processors import images_of
 
