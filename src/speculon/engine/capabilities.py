@@ -104,16 +104,14 @@ def engine_modes(engine: Engine) -> Rows:
     else:
         yield "prefix_cache", row("on", found)
     why = "of layers with recurrent states only norms are" if config.fuse else "fuse is false"
-    yield (
-        "fusion",
-        on_or_off(runner.fused or runner.one_loop, str(runner), str(runner) if runner.chosen else why),
-    )
+    why = str(runner) if runner.chosen else why
+    yield "fusion", on_or_off(runner.fused or runner.one_loop, str(runner), why)
     drafters = {name: engine.proposers.find(name) for name in known_methods()}
-    runners = {name: each.runner for name, each in drafters.items() if isinstance(each, RunsModel)}
     for form, device in (("compiled", "cpu"), ("captured", "cuda")):
         yield form, programs(form, device, runner, config, model.device.type)
-        for name, own in runners.items():
-            yield f"{form}.{name}", programs(form, device, own, config, model.device.type)
+        for name, drafter in drafters.items():
+            if isinstance(drafter, RunsModel):
+                yield f"{form}.{name}", programs(form, device, drafter.runner, config, model.device.type)
     why = model.invariance.partition(": ")[2] or "batch_invariant is false"
     yield "batch_invariant", on_or_off(model.batch_invariant, why, why)
     own = "SpeculativeDecoder alone: verify and step judge drafts by the caller's logits (target_logits)"

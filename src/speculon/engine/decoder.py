@@ -107,6 +107,7 @@ class SpeculativeDecoder:
             self.engine.policy.use("adaptive", Adaptive(chosen.adaptive, self.adaptive))
         self._sequence: Sequence | None = None  # of the last step, which the policy knows
         self._last: tuple[list[int], SamplingParams]  # text and parameters last worked on
+        self._plain_ms: float | None = None
         self.reset_stats()
 
     # one round
@@ -278,7 +279,7 @@ class SpeculativeDecoder:
             self.adaptive.reset()
         self._stats = RequestStats()
         self._ms, self._tokens = 0.0, 0  # of rounds, without prompts
-        self._plain_ms: float | None = None
+        self._plain_ms = None
 
     def _clock(self, ms: float, tokens: int) -> None:
         self._ms += ms
