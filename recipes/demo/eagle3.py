@@ -10,7 +10,6 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from data import Corpus, load_tokenizer, write_atomically
@@ -34,15 +33,13 @@ OPTIONS = {
 }
 
 
-def parse_arguments(
-    about: str, work: str, defaults: Mapping[str, object]
-) -> tuple[argparse.Namespace, list[str]]:
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     """The command line; what it does not know is handed to `speculon train`."""
-    parser = argparse.ArgumentParser(description=about)
+    parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--target", type=Path, required=True, help="folder of the target model")
     add("--out", type=Path, required=True, help="folder of the finished drafter")
-    add("--work", type=Path, default=Path(work), help="folder of data, checkpoint and log")
+    add("--work", type=Path, default=Path("build/eagle3"), help="folder of data, checkpoint and log")
     add(
         "--texts-work",
         type=Path,
@@ -62,7 +59,6 @@ def parse_arguments(
     add("--probes", type=int, default=96, help="written after held-out files, to measure on")
     add("--file-tokens", type=int, default=400_000, help="of training files beside them")
     add("--seed", type=int, default=0)
-    parser.set_defaults(**defaults)
     return parser.parse_known_args()
 
 
@@ -100,21 +96,11 @@ def write_lines(file: Path, records: list[dict]) -> None:
     write_atomically(file, "".join(json.dumps(record) + "\n" for record in records).encode())
 
 
-def train(
-    method: str,
-    own: Mapping[str, object],
-    about: str,
-    finish: Callable[[argparse.Namespace, int], None],
-    texts: Mapping[str, object],
-) -> None:
-    """Lays out the data, runs `speculon train METHOD` with the options `own`, and writes the card.
-
-    `texts` are this drafter's defaults of the recipe's own options.
-    """
-    args, more = parse_arguments(about, f"build/{method}", texts)
+def main() -> None:
+    args, more = parse_arguments()
     learn, held, file_tokens = lay_out(args)
     options = {
-        **own,
+        **OPTIONS,
         "target": args.target,
         "out": args.out,
         "minutes": args.minutes,
@@ -123,7 +109,7 @@ def train(
         "eval-data": held,
         "data": learn,
     }
-    command = [sys.executable, "-m", "speculon.cli", "train", method]
+    command = [sys.executable, "-m", "speculon.cli", "train", "eagle3"]
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))] + more
     if code := subprocess.run(command).returncode:
         raise SystemExit(code)
@@ -131,4 +117,4 @@ def train(
 
 
 if __name__ == "__main__":
-    train("eagle3", OPTIONS, __doc__, finish, {})
+    main()

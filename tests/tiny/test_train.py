@@ -145,6 +145,31 @@ def test_training_computes_what_a_chain_of_drafts_does(
                     )
 
 
+def loss_is_off_by(teacher: Teacher, folder: Path) -> float:
+    """How far the loss of a head is from the sum over its steps, and over their rows, of the divergence."""
+    rows = rows_of(teacher)
+    _, head = head_of(teacher, rows, {"decay": 0.6})
+    batch = Dataset(teacher, rows, folder / "states", 0).batch([0, 1, 2])
+    with torch.no_grad():
+        expected = torch.zeros(())
+        for k, states in enumerate(head.hiddens(batch.ids, batch.taps)):
+            at = [i + 1 + k for i in range(states.shape[1])]  # which predict token i + 2 + k
+            p, weights = batch.p[:, at].flatten(0, 1), batch.weights[:, at].flatten()
+            expected += 0.6**k * kl_reference(head.lm_head(states).flatten(0, 1), p, weights)
+        return float((head.loss(batch) - expected).abs())
+
+
+def test_the_loss_of_a_head_is_the_sum_over_its_steps(
+    teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert loss_is_off_by(teacher, tmp_path) < 1e-3
+    right = Eagle3Head._positions
+    monkeypatch.setattr(
+        Eagle3Head, "_positions", lambda self, step, batch: right(self, max(step - 1, 0), batch)
+    )
+    assert loss_is_off_by(teacher, tmp_path) > 1e-2
+
+
 def test_a_step_without_its_own_rows_is_found(
     teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-
 from speculon.train.settings import TrainSettings
 from tests.tiny.folders import make_folder
-from tests.tiny.mtp_forms import FORMS, write_mtp
 
 QUICK: dict[str, Any] = {
     "length": 48,
@@ -43,22 +38,6 @@ class Silent:
         yield lambda share, entry: None
 
 
-class Interrupted(Silent):
-    """Ends the process, so to say, after some steps."""
-
-    def __init__(self, steps: int):
-        self.left = steps
-
-    @contextmanager
-    def training(self) -> Iterator[Callable[[float, Mapping[str, Any]], None]]:
-        yield self.advance
-
-    def advance(self, share: float, entry: Mapping[str, Any]) -> None:
-        self.left -= 1
-        if not self.left:
-            raise KeyboardInterrupt
-
-
 def make_texts(folder: Path, count: int = 30) -> Path:
     folder.mkdir()
     chance = random.Random(0)
@@ -71,25 +50,6 @@ def make_world(folder: Path) -> Path:
     """`folder/target` and `folder/texts`."""
     make_folder(folder / "target")
     make_texts(folder / "texts")
-    return folder
-
-
-def make_mtp_world(folder: Path, name: str) -> Path:
-    """The same with a target that has prediction modules of a form, whose texts are as easy to draft."""
-    make_world(folder)
-    sizes = json.loads((folder / "target" / "config.json").read_text())
-    kept = {key: sizes[key] for key in ("vocab_size", "max_position_embeddings", "eos_token_id")}
-    form = FORMS[name]
-    write_mtp(folder / "target", replace(form, settings={**form.settings, **kept}))
-    file = folder / "target" / "model.safetensors"
-    tensors = load_file(file)
-    own = form.path(0)
-    for key, value in tensors.items():
-        if key.endswith(("o_proj.weight", "down_proj.weight")) and not key.startswith(own):
-            value.mul_(0.1)
-        if key.endswith("head.weight"):
-            value.mul_(4)
-    save_file(tensors, file, {"format": "pt"})
     return folder
 
 

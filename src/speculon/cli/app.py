@@ -19,14 +19,7 @@ from speculon.cli.screen import answered, show_log
 from speculon.core.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig
 from speculon.measure.bench.plan import BenchPlan
 from speculon.measure.check.plan import CheckPlan
-from speculon.train.settings import (
-    DraftSettings,
-    FlashSettings,
-    HeadSettings,
-    MtpSettings,
-    SparkSettings,
-    TrainSettings,
-)
+from speculon.train.settings import DraftSettings, HeadSettings, TrainSettings
 
 WIDTH = 100  # columns of a help page at most
 SHOW_ALL = "speculon.help_all"
@@ -38,7 +31,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "Serve": ("serve",),
     "Look at models": ("inspect",),
     "Measure and check": ("bench", "check"),
-    "Train": ("train", "eagle3", "draft", "dflash", "dspark", "mtp"),
+    "Train": ("train", "eagle3", "draft"),
 }
 COMMON, SPECULATION = "Common", "Speculation"
 SECTION_OF_MODEL: Mapping[type[BaseModel], str] = {
@@ -51,9 +44,6 @@ SECTION_OF_MODEL: Mapping[type[BaseModel], str] = {
     TrainSettings: "Training",
     HeadSettings: "Head",
     DraftSettings: "Draft model",
-    FlashSettings: "Block drafter",
-    SparkSettings: "Block drafter",
-    MtpSettings: "MTP modules",
 }
 SECTION_OF_FIELD: Mapping[str, str] = {
     "model": COMMON,

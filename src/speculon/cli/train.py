@@ -14,15 +14,7 @@ from speculon.cli.app import GROUP, Json, app, command
 from speculon.cli.options import Flags, pick, settings_from
 from speculon.cli.screen import bar, counting, errors, output, print_json, say
 from speculon.core.checked import Checked
-from speculon.train.settings import (
-    STEPS,
-    DraftSettings,
-    FlashSettings,
-    HeadSettings,
-    MtpSettings,
-    SparkSettings,
-    TrainSettings,
-)
+from speculon.train.settings import STEPS, DraftSettings, HeadSettings, TrainSettings
 
 EXIT_STOPPED = 130
 WHOLE = 10_000  # steps of the bar
@@ -30,9 +22,6 @@ PLACE = "{task.percentage:.0f} %  {task.description}"
 FORMS: Mapping[str, tuple[type[Checked], str]] = {
     "eagle3": (HeadSettings, "Train an EAGLE-3 head, which drafts from the target's hidden states."),
     "draft": (DraftSettings, "Distil a small language model that drafts for the target."),
-    "dflash": (FlashSettings, "Train a DFlash block drafter, which drafts a block of tokens in one call."),
-    "dspark": (SparkSettings, "Train a DSpark block drafter: DFlash with a Markov and a confidence head."),
-    "mtp": (MtpSettings, "Train the MTP modules of the target's own checkpoint further."),
 }
 RESUMES = "After an interruption the same command resumes."
 

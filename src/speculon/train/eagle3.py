@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
-from torch import Tensor
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from speculon.core.errors import InvalidParameter, UnsupportedModel
@@ -20,16 +21,18 @@ from speculon.drafters.eagle3.network import Eagle3Network
 from speculon.loading.headers import parameters_by_dtype, read_config
 from speculon.loading.locate import locate
 from speculon.train.data import Rows
-from speculon.train.losses import StepDrafter, attention
+from speculon.train.losses import attention, kl
+from speculon.train.record import write_json
 from speculon.train.settings import HeadSettings
 from speculon.train.teacher import Batch, Teacher
-from speculon.train.training import WEIGHTS, Training, begin, network_sizes, write_network
+from speculon.train.training import Training, attention_heads
 
+WEIGHTS = "model.safetensors"
 Past = list[tuple[Tensor, Tensor]]  # keys and values [B, KV, N, D] of each step so far
 
 
-class Eagle3Head(StepDrafter, Eagle3Network):
-    """A head as it learns."""
+class Eagle3Head(Eagle3Network):
+    """A head as it learns: row i of step k predicts token i + 2 + k, a draft at depth k."""
 
     def __init__(self, config: Eagle3Config, steps: int, decay: float):
         super().__init__(config)
@@ -53,15 +56,28 @@ class Eagle3Head(StepDrafter, Eagle3Network):
             yield normed
             x = normed if self.norm_output else x
 
-    def states(self, batch: Batch) -> Iterator[Tensor]:
-        return self.hiddens(batch.ids, batch.taps)
+    def loss(self, batch: Batch) -> Tensor:
+        """sum_k decay^k KL(p || q), each a weighted mean over rows."""
+        total = torch.zeros((), device=batch.ids.device)
+        for k, states in enumerate(self.hiddens(batch.ids, batch.taps)):
+            at = self._positions(k, batch)
+            learned = batch.weights[:, at] > 0  # [B, N]
+            p, entropy, weights = (each[:, at][learned] for each in (batch.p, batch.entropy, batch.weights))
+            total = total + self.decay**k * kl(states[learned], self.lm_head.weight, p, entropy, weights)
+        return total
 
-    def head_of(self, step: int) -> Tensor:
-        return self.lm_head.weight
-
-    def best(self, step: int, states: Tensor) -> Tensor:
+    def correct(self, batch: Batch) -> Tensor:
+        """Whether the best token of each step is the target's, for rows of non-zero weight [steps, M]."""
         assert self.ids is not None
-        return self.ids[super().best(step, states)]
+        counts, found = batch.weights[:, self._positions(0, batch)] > 0, []  # [B, N]
+        for k, states in enumerate(self.hiddens(batch.ids, batch.taps)):
+            best = self.ids[self.lm_head(states[counts]).argmax(-1)]
+            found.append(best == batch.best[:, self._positions(k, batch)][counts])
+        return torch.stack(found)
+
+    def _positions(self, step: int, batch: Batch) -> slice:
+        """The target's positions that predict the same tokens as the rows of a step."""
+        return slice(step + 1, step + 1 + batch.ids.shape[1] - self.steps)
 
 
 def attend(past: Past, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -122,7 +138,35 @@ class Eagle3Training(Training[HeadSettings, Eagle3Head]):
         if config.draft_vocab_size < config.vocab_size:
             tables["d2t"] = used - torch.arange(len(used))  # an offset: target id = draft id + d2t
             tables["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, used, True)
-        write_network(drafter, speculators_config(config, target), folder, tables)
+        write_head(drafter, speculators_config(config, target), folder, tables)
+
+
+@torch.no_grad()
+def begin(head: Eagle3Network, embed: Tensor, norm: Tensor | None) -> None:
+    """Small random matrices; embeddings and last norm are the target's.
+
+    Matrices that end a layer are zero, so that it adds nothing at first.
+    """
+    for name, parameter in head.named_parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=0.02)
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            nn.init.zeros_(parameter)
+    head.embed = embed.detach().float()
+    if norm is not None:
+        head.norm.weight.copy_(norm)
+
+
+def write_head(
+    head: nn.Module, config: Mapping[str, Any], folder: Path, tables: Mapping[str, Tensor]
+) -> None:
+    """config.json, and all parameters in bf16 with the `tables`; what is the target's is not written."""
+    parameters = head.named_parameters()
+    tensors = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in parameters}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({**tensors, **tables}, folder / WEIGHTS, {"format": "pt"})
+    known = {**config, "dtype": "bfloat16", "transformers_version": transformers.__version__}
+    write_json(folder / "config.json", known)
 
 
 def refuse_other_form(start: str, config: Eagle3Config, vocab: int) -> None:
@@ -151,6 +195,30 @@ def config_of(settings: HeadSettings, teacher: Teacher) -> Eagle3Config:
         verifier=tuple(teacher.model.config.architectures or ()),
         names={"lm_head.weight": "lm_head.weight"},
     )
+
+
+def network_sizes(settings: HeadSettings, teacher: Teacher) -> dict[str, Any]:
+    """Fields of `DrafterConfig`; numbers that are not set are the target's. Raises InvalidParameter."""
+    config = teacher.config
+    heads, kv_heads = attention_heads(settings.heads, settings.kv_heads, config)
+    rope = getattr(config, "rope_parameters", None) or {}
+    intermediate = settings.intermediate or getattr(config, "intermediate_size", None) or 4 * teacher.width
+    return {
+        "hidden": teacher.width,
+        "target_hidden": teacher.width,
+        "taps": len(teacher.taps),
+        "layers": settings.layers,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": getattr(config, "head_dim", None) or teacher.width // config.num_attention_heads,
+        "intermediate": intermediate,
+        "vocab_size": teacher.vocab_size,
+        "draft_vocab_size": len(teacher.used),
+        "eps": getattr(config, "rms_norm_eps", 1e-6),
+        "rope": {"rope_type": "default", "rope_theta": float(rope.get("rope_theta") or 10_000.0)},
+        "windows": (None,) * settings.layers,
+        "max_context": getattr(config, "max_position_embeddings", 2048),
+    }
 
 
 def form_of(config: Eagle3Config) -> dict[str, Any]:

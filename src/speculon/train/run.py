@@ -16,10 +16,8 @@ from speculon.loading.locate import locate
 from speculon.loading.reading import load_tokenizer
 from speculon.measure.bench.provenance import commit, versions
 from speculon.train.data import Document, Rows, read_documents, split
-from speculon.train.dflash import DFlashTraining, DSparkTraining
 from speculon.train.draft_model import DraftModelTraining
 from speculon.train.eagle3 import Eagle3Training
-from speculon.train.mtp import MtpTraining
 from speculon.train.record import Progress, whole_lines, write_json
 from speculon.train.regenerate import evaluate, regenerate
 from speculon.train.settings import TrainSettings
@@ -29,8 +27,7 @@ from speculon.train.training import Training
 
 # by their names on the command line
 METHODS: Mapping[str, Callable[[Any], Training[Any, Any]]] = {
-    each.method: each
-    for each in (Eagle3Training, DraftModelTraining, DFlashTraining, DSparkTraining, MtpTraining)
+    each.method: each for each in (Eagle3Training, DraftModelTraining)
 }
 
 

@@ -11,10 +11,6 @@ from speculon.core.checked import Checked
 
 STEPS = 2000  # guess: where neither steps nor minutes are given
 SHORTEST = 8  # tokens of a prompt that is cut from a plain text
-# descriptions of settings that several methods have
-TTT = "steps of the training-time test: consecutive drafts that are learned"
-DECAY = "loss weight of a step relative to the one before"
-LOSS = "learn the target's probabilities (kl), or the tokens of the text (ce)"
 
 
 class TrainSettings(Checked):
@@ -104,7 +100,7 @@ class TrainSettings(Checked):
 
 
 class Shape(Checked):
-    """What every drafter with attention layers has. None means the target's number."""
+    """What both drafters have. None means the target's number."""
 
     layers: int
     intermediate: int | None = Field(None, ge=1, description="width of its MLP")
@@ -112,10 +108,27 @@ class Shape(Checked):
     kv_heads: int | None = Field(None, ge=1, description="key-value heads")
 
 
-class TappingShape(Shape):
-    """A drafter that reads the states after some of the target's layers."""
+class HeadSettings(Shape):
+    """The shape of an EAGLE-3 head."""
 
-    taps: str | None
+    start: str | None = Field(
+        None, description="folder of a head of the same shape to start from (None: random layers)"
+    )
+    taps: str | None = Field(
+        None, description="tapped target layers, as 1,9,16; -1: embeddings (None: three)"
+    )
+    ttt: int = Field(
+        5, ge=1, le=16, description="steps of the training-time test: consecutive drafts that are learned"
+    )
+    decay: float = Field(0.8, gt=0, le=1, description="loss weight of a step relative to the one before")
+    draft_vocab: int | None = Field(
+        None, ge=1, description="number of most frequent tokens that can be drafted (None: all)"
+    )
+    layers: int = Field(1, ge=1, le=32, description="layers of the head")
+    norm_before_residual: bool = Field(True, description="the residual stream starts after the norm")
+    norm_before_fc: bool = Field(True, description="one norm over all taps")
+    fc_norm: bool = Field(False, description="a norm for each tap, in place of the one over all")
+    norm_output: bool = Field(True, description="the state that is fed back is normed")
 
     @field_validator("taps")
     @classmethod
@@ -127,31 +140,6 @@ class TappingShape(Shape):
             raise ValueError("each layer once, in rising order")
         return value
 
-    @property
-    def tap_ids(self) -> tuple[int, ...] | None:
-        return None if self.taps is None else tuple(map(int, self.taps.split(",")))
-
-
-class HeadSettings(TappingShape):
-    """The shape of an EAGLE-3 head."""
-
-    start: str | None = Field(
-        None, description="folder of a head of the same shape to start from (None: random layers)"
-    )
-    taps: str | None = Field(
-        None, description="tapped target layers, as 1,9,16; -1: embeddings (None: three)"
-    )
-    ttt: int = Field(5, ge=1, le=16, description=TTT)
-    decay: float = Field(0.8, gt=0, le=1, description=DECAY)
-    draft_vocab: int | None = Field(
-        None, ge=1, description="number of most frequent tokens that can be drafted (None: all)"
-    )
-    layers: int = Field(1, ge=1, le=32, description="layers of the head")
-    norm_before_residual: bool = Field(True, description="the residual stream starts after the norm")
-    norm_before_fc: bool = Field(True, description="one norm over all taps")
-    fc_norm: bool = Field(False, description="a norm for each tap, in place of the one over all")
-    norm_output: bool = Field(True, description="the state that is fed back is normed")
-
     @model_validator(mode="after")
     def _one_norm(self) -> HeadSettings:
         if self.fc_norm and self.norm_before_fc and "norm_before_fc" in self.model_fields_set:
@@ -159,63 +147,13 @@ class HeadSettings(TappingShape):
         return self
 
     @property
+    def tap_ids(self) -> tuple[int, ...] | None:
+        return None if self.taps is None else tuple(map(int, self.taps.split(",")))
+
+    @property
     def norm_all(self) -> bool:
         """Whether one norm is over all taps."""
         return self.norm_before_fc and not self.fc_norm
-
-
-class BlockShape(TappingShape):
-    """The shape of a block drafter, and what it learns from a row."""
-
-    taps: str | None = Field(None, description="tapped target layers, as 1,9,17 (None: five, evenly spread)")
-    block: int = Field(16, ge=2, le=64, description="rows of a block: the last token, then masks")
-    anchors: int = Field(64, ge=1, le=4096, description="blocks that are learned in each row")
-    gamma: float | None = Field(
-        None, gt=0, description="drafts over which a draft's loss weight falls by e (None: half a block)"
-    )
-    mask_token: int | None = Field(
-        None, ge=0, description="id of the token for masked rows (None: padding, else the end)"
-    )
-    layers: int = Field(5, ge=1, le=32, description="layers of the drafter")
-
-    @property
-    def decay_length(self) -> float:
-        """`gamma`, or its default."""
-        return self.gamma or self.block / 2
-
-
-class FlashSettings(BlockShape):
-    """A DFlash block drafter."""
-
-    loss: Literal["kl", "ce"] = Field("kl", description=LOSS)
-
-
-class SparkSettings(BlockShape):
-    """A DSpark block drafter."""
-
-    block: int = Field(7, ge=2, le=64, description="rows of a block: the last token, then masks")
-    loss: Literal["tv", "kl"] = Field(
-        "tv", description="learn by total variation and cross entropy (tv), or by divergence (kl)"
-    )
-    markov_head: Literal["vanilla", "gated", "rnn"] = Field(
-        "vanilla",
-        description="the bias is by the token before (vanilla, gated), or by all drafts before (rnn)",
-    )
-    markov_rank: int = Field(256, ge=1, description="rank of this bias")
-    confidence: float = Field(
-        1.0, ge=0, description="loss weight of the confidence head; 0: without such a head"
-    )
-
-
-class MtpSettings(Checked):
-    """How the prediction modules of a target learn."""
-
-    start: Path | None = Field(
-        None, description="folder of the MTP modules to start from (None: the target's own)"
-    )
-    ttt: int = Field(3, ge=1, le=16, description=TTT)
-    decay: float = Field(0.8, gt=0, le=1, description=DECAY)
-    loss: Literal["kl", "ce"] = Field("kl", description=LOSS)
 
 
 class DraftSettings(Shape):

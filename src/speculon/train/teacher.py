@@ -22,7 +22,7 @@ from speculon.loading.locate import locate
 from speculon.loading.reading import quiet
 from speculon.train.data import Rows, digest
 
-Taps = tuple[int, ...] | int | None  # layers; so many of them, evenly spread; a low, a middle, a high one
+Taps = tuple[int, ...]  # layers; -1: the embeddings
 DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp32": "float32"}
 LOGIT_ROWS = 512  # positions whose logits over the whole vocabulary are in memory at once
 
@@ -34,17 +34,15 @@ class Batch:
     ids: Tensor  # [B, T]
     weights: Tensor  # [B, T] of the loss
     taps: Tensor  # [B, T, k * Ht]
-    last: Tensor  # [B, T, Ht], the last hidden states, after the final norm
     p: Tensor  # [B, T, Vd], over the tokens that can be drafted; 0 where the weight is 0
     entropy: Tensor  # [B, T], of p
     best: Tensor  # [B, T], the target's best token
-    draw: int = 0  # seed of what a drafter draws for this batch
 
 
 class Teacher:
     """A stock model, its taps and its logits. `used` [Vd] are the tokens that can be drafted."""
 
-    def __init__(self, path: str, taps: Taps, precision: str, device: str):
+    def __init__(self, path: str, taps: Taps | None, precision: str, device: str):
         with quiet():
             checkpoint = read_checkpoint(locate(path))
             refuse_unsafe(checkpoint, allow_pickle=False)
@@ -54,7 +52,6 @@ class Teacher:
             dtype = pick_dtype("float32" if precision == "fp32" else "auto", checkpoint.dtype, place)
             model = load_model(checkpoint, config, dtype, place, trust_remote_code=False)
             self.model = model.eval().requires_grad_(False)
-        self.folder = checkpoint.path
         self.device, self.precision = place, pick_dtype(DTYPES[precision], "bfloat16", place)
         self.config = config.get_text_config()
         self.base = self.model.get_decoder()
@@ -132,7 +129,7 @@ class Teacher:
         return torch.cat([self.logits(part).argmax(-1) for part in parts]).view(last.shape[:-1])
 
     @torch.no_grad()
-    def batch(self, ids: Tensor, weights: Tensor, states: Tensor, best: Tensor, draw: int = 0) -> Batch:
+    def batch(self, ids: Tensor, weights: Tensor, states: Tensor, best: Tensor) -> Batch:
         """A batch to learn from. Positions whose best token cannot be drafted get weight 0.
 
         p and its entropy are 0 at positions of weight 0.
@@ -151,7 +148,7 @@ class Teacher:
         entropy[learned] = log_total - p.mul(logits).sum(-1)
         spread = last.new_zeros(*ids.shape, len(self.used), dtype=self.precision)
         spread[learned] = p.to(self.precision)
-        return Batch(ids, weights, taps, last, spread, entropy, best, draw)
+        return Batch(ids, weights, taps, spread, entropy, best)
 
     def _refuse_other_logits(self) -> None:
         """Raises UnsupportedModel where its logits are not its head over the last hidden state."""
@@ -165,14 +162,10 @@ class Teacher:
             )
 
 
-def tap_ids(requested: Taps, layers: int) -> tuple[int, ...]:
-    """Tapped layers (-1: embeddings): the requested ones, so many evenly spread, or EAGLE-3's three."""
+def tap_ids(requested: Taps | None, layers: int) -> Taps:
+    """Tapped layers: the requested ones, or EAGLE-3's low, middle and high one."""
     if requested is None:
         return tuple(sorted({max(-1, min(layer, layers - 1)) for layer in (1, layers // 2 - 1, layers - 4)}))
-    if isinstance(requested, int):  # from the second to the third from the top, as DFlash taps them
-        if requested == 1 or layers < 5:
-            return (layers // 2,)
-        return tuple(sorted({round(1 + i * (layers - 4) / (requested - 1)) for i in range(requested)}))
     if wrong := [tap for tap in requested if not -1 <= tap < layers]:
         raise InvalidParameter("taps", wrong[0], f"the target has {layers} layers, so -1 to {layers - 1}")
     return requested
@@ -198,11 +191,11 @@ class Dataset:
             self.best = mapped(best, (self.room, length), torch.int32)
             self.valid = mapped(valid, (self.room,), torch.uint8)
 
-    def batch(self, chosen: Sequence[int], draw: int = 0) -> Batch:
+    def batch(self, chosen: Sequence[int]) -> Batch:
         device = self.teacher.device
         ids = torch.from_numpy(self.rows.ids[list(chosen)].astype(np.int64)).to(device)
         weights = torch.from_numpy(self.rows.weights[list(chosen)]).to(device)
-        return self.teacher.batch(ids, weights, *self._outputs(chosen, ids), draw)
+        return self.teacher.batch(ids, weights, *self._outputs(chosen, ids))
 
     def _outputs(self, chosen: Sequence[int], ids: Tensor) -> tuple[Tensor, Tensor]:
         """The target's states [B, T, (k + 1) * Ht], and its best tokens [B, T]."""

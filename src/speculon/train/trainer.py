@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -28,7 +27,7 @@ ROWS = "rows_hash"  # known last: the target may write the rows first
 FIRST, LAST = 20, 50  # losses kept for the record: those of the first steps and of the last
 # AdamW at 1e-4 is usual for heads of width 4096
 REFERENCE_WIDTH, REFERENCE_LR, MAX_LR = 4096, 1e-4, 2e-3
-OUTER = ("lm_head", "embed", "markov_head", "confidence_head")  # matrices that Muon does not suit
+OUTER = ("lm_head", "embed")  # matrices that Muon does not suit
 
 
 class Trainer:
@@ -89,7 +88,7 @@ class Trainer:
         settings = self.settings
         rate = schedule(self.progress, settings.warmup)
         chosen = self.dataset.rows.chosen(settings.seed, self.step, settings.rows)
-        batch = self.dataset.batch(chosen, seed_of(settings.seed, self.step))
+        batch = self.dataset.batch(chosen)
         with self.dataset.teacher.autocast():
             loss = self.drafter.loss(batch)
         loss.backward()
@@ -179,11 +178,6 @@ def refuse_other_run(settings: TrainSettings, identity: Mapping[str, Any]) -> No
         temporary = file.with_suffix(".tmp")
         temporary.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
         temporary.replace(file)
-
-
-def seed_of(seed: int, step: int) -> int:
-    """The seed of what a drafter draws in a step: the same in a resumed run."""
-    return random.Random(f"{seed}:{step}").getrandbits(63)
 
 
 def schedule(progress: float, warmup: float) -> float:

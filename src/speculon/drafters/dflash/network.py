@@ -60,8 +60,6 @@ class GatedMarkovHead(MarkovHead):
 class RecurrentMarkovHead(MarkovHead):
     """g, c, o = joint [state; e; h]; m = tanh(o); the next state is s(g) state + (1 - s(g)) tanh(c), with s
     the sigmoid.
-
-    Where the rank is the target's width, w1 and w2 start as its embeddings and output head.
     """
 
     def __init__(self, config: DFlashConfig):

@@ -88,20 +88,15 @@ def load_mtp(
     Raises `ModelError` for tensors that do not fit the target's layers, `UnsupportedModel` for a target whose
     layers cannot be used.
     """
-    modules = load_modules(config, target)
+    if target.layer_class is None:
+        raise UnsupportedModel(f"{target.name}: the class of its layers is not known, so MTP has none")
+    tensors = read_tensors(config)
+    modules = [Loader(config, target, number, tensors).module() for number in range(len(config.modules))]
     head = MtpHead(modules, final_norm(target), target_rotary(target, layers))
     shared = {target.embedding.data_ptr()}
     own = {t.data_ptr(): t.nbytes for module in modules for t in own_weights(module, target)}
     check_head(head, target, layers, fused)
     return head, sum(size for pointer, size in own.items() if pointer not in shared)
-
-
-def load_modules(config: MtpConfig, target: Target) -> list[Module]:
-    """The modules with stock layers, unchecked. Raises `ModelError` as `load_mtp` does."""
-    if target.layer_class is None:
-        raise UnsupportedModel(f"{target.name}: the class of its layers is not known, so MTP has none")
-    tensors = read_tensors(config)
-    return [Loader(config, target, number, tensors).module() for number in range(len(config.modules))]
 
 
 def read_tensors(config: MtpConfig) -> dict[str, Tensor]:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache
 
 from speculon.decoding.kv.store import View
 from speculon.target.attention import running
@@ -47,27 +46,9 @@ class Module:
         self, ids: Tensor, states: Tensor, tables: Any, positions: Tensor, mask: Tensor | None = None
     ) -> Tensor:
         """The states [T, H] after rows `ids` [T] with `states` [T, H], at rotary `positions` [T]."""
-        return self.batch(ids[None], states[None], tables, positions[None], mask)[0]
-
-    def batch(
-        self,
-        ids: Tensor,
-        states: Tensor,
-        tables: Any,
-        positions: Tensor,
-        mask: Tensor | None,
-        cache: Cache | None = None,
-    ) -> Tensor:
-        """The same of sequences of one length: ids [B, T], states [B, T, H], positions [1, T].
-
-        With a cache, rows attend to those of earlier calls, too: the mask is [1, 1, T, all rows].
-        """
-        options = {} if cache is None else {"past_key_values": cache}
-        x = self.join(ids, states)
-        out = self.layer(
-            x, attention_mask=mask, position_ids=positions, position_embeddings=tables, **options
-        )
-        return self.norm(out[0] if isinstance(out, tuple) else out)
+        x = self.join(ids, states)[None]
+        out = self.layer(x, attention_mask=mask, position_ids=positions[None], position_embeddings=tables)
+        return self.norm(out[0] if isinstance(out, tuple) else out)[0]
 
     def use_attention(self, name: str) -> None:
         """Switches the attention function of the layer, by its name in transformers."""

@@ -121,7 +121,7 @@ def mtp_of(folder: str | Path) -> MtpConfig:
 
 
 def mtp_alone(folder: Path, names: Collection[str]) -> MtpConfig | None:
-    """The modules in a folder whose tensors `names` are nothing else, as `speculon train mtp` writes it.
+    """The modules in a folder whose tensors `names` are nothing else, so that it is a drafter.
 
     Raises `ModelError` for modules that cannot be used.
     """
