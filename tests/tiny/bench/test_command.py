@@ -23,9 +23,7 @@ PROMPTS, TOKENS = 2, 48
 def test_it_measures_writes_and_draws(folder: Path, tmp_path: Path) -> None:
     # the last ones count
     few = [*sizes(PROMPTS, TOKENS), "--concurrency", "1,2", "--workloads", "code,edit,prose,mixed"]
-    code, out, err = bench(
-        folder, *few, "--modes", "ngram:4", "--out", str(tmp_path / "new"), "--json"
-    )
+    code, out, err = bench(folder, *few, "--modes", "ngram:4", "--out", str(tmp_path / "new"), "--json")
     assert (code, err) == (0, "")
     report = json.loads(out)
     assert report["against_best_fixed"] == [] and all(cell["policy"] == "fixed" for cell in report["cells"])

@@ -45,6 +45,11 @@ def policies_in_a_run(
     return in_place, observed
 
 
+@pytest.fixture(scope="module")
+def deciding(folder: Path) -> LLM:
+    return LLM(str(folder), prefix_cache=False, speculation={"policy": "goodput"})
+
+
 METHODS = {"off": (), AGAIN: (), "ngram:4": ("ngram",), "suffix:4": ("suffix",), "auto": ("suffix",)}
 
 
@@ -69,11 +74,13 @@ ISOLATED: dict[str, Any] = {
 }
 
 
-def test_policies_observe_their_own_mode_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(str(folder), prefix_cache=False, speculation={"policy": "goodput"})
-    before = llm.engine.policy
+FEW = {**ISOLATED, "prompts": 1, "repeats": 1}
+
+
+def test_policies_observe_their_own_mode_alone(deciding: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = deciding.engine.policy
     plan = small(**ISOLATED)
-    in_place, observed = policies_in_a_run(llm, plan, monkeypatch)
+    in_place, observed = policies_in_a_run(deciding, plan, monkeypatch)
     assert {mode: len(some) for mode, some in in_place.items()} == dict.fromkeys(
         METHODS, plan.measurements // len(METHODS)
     )
@@ -83,28 +90,25 @@ def test_policies_observe_their_own_mode_alone(folder: Path, monkeypatch: pytest
         **dict.fromkeys(METHODS, []),
         "auto": ["goodput"],
     }
-    assert llm.engine.policy is before and id(before) not in observed
+    assert deciding.engine.policy is before and id(before) not in observed
 
 
-def test_planted_policies_that_are_shared_are_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(str(folder), prefix_cache=False, speculation={"policy": "goodput"})
+def test_planted_policies_that_are_shared_are_seen(deciding: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Policies, "with_costs_alone", lambda self: self)
-    in_place, observed = policies_in_a_run(llm, small(**ISOLATED), monkeypatch)
+    in_place, observed = policies_in_a_run(deciding, small(**FEW), monkeypatch)
     assert set(not_its_own(in_place, observed)) == set(METHODS)
     assert learning(in_place["ngram:4"][0]) == ["goodput"]
 
 
 def test_planted_policies_that_are_made_anew_each_time_are_seen(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    deciding: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = LLM(str(folder), prefix_cache=False, speculation={"policy": "goodput"})
-
     class Anew(dict[str, Policies]):
         def __getitem__(self, label: str) -> Policies:
-            return llm.engine.policy.with_costs_alone()
+            return deciding.engine.policy.with_costs_alone()
 
     monkeypatch.setattr("speculon.measure.bench.run.policies_of", lambda llm, plan: Anew())
-    assert set(not_its_own(*policies_in_a_run(llm, small(**ISOLATED), monkeypatch))) == set(METHODS)
+    assert set(not_its_own(*policies_in_a_run(deciding, small(**FEW), monkeypatch))) == set(METHODS)
 
 
 @pytest.mark.parametrize(

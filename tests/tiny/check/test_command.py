@@ -86,7 +86,7 @@ def test_the_command_checks_fixed_drafts_unless_another_policy_is_named(
 def test_the_command_fails_and_says_why(folder: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(verifying, "match", credulous)
-    done = speculon(folder, *drafting(draft))
+    done = speculon(folder, *drafting(draft), "--runs", "16")
     words = " ".join(done.stdout.split())
     assert done.exit_code == 1 and "texts differ by more than a tie, the first: text " in words
     assert ELLIPSIS not in done.stdout
@@ -94,7 +94,8 @@ def test_the_command_fails_and_says_why(folder: Path, draft: Path, monkeypatch: 
 
 
 def test_the_command_does_not_pass_without_having_speculated(folder: Path) -> None:
-    done = speculon(folder, "--method", "ngram", "--prompt-lookup-min", "32", "--prompt-lookup-max", "32")
+    lookups = ["--method", "ngram", "--prompt-lookup-min", "32", "--prompt-lookup-max", "32"]
+    done = speculon(folder, *lookups, "--runs", "16")
     assert (
         done.exit_code == 1 and "no round was speculative" in done.stdout and "inconclusive: " in done.stdout
     )
