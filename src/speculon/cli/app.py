@@ -67,7 +67,7 @@ SECTION_OF_FIELD: Mapping[str, str] = {
 OFTEN_NEEDED = frozenset(
     "model draft method policy num_speculative_tokens temperature top_p max_tokens seed stop device dtype "
     "threads max_context kv_memory_gb max_num_seqs memory_limit_gb host port api_key target data out "
-    "regenerate steps minutes layers hidden block".split()
+    "regenerate steps minutes layers hidden".split()
 )
 
 
