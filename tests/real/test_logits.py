@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from speculon import LLM
 from speculon.decoding.kv.store import PageStore
+from speculon.loading.invariant import fused_blocks
 from speculon.loading.load_check import run_pieces
 from speculon.target.block import Norm
 from speculon.target.target import Target
@@ -77,7 +78,7 @@ def test_packed_log_probabilities_are_about_as_near(
 
 def test_a_norm_that_lost_its_form_would_be_seen(llm: LLM, ids: Tensor, stock: tuple[Tensor, float]) -> None:
     truth, limit = stock
-    block = llm.engine.target.runner.run.blocks[-3]  # type: ignore[attr-defined]
+    block = [*fused_blocks(llm.engine.target.model)][-3]
     norms = block.norms
     assert norms[0] is not None
     block.norms = (Norm(norms[0].weight - 1, norms[0].eps), *norms[1:])

@@ -19,7 +19,6 @@ from speculon.core.config import SamplingParams
 from speculon.engine.engine import Engine
 from speculon.loading.adapter_config import read_adapter
 from speculon.loading.adapters import add_adapters
-from speculon.loading.invariant import decide
 from speculon.loading.load import wrap_model
 from speculon.target.target import Target
 from tests.tiny.conftest import tiny_model
@@ -93,16 +92,18 @@ def with_adapters(target: Target, paths: dict[str, Path]) -> Target:
     return target
 
 
-@cache
-def adapted(name: str, fused: bool = True, invariant: bool = False, dtype: str = "float32") -> Target:
-    """A tiny model with both adapters. Treat it as read-only."""
+def make_adapted(name: str, fused: bool = True, dtype: str = "float32") -> Target:
+    """A tiny model with both adapters."""
     model = tiny_model(name)
     if dtype != "float32":
         model = copy.deepcopy(model).to(getattr(torch, dtype))
-    target = with_adapters(wrap_model(model, name=name, fused=fused, share=False), folders(name))
-    if invariant:
-        decide(target, True)
-    return target
+    return with_adapters(wrap_model(model, name=name, fused=fused, share=False), folders(name))
+
+
+@cache
+def adapted(name: str, fused: bool = True) -> Target:
+    """The same for many tests. Treat it as read-only."""
+    return make_adapted(name, fused)
 
 
 def ask(engine: Engine, request: Request, adapter: str = "") -> None:

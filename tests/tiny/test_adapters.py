@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,14 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from speculon.core.config import SamplingParams
-from speculon.core.errors import UnknownModel
+from speculon.core.errors import UnknownModel, UnsupportedModel
 from speculon.decoding.batch import Batch
 from speculon.decoding.kv.blocks import BlockPool, Key
 from speculon.decoding.sequence import Sequence, Span
 from speculon.engine.messages import Add
 from speculon.engine.progress import Progress
+from speculon.loading.invariant import decide, fused_blocks
 from speculon.loading.load import wrap_model
 from speculon.target import captured as capturing
 from speculon.target.adapters import Adapted
@@ -31,6 +34,7 @@ from tests.tiny.adapter_files import (
     ask,
     differs_from_stock,
     folders,
+    make_adapted,
     stock_with,
     with_adapters,
     write,
@@ -40,6 +44,7 @@ from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.drafting import DRAFT, use_draft
 from tests.tiny.heads import deep_model
+from tests.tiny.kernels import Multiply, by_place, one_by_one, plant, where_invariant
 from tests.tiny.scripted import Request, Result, drain, make_engine, script
 from tests.tiny.test_captured import replayed
 
@@ -149,9 +154,18 @@ def test_an_adapter_of_another_row_is_seen() -> None:
     assert same == {request.id for request, adapter in requests_of("greedy") if not adapter}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_are_bitwise_equal_alone_and_in_a_batch(dtype: str) -> None:
-    target = adapted("llama", True, True, dtype)
+@pytest.mark.parametrize(
+    ("dtype", "rows"), [("float32", "together"), ("bfloat16", "together"), ("float32", "one by one")]
+)
+def test_rows_are_bitwise_equal_alone_and_in_a_batch(
+    dtype: str, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernels of this machine, where they can be; and with some that multiply each row by itself."""
+    if rows == "one by one":
+        plant(monkeypatch, one_by_one)
+    target = make_adapted("llama", dtype=dtype)
+    with where_invariant() if rows == "together" else nullcontext():
+        decide(target, True)
     assert target.batch_invariant
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=3, seed=1)
     requests = [(replace(request, params=params), adapter) for request, adapter in requests_of("greedy")[:6]]
@@ -159,6 +173,22 @@ def test_rows_are_bitwise_equal_alone_and_in_a_batch(dtype: str) -> None:
     for request, adapter in requests:
         own = write(target, [(request, adapter)])[request.id]
         assert own.logprobs == together[request.id].logprobs, request.id  # all digits
+
+
+def test_an_update_whose_rows_depend_on_their_place_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernels of some machines add the few outputs of an update in an order of their own."""
+
+    def multiplied(multiply: Multiply, x: Tensor) -> Tensor:
+        return by_place(multiply, x) if multiply(x[:0]).shape[1] == 3 else multiply(x)
+
+    plant(monkeypatch, multiplied)
+    target = make_adapted("llama")
+    with pytest.raises(UnsupportedModel, match="a product of 3 x 48 differs by its number of rows"):
+        decide(target, True)
+    assert not target.batch_invariant
+    assert texts_of(write(target, list(requests_of("greedy")))) == alone("greedy"), "it runs as it did"
 
 
 class NotedLoop:
@@ -330,10 +360,9 @@ def test_an_unknown_adapter_is_refused_by_name() -> None:
 
 
 def test_a_target_without_adapters_has_no_wrapped_product() -> None:
-    loop: Any = tiny_target("llama").runner.run
-    assert not any(isinstance(block.attention.qkv, Adapted) for block in loop.blocks)
-    made: Any = adapted("llama").runner.run
-    assert all(isinstance(block.attention.qkv, Adapted) for block in made.blocks)
+    for target, wrapped in ((tiny_target("llama"), False), (adapted("llama"), True)):
+        products = [block.attention.qkv for block in fused_blocks(target.model)]
+        assert products and all(isinstance(product, Adapted) == wrapped for product in products)
 
 
 def test_memory_counts_the_adapters(tmp_path: Path) -> None:

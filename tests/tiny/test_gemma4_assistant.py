@@ -24,6 +24,7 @@ from speculon.drafters.families import read_assistant_config
 from speculon.drafters.gemma4_assistant.network import load_assistant, make_sources
 from speculon.drafters.gemma4_assistant.proposer import NAME, layers_read
 from tests.builders import make_sequence
+from tests.rounding import rounding
 from tests.tiny.assistant_forms import (
     FORMS,
     FULL,
@@ -145,8 +146,11 @@ def largest_distance(form: str, rows: list[list[Step]]) -> float:
 @pytest.mark.parametrize("form", FORMS)
 @torch.inference_mode()
 def test_rows_are_those_of_transformers(form: str) -> None:
-    """From equal keys and values, in a batch, within the window and beyond it."""
-    assert largest_distance(form, own_rows(form)) < 1e-5
+    """From equal keys and values, in a batch, within the window and beyond it; each draft reads the state of
+    the one before.
+    """
+    layers = len(DRAFTS) * len(FORMS[form].layer_types)
+    assert largest_distance(form, own_rows(form)) < rounding(layers)
 
 
 PLANTED: dict[str, dict[str, Any]] = {
