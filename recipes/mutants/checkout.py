@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import compileall
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from py_compile import PycInvalidationMode
+from threading import Timer
 from time import perf_counter
 
 from recipes.mutants.planted import Mutant, read_sources
@@ -29,7 +31,12 @@ ENVIRONMENT = {
 QUICK, LONG = "not soak and not gpu", "soak and not gpu and not alone"
 TEST_SECONDS = {QUICK: 120, LONG: 1800}  # of one test; beyond, it hangs, and is red
 RUN_SECONDS = {QUICK: 5400, LONG: 7200}
+PRELOADED = Path(__file__).with_name("preloaded.py")
+LIBRARIES = ("torch", "transformers.models.llama.modeling_llama", "fastapi", "openai", "llguidance")
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - (.*))?$", re.MULTILINE)
+ARGUMENTS = ["-x", "-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", "-n", "0"]
+# plugins and libraries are imported before pytest could rewrite their asserts
+ARGUMENTS += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
 PASSED, NOTHING_COLLECTED = 0, 5
 
 
@@ -51,15 +58,24 @@ class Run:
 class Checkout:
     """A copy whose package is the one that its tests import."""
 
-    def __init__(self, source: Path, root: Path):
+    def __init__(self, source: Path, root: Path, libraries: Sequence[str] = LIBRARIES):
         self.root = root
         shutil.copytree(source, root, ignore=NOT_COPIED)
         # by time stamps, a file that changes twice within a second could be taken for an older one
         by_content = PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(root / "src", quiet=1, invalidation_mode=by_content)
         self.sources = read_sources(root)
-        self._process: subprocess.Popen[str] | None = None
         self._environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(root / "src")}
+        self._output = root.with_name(f"{root.name}.txt")  # of the latest run
+        self._child: int | None = None  # the process that runs tests, and leads a group
+        self._runner = subprocess.Popen(
+            [sys.executable, "-P", str(PRELOADED), *libraries],
+            cwd=root,
+            env=self._environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     @contextmanager
     def planted(self, mutant: Mutant) -> Iterator[Path]:
@@ -81,35 +97,43 @@ class Checkout:
     def existing(self, tests: tuple[str, ...]) -> list[str]:
         return [test for test in tests if (self.root / test.partition("::")[0]).exists()]
 
-    def stop(self) -> None:
-        """Kills the tests that run, with the servers that they have started."""
-        if self._process is not None and self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-
     def test(self, tests: list[str], marks: str = QUICK) -> Run:
         """Runs tests up to the first that fails. Raises `TestsFailed` where pytest cannot run them."""
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=line", "-p", "no:cacheprovider"]
-        command += ["-n", "0", "-m", marks, "--timeout", str(TEST_SECONDS[marks]), *tests]
-        began = perf_counter()
-        process = self._process = subprocess.Popen(
-            command,
-            cwd=self.root,
-            env=self._environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            output, _ = process.communicate(timeout=RUN_SECONDS[marks])
-        except subprocess.TimeoutExpired:
-            self.stop()
-            process.communicate()
-            return Run(perf_counter() - began, " ".join(tests), hung=True)
-        seconds = perf_counter() - began
-        if process.returncode in (PASSED, NOTHING_COLLECTED):
+        arguments = [*ARGUMENTS, "-m", marks, "--timeout", str(TEST_SECONDS[marks]), *tests]
+        began, late = perf_counter(), Timer(RUN_SECONDS[marks], self.stop)
+        self._send({"arguments": arguments, "output": str(self._output)})
+        self._child = int(self._answer())
+        late.start()
+        status = int(self._answer())
+        late.cancel()
+        self._child, seconds = None, perf_counter() - began
+        if status in (PASSED, NOTHING_COLLECTED):
             return Run(seconds)
+        if status == -signal.SIGKILL:
+            return Run(seconds, " ".join(tests), hung=True)
+        output = self._output.read_text(encoding="utf-8", errors="replace")
         failure = FAILED.search(output)
         if failure is None:
-            raise TestsFailed(f"pytest {' '.join(tests)} ended with {process.returncode}:\n{output[-2000:]}")
+            raise TestsFailed(f"pytest {' '.join(tests)} ended with {status}:\n{output[-2000:]}")
         return Run(seconds, failure[1], "Timeout" in (failure[2] or ""))
+
+    def stop(self) -> None:
+        """Kills the tests that run, with the servers that they have started."""
+        if self._child is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._child, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.stop()
+        self._runner.communicate()
+
+    def _send(self, order: dict[str, object]) -> None:
+        assert self._runner.stdin is not None
+        self._runner.stdin.write(json.dumps(order) + "\n")
+        self._runner.stdin.flush()
+
+    def _answer(self) -> str:
+        assert self._runner.stdout is not None
+        if not (answer := self._runner.stdout.readline()):
+            raise TestsFailed("the process that runs the tests has ended")
+        return answer

@@ -15,8 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import date
 from fnmatch import fnmatch
@@ -26,7 +27,7 @@ from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
-from recipes.mutants.checkout import LONG, QUICK, Checkout, Run, TestsFailed
+from recipes.mutants.checkout import LIBRARIES, LONG, QUICK, Checkout, Run, TestsFailed
 from recipes.mutants.planted import Mutant, read_mutants
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -90,12 +91,21 @@ def with_tests(mutant: Mutant, tests: list[str]) -> Mutant:
 
 
 def run_all(
-    mutants: list[Mutant], suite: str, jobs: int, console: Console, root: Path = ROOT
+    mutants: list[Mutant],
+    suite: str,
+    jobs: int,
+    console: Console,
+    root: Path = ROOT,
+    libraries: Sequence[str] = LIBRARIES,
 ) -> list[Finding]:
     """Findings in the order of the mutants. Raises `TestsFailed` where tests are red without any of them."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with TemporaryDirectory(prefix="mutants-") as folder, Progress(*columns, console=console) as bars:
-        copies = [Checkout(root, Path(folder) / str(number)) for number in range(jobs)]
+    with ExitStack() as stack:
+        folder = stack.enter_context(TemporaryDirectory(prefix="speculon-mutants-"))
+        bars = stack.enter_context(Progress(*columns, console=console))
+        copies = [Checkout(root, Path(folder) / str(number), libraries) for number in range(jobs)]
+        for copy in copies:
+            stack.callback(copy.close)
         for mutant in mutants:
             mutant.place(copies[0].sources)  # a stale one ends the command before hours of tests
         if not copies[0].imports_itself():

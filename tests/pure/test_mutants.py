@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from recipes.mutants.checkout import TestsFailed
 from recipes.mutants.planted import Mutant, Stale, read_mutants, read_sources
-from recipes.mutants.run import run_all
+from recipes.mutants.run import Finding, run_all
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,8 +22,8 @@ def test_a_mutant_changes_one_place_of_the_package_and_compiles(mutant: Mutant) 
     compile(changed, str(place), "exec")
 
 
-def planted(old: str, new: str = "0", tests: tuple[str, ...] = ("tests/test_sum.py",)) -> Mutant:
-    return Mutant("planted", "a wrong sum", old, new, tests)
+def planted(old: str, new: str = "0", tests: tuple[str, ...] = ("tests/tiny/test_sum.py",)) -> Mutant:
+    return Mutant(f"{old} is {new}", "a wrong sum", old, new, tests)
 
 
 @pytest.mark.parametrize(("old", "times"), [("a - b", 0), ("a", 3)])
@@ -42,7 +42,7 @@ def checkout(tmp_path: Path) -> Path:
     """A checkout with a package of one function and one test."""
     for path, text in (
         ("src/speculon/__init__.py", SUM),
-        ("tests/test_sum.py", TEST),
+        ("tests/tiny/test_sum.py", TEST),
         ("tests/pure/test_other.py", "def test_other():\n    pass\n"),
         ("tests/pure/test_red.py", RED),
         ("pyproject.toml", '[tool.pytest.ini_options]\nmarkers = ["soak", "gpu", "alone"]\n'),
@@ -52,25 +52,21 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(mutant: Mutant, checkout: Path, suite: str = "hints") -> list[str | None]:
-    return [finding.test for finding in run_all([mutant], suite, 1, Console(quiet=True), checkout)]
+def run(mutants: list[Mutant], checkout: Path, suite: str = "hints") -> list[Finding]:
+    return run_all(mutants, suite, 1, Console(quiet=True), checkout, libraries=())
 
 
-def test_a_mutant_that_a_test_sees_is_red_and_another_survives(checkout: Path) -> None:
-    assert run(planted("a + b", "a - b"), checkout) == ["tests/test_sum.py::test_add"]
-    assert run(planted("a + b", "b + a"), checkout) == [None]
+def test_a_mutant_is_red_or_has_survived_and_a_test_that_is_gone_is_told(checkout: Path) -> None:
+    unseen = planted("a + b", "b + a", ("tests/gone.py", "tests/tiny/test_sum.py"))
+    red, survivor = run([planted("a + b", "a - b"), unseen], checkout)
+    assert (red.suite, red.test, red.missing) == ("tiny", "tests/tiny/test_sum.py::test_add", [])
+    assert (survivor.suite, survivor.test, survivor.missing) == (None, None, ["tests/gone.py"])
     assert (checkout / "src/speculon/__init__.py").read_text(encoding="utf-8") == SUM
-
-
-def test_a_named_test_that_is_gone_is_told(checkout: Path) -> None:
-    mutant = planted("a + b", "b + a", ("tests/gone.py", "tests/test_sum.py"))
-    (finding,) = run_all([mutant], "hints", 1, Console(quiet=True), checkout)
-    assert finding.test is None and finding.missing == ["tests/gone.py"]
 
 
 def test_a_test_that_is_red_without_an_error_says_nothing(checkout: Path) -> None:
     """Neither one that the mutant names, nor one of the suite."""
     with pytest.raises(TestsFailed, match="without any error"):
-        run(planted("a + b", "a - b", ("tests/pure/test_red.py",)), checkout)
+        run([planted("a + b", "a - b", ("tests/pure/test_red.py",))], checkout)
     with pytest.raises(TestsFailed, match="red without it"):
-        run(planted("a + b", "b + a"), checkout, "test")
+        run([planted("a + b", "b + a")], checkout, "test")
