@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -16,8 +16,9 @@ from speculon.cli.options import Flags, pick, settings_from
 from speculon.cli.screen import EXIT_REFUSED, as_json_error, loading, output, print_json
 from speculon.core.config import EngineConfig, SpeculationConfig
 from speculon.core.errors import MemoryExceeded, ModelError, SpeculonError, UnsupportedModel
-from speculon.core.types import capabilities_json
+from speculon.core.types import Reason, capabilities_json
 from speculon.decoding.kv.slots import PER_SEQUENCE
+from speculon.decoding.text.tool_calls import parser_for
 from speculon.drafters.config import AUTHORS, DrafterConfig
 from speculon.drafters.families import Family, family_of
 from speculon.drafters.mtp.tensors import MTP, find_mtp
@@ -25,16 +26,18 @@ from speculon.drafters.pairing import check_fit
 from speculon.loading.adapter_config import AdapterCheckpoint, is_adapter, read_adapter, read_adapters
 from speculon.loading.headers import Checkpoint, read_checkpoint
 from speculon.loading.locate import locate
+from speculon.speculation.proposers.registry import AUTO, OF_TARGET, OFF, WITH_CHECKPOINT, known_methods
 
 if TYPE_CHECKING:
-    from speculon.target.target import Target
+    from speculon.engine.engine import Engine
+    from speculon.target.target import Runner, Target
 
 Facts = dict[str, Any]
 
 NO_TEXT = "none, token ids only"
 STYLES = {"on": "green", "changed": "yellow", "off": "yellow", "refused": "red"}
 
-# what decides whether a drafter fits, and what it takes of memory
+# what decides whether a drafter fits, and how much memory it takes
 FIT = (
     *("draft", "draft_quantization", "method", "suffix_pools"),
     *("memory_policy", "memory_limit_gb", "additional_memory_gb"),
@@ -45,12 +48,15 @@ FORM = ("dtype", "device", "quantization", "fuse", "compile", "adapters")
 # the parts of a memory estimate, whose module needs torch
 MEMORY = ("held", "drafters", "scratch", "remembered", "pages", "states", "snapshots", "additional")
 
-LAYER = ("heads", "k_dim", "v_dim", "window", "dtype", "chunk")  # what is told of one
+FOR_TESTS = ("synthetic",)  # methods that no user drafts with: they imitate an acceptance rate
 
-ROWS = (
+# the fields of an attention layer's `LayerSpec` that are shown
+LAYER = ("heads", "k_dim", "v_dim", "window", "dtype", "chunk")
+
+DETAILS = (
     "path architecture model_type num_layers hidden_size vocab_size max_context dtype num_parameters "
-    "num_bytes quantization tensor_types packed mtp kv_bytes_per_token layers states tokenizer fused "
-    "batch_invariant adapters notes supported engine draft_fits memory"
+    "num_bytes quantization tensor_types mtp kv_bytes_per_token layers states tokenizer fused "
+    "batch_invariant memory"
 ).split()
 ADAPTER_ROWS = "path holds base rank targets layers_adapted num_parameters num_bytes supported".split()
 DRAFTER_ROWS = (
@@ -69,7 +75,7 @@ LABELS = {  # where they are not the names
     "layers": "attention",
     "states": "recurrent states",
     "batch_invariant": "batch-invariant",
-    "memory": "memory with the draft",
+    "memory": "memory estimate",
     "found": "drafter",
     "base": "made for",
     "layers_adapted": "layers",
@@ -93,7 +99,9 @@ def inspect(
         bool, Option(help="load it and compare it with its stock forward; without: headers only")
     ] = True,
     target: Annotated[str | None, Option(help="for a drafter: the target to check it against")] = None,
-    everything: Annotated[bool, Option("--all", help="also list what is on, with its limits")] = False,
+    everything: Annotated[
+        bool, Option("--all", help="also show the details of the model, and every capability with its limits")
+    ] = False,
     as_json: Json = False,
     flags: Flags,
 ) -> None:
@@ -118,11 +126,18 @@ def inspect(
     if as_json:
         print_json(facts)
     else:
-        output().print(as_table(ROWS, facts, in_words))
-        if table := facts.get("capabilities"):
-            output().print("", all_rows(table) if everything else exceptions(table), sep="\n")
+        output().print(summary(facts))
+        if everything:
+            output().print("", as_table(DETAILS, facts, detail_words), sep="\n")
+        if everything and "capabilities" in facts:
+            output().print("", all_rows(facts["capabilities"]), sep="\n")
+        elif load and not everything:
+            output().print("\nEvery capability with its limits: --all, or --json for programs.", style="dim")
     if refusal:
         raise typer.Exit(EXIT_REFUSED)
+
+
+# facts
 
 
 def examine(
@@ -131,11 +146,11 @@ def examine(
     """What loading shows, and the error where something is refused: the target, or its engine alone."""
     from speculon.loading.load import load_target
 
-    text = tokenizer_of(model)
+    text = tokenizer_facts(model)
     try:
         return {**text, **with_engine(model, speculation, form, tell, text["tokenizer"] != NO_TEXT)}, None
     except MemoryExceeded as error:
-        return {"memory": error.memory.to_dict(), **as_json_error(error)}, error
+        return {**text, "memory": error.memory.to_dict(), **as_json_error(error)}, error
     except SpeculonError as error:
         refusal = error
     try:
@@ -148,15 +163,22 @@ def examine(
     return {**text, **target_facts(target), missing: False, **as_json_error(refusal)}, refusal
 
 
-def tokenizer_of(model: str) -> Facts:
+def tokenizer_facts(model: str) -> Facts:
     """What reads and writes texts; where nothing can, the engine takes token ids alone."""
+    from speculon.decoding.text.tokenizer import Tokenizer
     from speculon.loading.reading import load_tokenizer
 
     try:
-        tokenizer = load_tokenizer(model)
+        inner = load_tokenizer(model)
     except ModelError as error:
-        return {"tokenizer": NO_TEXT, "tokenizer_error": str(error)}
-    return {"tokenizer": f"{type(tokenizer).__name__}, {len(tokenizer)} tokens"}
+        return {"tokenizer": NO_TEXT, "tokenizer_error": str(error), "chat": False, "tools": False}
+    tokenizer = Tokenizer(inner)
+    tools = tokenizer.has_chat_template and parser_for(tokenizer.chat_template) is not None
+    return {
+        "tokenizer": f"{type(inner).__name__}, {len(inner)} tokens",
+        "chat": tokenizer.has_chat_template,
+        "tools": tools,
+    }
 
 
 def headers(checkpoint: Checkpoint) -> Facts:
@@ -165,7 +187,7 @@ def headers(checkpoint: Checkpoint) -> Facts:
         mtp_words = f"{mtp.summary()}: method {MTP}" if mtp else None
     except ModelError as error:
         mtp_words = f"not supported: {error}"
-    names = [*(name for name in ROWS if name in Checkpoint.__slots__), "pickled", "remote_code"]
+    names = [*(name for name in DETAILS if name in Checkpoint.__slots__), "pickled", "remote_code"]
     facts = {name: getattr(checkpoint, name) for name in names}
     return {**facts, "mtp": mtp_words, "path": str(checkpoint.path)}
 
@@ -180,18 +202,22 @@ def target_facts(target: Target) -> Facts:
         },
     }
     return {
+        "dtype": dtype_name(target.dtype),
+        "device": target.device.type,
         "num_parameters": target.num_parameters,
         "max_context": target.max_context,
+        "weight_bytes": target.num_bytes,
         "kv_bytes_per_token": sum(layer.bytes_per_token for layer in target.layers),
         "layers": [
-            {name: getattr(layer, name) for name in LAYER}
-            | {"dtype": str(layer.dtype).removeprefix("torch.")}
+            {name: getattr(layer, name) for name in LAYER} | {"dtype": dtype_name(layer.dtype)}
             for layer in target.layers
             if layer.heads
         ],
         "states": states if target.recurrent else None,
         "packed": target.packed,
         "fused": str(target.runner),
+        "speed": speed_words(target.runner),
+        "images": None if target.vision else target.no_images,  # why it takes none
         "batch_invariant": target.invariance,
         "adapters": [f"{name}: {adapter}" for name, adapter in target.adapters.items()],
         "notes": list(target.notes),
@@ -199,49 +225,214 @@ def target_facts(target: Target) -> Facts:
     }
 
 
+def speed_words(runner: Runner) -> str:
+    """Whether layers are fused, and how what is between two attentions runs."""
+    if not runner.chosen:
+        fused = "no layer is fused"
+    elif runner.fused == runner.layers:
+        fused = f"all {runner.layers} layers are fused"
+    else:
+        why = ", ".join(f"{reason} ({count})" for reason, count in runner.refused.items())
+        fused = f"{runner.fused} of {runner.layers} layers are fused, since others differ: {why}"
+    programs = {"compiled": "and compiled", "captured": "and captured as CUDA graphs"}
+    return f"{fused} {programs.get(runner.form, 'and not compiled (set --compile)')}"
+
+
+def dtype_name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def with_engine(
     model: str, speculation: Facts, form: Facts, tell: Callable[[str], None], texts: bool
 ) -> Facts:
-    """The model as an engine holds it, with what it can do; with a drafter, also the memory estimate."""
+    """The model as an engine holds it, with its methods, its capabilities and its memory."""
     from speculon.engine.llm import LLM
 
     chosen: Facts = {"speculation": speculation} if speculation else {}
     tokenizer: Literal["auto"] | None = "auto" if texts else None
     nothing_kept: Facts = {"warmup": False, "events": None, "state": None}
     engine = LLM(model, progress=tell, tokenizer=tokenizer, **form, **nothing_kept, **chosen).engine
-    facts = target_facts(engine.target) | {"capabilities": capabilities_json(engine.capabilities())}
-    if speculation:
-        facts |= {"draft_fits": True, "memory": engine.memory.to_dict()}
-    return facts
+    facts = target_facts(engine.target) | {
+        **method_facts(engine),
+        "capabilities": capabilities_json(engine.capabilities()),
+        "memory": engine.memory.to_dict(),
+        "pool_tokens": engine.pool.num_blocks * engine.pool.block_size,
+    }
+    return facts | {"draft_fits": True} if speculation else facts
+
+
+def method_facts(engine: Engine) -> Facts:
+    """The methods that can draft here, in groups by what they draft from, and why each other one cannot."""
+    proposers, groups, unusable = engine.proposers, dict[str, list[str]](), dict[str, str]()
+    for name in known_methods():
+        if name in (OFF, AUTO, *FOR_TESTS):
+            continue
+        if (reason := why_unusable(name, engine)) is not None:
+            unusable[name] = reason
+        elif name in engine.admission.from_request:
+            groups.setdefault("request", []).append(name)
+        else:
+            weightless = name in proposers.lookups((name,))
+            groups.setdefault("text" if weightless else "model", []).append(name)
+    chain = [name for name in proposers.chain(proposers.default) if proposers.lacking(name) is None]
+    drafters = {name: str(draft) for name, draft in engine.config.speculation.drafts.items()}
+    return {
+        "default_chain": chain,
+        "methods": groups,
+        "methods_unusable": unusable,
+        "drafters": {name: drafters.get(name, "in the checkpoint") for name in groups.get("model", ())},
+    }
+
+
+def why_unusable(name: str, engine: Engine) -> str | None:
+    """A sentence that says what is missing and how to set it; None where the method can draft."""
+    try:
+        reason = engine.proposers.lacking(name)
+    except Exception as error:  # of a plug-in
+        return str(error) or type(error).__name__
+    if reason is None:
+        return None
+    if reason is Reason.MEMORY:
+        return f"the drafter does not fit into memory ({engine.proposers.refusals.get(name, 'see memory')})"
+    if name in WITH_CHECKPOINT:
+        return "no drafter is configured (set --draft)"
+    if name in OF_TARGET and find_mtp(locate(engine.config.model)) is None:
+        return "the checkpoint has no MTP layers"
+    return f"its layers are not loaded (set --method {name})"
+
+
+# the summary
+
+
+def summary(facts: Facts) -> Table:
+    """What a user asks first of a model, in a few sentences."""
+    table = two_columns()
+    for label, text, style in summary_rows(facts):
+        table.add_row(Text(label, style="dim"), Text(text, style=style))
+    return table
+
+
+def summary_rows(facts: Facts) -> Iterator[tuple[str, str, str]]:
+    """Labels, texts and their styles."""
+    yield "model", f"{facts['architecture']}, {model_size(facts)}", ""
+    yield "folder", facts["path"], ""
+    if facts.get("supported"):
+        yield "supported", "yes: equal to its stock forward", "green"
+    elif "error" in facts and "memory" not in facts:
+        yield "supported", f"no: {facts['error']['message']}", "red"
+    if "tokenizer" in facts:
+        yield "takes", "; ".join(takes(facts)), ""
+    if "fused" in facts:
+        yield "runs", f"on {facts['device']} in {facts['dtype']}; {facts['speed']}", ""
+        yield "weights", "; ".join(facts["packed"]) or size(facts["weight_bytes"]), ""
+    if facts["adapters"]:
+        yield "adapters", "\n".join(facts["adapters"]), ""
+    if "pool_tokens" in facts:
+        yield "memory", held_words(facts), ""
+    if "batch_invariant" in facts:
+        yield "batches", *batch_words(facts["batch_invariant"])
+    if facts.get("notes"):
+        yield "notes", "\n".join(facts["notes"]), "yellow"
+    if "methods" in facts:
+        yield from method_rows(facts)
+    if refused := refused_parameters(facts.get("capabilities", {})):
+        yield "refuses", "\n".join(refused), "yellow"
+    for name, label in (("draft_fits", "draft fits"), ("engine", "engine")):
+        if name in facts:
+            text = "yes" if facts[name] else f"no: {facts['error']['message']}"
+            yield label, text, "green" if facts[name] else "red"
+    if "memory" in facts and ("draft_fits" in facts or "error" in facts):
+        yield "memory estimate", memory_words(facts["memory"]), "green" if facts["memory"]["fits"] else "red"
+
+
+def model_size(facts: Facts) -> str:
+    parts = [f"{facts['num_layers']} layers" if facts["num_layers"] else ""]
+    if facts["num_parameters"]:
+        parts.append(f"{facts['num_parameters'] / 1e6:,.1f} million parameters")
+    return ", ".join(filter(None, [*parts, f"{size(facts['num_bytes'])} of files"]))
+
+
+def takes(facts: Facts) -> Iterator[str]:
+    if facts["tokenizer"] == NO_TEXT:
+        yield "token ids only, since it has no usable tokenizer"
+    elif not facts["chat"]:
+        yield "text, but no chats (it has no chat template)"
+    else:
+        yield "text and chats" + (
+            " with tools"
+            if facts["tools"]
+            else " , but no tools (its chat template has no known form of tool calls)"
+        )
+    if "fused" in facts:
+        yield "images" if facts["images"] is None else f"no images ({facts['images']})"
+    yield f"up to {facts['max_context']:,} tokens" if facts["max_context"] else "a context of unknown length"
+
+
+def held_words(facts: Facts) -> str:
+    memory, tokens, each = facts["memory"], facts["pool_tokens"], facts["kv_bytes_per_token"]
+    held = f"the process holds {size(memory['measured'])} now, libraries included"
+    pages = f"its pages take up to {size(memory['pages'])}: {tokens:,} tokens, {size(each)} each"
+    if facts["states"]:
+        pages += f", and {size(facts['states']['bytes_per_sequence'])} of recurrent states a sequence"
+    return f"{held}; {pages}"
+
+
+def batch_words(invariance: str) -> tuple[str, str]:
+    answer, _, why = invariance.partition(": ")
+    if answer == "yes":
+        return "the same results in any batch, bit for bit", "green"
+    why = why or "setting batch_invariant is off"
+    return f"two tokens nearly equal in probability may change places in another batch ({why})", "yellow"
+
+
+FROM = {
+    "text": "lookups in the text so far and in earlier answers",
+    "request": "from the grammar or the expected text that a request brings",
+}
+
+
+def method_rows(facts: Facts) -> Iterator[tuple[str, str, str]]:
+    chain, groups = " and then ".join(facts["default_chain"]), facts["methods"]
+    lines = [f"by default {chain}" if chain else "by default plain decoding"]
+    lines += [f"{', '.join(groups[group])}: {FROM[group]}" for group in FROM if group in groups]
+    lines += [f"{name}: the model {facts['drafters'][name]}" for name in groups.get("model", ())]
+    yield "methods", "\n".join(lines), ""
+    reasons = dict[str, list[str]]()
+    for name, reason in facts["methods_unusable"].items():
+        reasons.setdefault(reason, []).append(name)
+    if reasons:
+        lines = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
+        yield "unavailable", "\n".join(lines), "yellow"
+
+
+def refused_parameters(capabilities: Facts) -> list[str]:
+    """The fields of a request that this model refuses, by reason."""
+    reasons = dict[str, list[str]]()
+    for feature, row in capabilities.items():
+        group, _, name = feature.partition(".")
+        if group == "parameters" and row["status"] == "refused":
+            reasons.setdefault(row["reason"], []).append(name)
+    return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
+
+
+# details
+
+
+def two_columns() -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
 
 
 def as_table(rows: Iterable[str], facts: Facts, in_words: Callable[[str, Any, Facts], str | Text]) -> Table:
     """A row for each fact that is known."""
-    table = Table(show_header=False, box=None, pad_edge=False)
+    table = two_columns()
     for name in rows:
         if facts.get(name) not in (None, []):
             label = Text(LABELS.get(name, name.replace("_", " ")), style="dim")
             table.add_row(label, in_words(name, facts[name], facts))
     return table
-
-
-def in_words(name: str, value: Any, facts: Facts) -> Text:
-    if name in ("supported", "draft_fits", "engine") and not value:
-        return Text(f"no: {facts['error']['message']}", style="red")
-    if name == "supported":
-        return Text("yes: equal to its stock forward", style="green")
-    if name == "draft_fits":
-        return Text("yes", style="green")
-    if name == "memory":
-        return Text(memory_words(value), style="green" if value["fits"] else "red")
-    return Text(plain_words(name, value, facts))
-
-
-def exceptions(capabilities: Facts) -> Table:
-    """The capabilities that are off, changed or refused, and how many others there are."""
-    limited = {feature: row for feature, row in capabilities.items() if row["status"] != "on"}
-    rows = [(feature, row["status"], row["reason"]) for feature, row in limited.items()]
-    return row_table([*rows, ("others", "on", f"{len(capabilities) - len(limited)} more, which --all shows")])
 
 
 def all_rows(capabilities: Facts) -> Table:
@@ -251,27 +442,22 @@ def all_rows(capabilities: Facts) -> Table:
         if row["status"] == "on" and not row["limits"]:
             plain.setdefault(row["reason"], []).append(feature)
     shared = {reason: features for reason, features in plain.items() if len(features) > 1}
-    rows = []
+    table = Table(box=None, pad_edge=False, show_header=False)
     for feature, row in capabilities.items():
         if feature not in shared.get(row["reason"], ()):
             limits = ", ".join(f"{name} {limit:,}" for name, limit in row["limits"].items())
-            rows.append((feature, row["status"], row["reason"] + f" ({limits})" * bool(limits)))
+            text = row["reason"] + f" ({limits})" * bool(limits)
+            table.add_row(feature, Text(row["status"], style=STYLES[row["status"]]), text)
     for reason, features in shared.items():
         group = features[0].partition(".")[0]
         listed = ", ".join(feature.removeprefix(f"{group}.") for feature in features)
-        rows.append((f"other {group}", "on", f"{reason}: {listed}"))
-    return row_table(rows)
-
-
-def row_table(rows: Iterable[tuple[str, str, str]]) -> Table:
-    """Features, whether they are on, and why."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for feature, status, reason in rows:
-        table.add_row(feature, Text(status, style=STYLES[status]), reason)
+        table.add_row(f"other {group}", Text("on", style=STYLES["on"]), f"{reason}: {listed}")
     return table
 
 
-def plain_words(name: str, value: Any, facts: Facts) -> str:
+def detail_words(name: str, value: Any, facts: Facts) -> str:
+    if name == "memory":
+        return memory_words(value)
     if name == "layers":
         return "\n".join(
             f"{count} layers, {kind}" for kind, count in Counter(map(layer_words, value)).items()
@@ -292,7 +478,7 @@ def plain_words(name: str, value: Any, facts: Facts) -> str:
 
 
 def memory_words(memory: Facts) -> str:
-    parts = ", ".join(f"{name} {size(memory[name])}" for name in MEMORY)
+    parts = ", ".join(f"{name} {size(memory[name])}" for name in MEMORY if memory[name])
     verdict = "within" if memory["fits"] else "beyond"
     total, limit = size(memory["estimate"]), size(memory["limit"])
     return f"{total} ({parts})\n{verdict} the limit of {limit}: {memory['action']}"

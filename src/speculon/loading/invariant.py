@@ -70,7 +70,7 @@ def decide(target: Target, setting: bool | None) -> None:
         return
     try:
         if setting is None and target.dtype is torch.float32:
-            raise CannotBeInvariant("near-ties are rare in fp32, where it is tried only if asked for")
+            raise CannotBeInvariant("near-ties are rare in fp32, so batch_invariant must be asked for")
         make_invariant(target)
     except CannotBeInvariant as reason:
         if setting:

@@ -23,7 +23,7 @@ from speculon.decoding.kv.states import KEPT_BYTES, StateSpan, StateStep, StateS
 from speculon.decoding.kv.store import PageStore, SpanView, View
 from speculon.target.adapters import Adapter, Shapes, with_adapters
 from speculon.target.attention import running
-from speculon.target.footprint import scratch_bytes
+from speculon.target.budget import scratch_bytes
 from speculon.target.pieces import with_prompts
 from speculon.target.quantized import QuantizedLinear, describe, layers_of
 from speculon.target.recurrent import Mixer, restore
@@ -115,7 +115,12 @@ class Target:
         in_numbers = sum(p.nbytes for p in weights)
         self.weight_bytes = in_numbers + sum(layer.num_bytes for layer in packed)
         self.packed = (
-            [*describe(packed), f"the rest {self.dtype}, {in_numbers / 1e6:.0f} MB"] if packed else []
+            [
+                *describe(packed),
+                f"the rest in {str(self.dtype).removeprefix('torch.')}, {in_numbers / 1e6:.0f} MB",
+            ]
+            if packed
+            else []
         )
 
     @property
