@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from speculon.core.config import SamplingParams
-from speculon.core.config.models import ModelSettings
-from speculon.core.config.models.merge import Source
+from speculon.core.config.models import OTHERS, ModelSettings, Setting
 from speculon.core.config.serve import ServeConfig
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.server.completions import read_chat, read_completion
@@ -57,9 +56,9 @@ def test_seeds_beyond_the_range_are_refused_with_it(inside: Inside, seed: int) -
 
 
 def sampled(generation: dict[str, Any], own: dict[str, Any] | None = None, **fields: Any) -> SamplingParams:
-    model = PooledModel(
-        "m", ModelSettings("m", {"model": "m"}, [Source("", own or {})]), ScriptedLoader(), read_at_once
-    )
+    settings = [Setting(field, value, OTHERS) for field, value in (own or {}).items()]
+    settings_of_model = ModelSettings("m", {"model": "m"}, settings)
+    model = PooledModel("m", settings_of_model, ScriptedLoader(), read_at_once)
     model._checkpoint_sampling = generation
     served = model._with_defaults(MODEL)
     return read_chat(ChatRequest.model_validate({"messages": USER, **fields}), served).params

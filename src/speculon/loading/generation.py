@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from speculon.core.config import EngineConfig
-from speculon.core.config.models.fields import check_field
+from speculon.core.config.models import check_field
 from speculon.core.errors import InvalidParameter, ModelError
 from speculon.loading.headers import read_json
 from speculon.loading.locate import locate

@@ -14,8 +14,15 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from speculon.core.config.models import HOMES, Methods, ModelSettings, ModelSettingsFile, needs_new_worker
-from speculon.core.config.models.fields import default_value, home_of
+from speculon.core.config.models import (
+    HOMES,
+    Methods,
+    ModelSettings,
+    ModelSettingsFile,
+    default_value,
+    home_of,
+    needs_new_worker,
+)
 from speculon.core.config.speculation import AUTO, USUAL_DRAFTS
 from speculon.core.errors import ConfigError, InvalidParameter, InvalidRequest, LoadFailed, SpeculonError
 from speculon.loading.hub import hub_id
@@ -202,7 +209,7 @@ class Admin:
             given = self._pool.catalogue.given(model.name)
             after = await asyncio.to_thread(self._file.settings_after, model.name, changes, given)
             self._pool.check_aliases(model, after.pool.aliases)
-            await self._apply(model, before, after, changes)
+            await self._apply(model, before, after, changes, given)
         return await self.model(model.name)
 
     async def unload(self, name: str) -> ModelView:
@@ -230,7 +237,12 @@ class Admin:
         return self._file.settings_of(model.name, self._pool.catalogue.given(model.name))
 
     async def _apply(
-        self, model: PooledModel, before: ModelSettings, after: ModelSettings, changes: Mapping[str, Any]
+        self,
+        model: PooledModel,
+        before: ModelSettings,
+        after: ModelSettings,
+        changes: Mapping[str, Any],
+        given: Mapping[str, Any],
     ) -> None:
         old, new = model.own, self._pool.catalogue.adapted(model.name, after)
         # the first table of a model changes `model`, and the catalogue has its path
@@ -242,7 +254,7 @@ class Admin:
             raise LoadFailed(f"the settings were not changed: {model.name!r} did not load: {error}") from None
         try:
             self._pool.check_open()  # while the server ends, a load may have been left out
-            await asyncio.to_thread(self._file.update, model.name, changes)
+            await asyncio.to_thread(self._file.update, model.name, changes, given)
         except (ConfigError, InvalidParameter):
             await self._pool.replace(model, old, reloads=reloads)
             raise
@@ -255,7 +267,7 @@ def field_views(settings: ModelSettings, methods: Methods) -> list[FieldView]:
 
 def field_view(settings: ModelSettings, name: str, choices: list[str] | None) -> FieldView:
     home, setting = HOMES[name], settings.fields.get(name)
-    source = "default" if setting is None else SOURCES.get(setting.source.name, "default")
+    source = "default" if setting is None else SOURCES.get(setting.source, "default")
     return FieldView(
         name=name,
         group=home.table if home.table in ("speculation", "sampling", "pool") else "engine",
@@ -277,9 +289,9 @@ def lock_reason(settings: ModelSettings, name: str) -> str | None:
     if name in UNSAFE:
         return "only in the file or by a flag: it can run code of a checkpoint, or write files"
     setting = settings.fields.get(name)
-    if setting is not None and setting.source.name == "flag":
+    if setting is not None and setting.source == "flag":
         return f"set by a flag, which goes before the file: --{name.replace('_', '-')}"
-    if setting is not None and setting.source.name == "environment":
+    if setting is not None and setting.source == "environment":
         return "set by the environment, which goes before the file"
     return None
 

@@ -9,7 +9,6 @@ from typing import Any, Self
 
 from speculon.core.config import EngineConfig, SpeculationConfig
 from speculon.core.config.models import ModelSettings, ModelSettingsFile
-from speculon.core.config.models.merge import absences
 from speculon.core.errors import ConfigError
 from speculon.loading.locate import name_of
 
@@ -48,7 +47,7 @@ class Catalogue:
         """
         file, speculation = self.file or self.writable, own.keywords.get("speculation") or {}
         draft = speculation.draft if isinstance(speculation, SpeculationConfig) else speculation.get("draft")
-        if file is None or not absences(draft, file.methods):
+        if file is None or not file.methods.missing(draft):
             return own
         return self.adapted(name, file.settings_of(name, self.given(name)))
 
