@@ -38,7 +38,7 @@ def test_lines_of_nine_columns(text: str, expected: str) -> None:
     assert wrapped(text, 1000) == text
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(10))
 def test_it_does_not_matter_in_which_pieces_a_text_arrives(seed: int) -> None:
     chance, width = random.Random(seed), random.Random(seed).choice([7, 20, 80])
     text = "".join(chance.choice(["ab", "cdefg", "日本", " ", " ", "\n", "x" * 9]) for _ in range(200))
@@ -60,10 +60,3 @@ def test_each_part_of_a_word_keeps_its_source() -> None:
         *(("one tw", None), ("o ", "suffix"), ("\n", None), ("thr", "suffix"), ("ee", "ngram")),
         (" end", None),
     ]
-
-
-def test_a_word_waits_for_its_end() -> None:
-    wrap = WordWrap(20)
-    assert list(wrap.push([("a wo", None)])) == [("a", None), (" ", None)]
-    assert list(wrap.push([("rd ", None)])) == [("wo", None), ("rd", None), (" ", None)]
-    assert list(wrap.push([("x" * 30, None)])) == [("\n", None), ("x" * 30, None)]

@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 from typer import Option
 
 from speculon.cli.app import SpeculativeConfig, command
-from speculon.cli.drafts import DraftStream, Run, WordWrap, colour_of, drawn, legend, painted
+from speculon.cli.drafts import DraftStream, Run, WordWrap, drawn, legend, painted
 from speculon.cli.generate import adapter_of, load_for_one_user
 from speculon.cli.options import Flags, settings_from
 from speculon.cli.screen import EXIT_REFUSED, account, errors, print_json, say, show_error, streaming
 from speculon.core.config import EngineConfig, SamplingParams, SpeculationConfig
 from speculon.core.errors import InvalidParameter, InvalidRequest, NeverFits, SpeculonError, TooLong
 from speculon.core.telemetry import RequestStats
-from speculon.speculation.proposers.registry import AUTO, LOOKUPS, OFF
 
 if TYPE_CHECKING:
     from speculon.engine.llm import LLM, Session
@@ -104,8 +102,6 @@ class Chat:
             raw = "Text is continued as it is." if self.session.raw else ""
             size = f"{target.num_parameters / 1e6:.1f} M parameters, {target.device}"
             self.tell(f"{self.llm.config.model}: {size}. /help lists the commands. {raw}")
-            if self.show_drafts:
-                self.explain_colours()
         while True:
             try:
                 turn = read_turn(self._read)
@@ -165,11 +161,10 @@ class Chat:
         shown: Iterable[Run] = runs
         if self.out.is_terminal:
             shown = self.wrap.push((drawn(text), source) for text, source in runs)
+        coloured = self.show_drafts and self.shows_colour
         for source, group in groupby(shown, key=lambda run: run[1]):
             text = "".join(part for part, _ in group)
-            sys.stdout.write(
-                painted(text, source) if source and self.show_drafts and self.shows_colour else text
-            )
+            sys.stdout.write(painted(text, source) if source and coloured else text)
         sys.stdout.flush()
 
     def conclude(self, content: str, output: RequestOutput, text: DraftStream, seconds: float) -> None:
@@ -202,10 +197,10 @@ class Chat:
                 self.set_system(argument.strip())
             case "/show-drafts":
                 self.show_drafts = not self.show_drafts
-                if self.show_drafts and not self.as_json:
-                    self.explain_colours()
-                else:
-                    self.tell(f"drafts {'on' if self.show_drafts else 'off'}")
+                colours = (
+                    "" if self.shows_colour or self.as_json else ": counted, since there are no colours here"
+                )
+                self.tell(f"drafts on{colours}" if self.show_drafts else "drafts off")
             case _:
                 known = f"known are {', '.join(HELP)}; {QUOTES} before a text that begins with /"
                 raise InvalidParameter("command", name, known)
@@ -227,19 +222,6 @@ class Chat:
             self.session.system = before
             raise
         self.tell("system message set" if text else "no system message")
-
-    def explain_colours(self) -> None:
-        if not self.shows_colour:
-            return self.tell("this output shows no colours; accepted drafts are counted after each answer")
-        speculation, methods = self.llm.config.speculation, list[str]()  # that draft by themselves
-        if speculation.method == AUTO:
-            methods = [*LOOKUPS, *speculation.drafts]
-        elif speculation.method != OFF:
-            methods = [speculation.method]
-        if not methods:
-            return self.tell("no method drafts here: every token is the target's own")
-        names = Text(", ").join(Text(name, style=colour_of(name)) for name in methods)
-        errors().print(Text.assemble("Accepted drafts of ", names, "; plain: the target's own."))
 
     def stats(self) -> None:
         total = RequestStats()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, dataclass
-from statistics import median, median_low
-from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -14,14 +12,13 @@ from rich.text import Text
 from typer import Option
 
 from speculon.cli.app import Json, command
-from speculon.cli.drafts import ACCEPTED, DraftStream, Piece, Replay, in_green, replay
+from speculon.cli.drafts import ACCEPTED, DraftStream, in_green
 from speculon.cli.options import NO_REQUESTS, Flags, engine_settings, settings_from
 from speculon.cli.screen import counting, load_llm, output, print_json
 from speculon.core.config import MAX_DRAFTS, EngineConfig, SamplingParams
 from speculon.speculation.proposers.registry import AUTO, OFF
 
 if TYPE_CHECKING:
-    from speculon.decoding.sequence import Event
     from speculon.engine.llm import LLM
     from speculon.measure.bench.measure import Measurement
     from speculon.measure.bench.workloads import Case
@@ -30,7 +27,11 @@ EXPLANATION = (
     " tokens are accepted drafts: a lookup or a drafter proposed them, and the target verified several in "
     "one call."
 )
-TIE = 1e-4  # nat between two tokens that are equally likely but for rounding
+DIFFERENT = {  # by whether the target is batch-invariant
+    True: "Same text: NO, although the model is batch-invariant: this is an error.",
+    False: "Same text: no. The model is not batch-invariant here, so two tokens of nearly equal probability "
+    "may change places; `speculon check` says whether this was such a tie.",
+}
 
 
 class Prompt(NamedTuple):
@@ -88,16 +89,8 @@ class Outcome:
     speculative: Side
     times_faster: float
     same_text: bool
-    failed: bool  # a text differs, though the target is batch-invariant, or by more than a numeric tie
+    failed: bool  # a text differs, although the target is batch-invariant
     why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """One measured run, and the times of its pieces."""
-
-    measurement: Measurement
-    pieces: tuple[Piece, ...]
 
 
 @command("demo")
@@ -134,94 +127,46 @@ def demo(
 
 def perform(llm: LLM, prompt: Prompt, mode: str, rounds: int, console: Console) -> Outcome:
     """Answers a prompt greedily, plainly and in a mode of the benchmark, and shows both."""
+    from speculon.measure.bench.measure import measure
     from speculon.measure.bench.plan import parse_mode
     from speculon.measure.bench.workloads import Case, ask
 
     length = min(prompt.max_tokens, llm.engine.max_context // 2)
     params = SamplingParams(temperature=0, max_tokens=length)
     case = Case(prompt.title, ask(llm.tokenizer, prompt.text), params)
-    options: dict[str, dict[str, Any]] = {
-        "plain": {**parse_mode(OFF).speculation},
-        # no pool: else the text of the last round would be drafted from
-        "fast": {**parse_mode(mode).speculation, "pool": ""},
-    }
-    console.print("", Text(prompt.title, style="bold underline"), sep="\n")
-    console.print(Text(prompt.text, style="dim"), "", sep="\n")
-    warm_up = record(llm, case, options["fast"])
-    if not console.is_terminal:
-        for piece in warm_up.pieces:
-            console.print(in_green(piece.runs), end="")
-        console.print()
-        sys.stdout.flush()
-    runs: dict[str, list[Recorded]] = {"plain": [], "fast": []}
+    # no pool: else the text of the last round would be drafted from
+    plain, fast = parse_mode(OFF).speculation, {**parse_mode(mode).speculation, "pool": ""}
+    console.print(
+        "", Text(prompt.title, style="bold underline"), Text(prompt.text, style="dim"), "", sep="\n"
+    )
+    answer = llm.generate([case.prompt], params, speculation=fast)[0].outputs[0]
+    console.print(in_green(DraftStream(llm.tokenizer, params, case.prompt).finish(answer)))
+    runs: tuple[list[Measurement], list[Measurement]] = ([], [])
     with counting(console.quiet, "measuring", 2 * rounds, still=True) as advance:
         for i in range(rounds):
-            for name in ("plain", "fast") if i % 2 == 0 else ("fast", "plain"):
-                runs[name].append(record(llm, case, options[name]))
+            for side in (0, 1) if i % 2 == 0 else (1, 0):
+                runs[side].append(measure(llm, [case], (plain, fast)[side]))
                 advance(1)
-    if console.is_terminal and not console.quiet:
-        replay(typical(runs["plain"], runs["fast"]), console)
-    measured = {name: [run.measurement for run in some] for name, some in runs.items()}
-    outcome = compare(llm, case, mode, **measured)
-    console.print("", as_table(outcome), "", sep="\n")
-    console.print(Text(outcome.why), "", sep="\n")
+    outcome = compare(llm, case, mode, *runs)
+    console.print("", as_table(outcome), "", Text(outcome.why), "", sep="\n")
     return outcome
 
 
-def record(llm: LLM, case: Case, speculation: dict[str, Any]) -> Recorded:
-    """One run, with the time at which each of its tokens arrived."""
-    from speculon.decoding.text.tokenizer import final_text
-    from speculon.engine.outputs import Completion, RequestOutput, absorb
-    from speculon.measure.bench.measure import Measurement, recording
-
-    answer = Completion()
-    arrivals: list[tuple[float, Event]] = []
-    with recording(llm.engine) as steps:
-        began = perf_counter()
-        for event in llm.events(case.prompt, case.params, speculation=speculation):
-            arrivals.append((perf_counter() - began, event))
-        seconds = perf_counter() - began
-    for _, event in arrivals:
-        absorb(RequestOutput([], [answer]), event)
-    answer.text = final_text(llm.tokenizer, answer.token_ids, answer.stop, case.params, case.prompt)
-    stream, pieces = DraftStream(llm.tokenizer, case.params, case.prompt), list[Piece]()
-    for arrived, event in arrivals:
-        runs = [*stream.push(event.tokens, event.sources), *(stream.finish(answer) if event.finish else ())]
-        pieces.append(Piece(arrived, tuple(runs), len(event.tokens)))
-    measurement = Measurement(seconds, [answer.token_ids], [answer.text], answer.stats, steps)
-    return Recorded(measurement, tuple(pieces))
-
-
-def typical(plain: list[Recorded], fast: list[Recorded]) -> tuple[Replay, Replay]:
-    """The round of the median speed-up, whose two runs are shown."""
-    pairs = list(zip(plain, fast, strict=True))
-    ratios = [slow.measurement.seconds / quick.measurement.seconds for slow, quick in pairs]
-    slow, quick = pairs[ratios.index(median_low(ratios))]
-    return (
-        Replay("plain", slow.pieces, slow.measurement.seconds),
-        Replay("speculative", quick.pieces, quick.measurement.seconds),
-    )
-
-
 def compare(llm: LLM, case: Case, mode: str, plain: list[Measurement], fast: list[Measurement]) -> Outcome:
-    from torch import float32
-
-    from speculon.measure.bench.cell import tie_gap
     from speculon.measure.bench.measure import loops
 
     pairs = zip(fast, plain, strict=True)
     ratios = [quick.tokens_per_second / slow.tokens_per_second for quick, slow in pairs]
     text = plain[0].token_ids[0]
-    others = [run.token_ids[0] for run in (*fast, *plain) if run.token_ids[0] != text]
-    gaps = [tie_gap(llm, case, other, text) for other in others]
-    gap = None if None in gaps else max((nats for nats in gaps if nats is not None), default=0.0)
+    same = all(run.token_ids[0] == text for run in (*fast, *plain))
     sides = side_of(plain), side_of(fast)
-    same = sameness(gap) if others else "Same text: yes, token for token."
-    target = llm.engine.target
-    failed = bool(others) and (target.batch_invariant or (target.dtype is float32 and not tied(gap)))
-    why = f"{faster(ratios)}: {reason(*sides, plain, fast)}\n{same}"
+    sentences = [
+        f"{faster(ratios)}: {sides[1].target_calls} target calls instead of {sides[0].target_calls}, because "
+        f"a call yielded {sides[1].tokens_per_call:.1f} tokens on average.",
+        "Same text: yes, token for token." if same else DIFFERENT[llm.engine.target.batch_invariant],
+    ]
     if loops(text):
-        why += "\nThis text repeats itself: most drafts of a repetition are accepted."
+        sentences.append("This text repeats itself: most drafts of a repetition are accepted.")
     return Outcome(
         task=case.name,
         text=fast[0].texts[0],
@@ -229,9 +174,9 @@ def compare(llm: LLM, case: Case, mode: str, plain: list[Measurement], fast: lis
         mode=mode,
         speculative=sides[1],
         times_faster=median(ratios),
-        same_text=not others,
-        failed=failed,
-        why=why,
+        same_text=same,
+        failed=not same and llm.engine.target.batch_invariant,
+        why="\n".join(sentences),
     )
 
 
@@ -255,39 +200,6 @@ def faster(ratios: list[float]) -> str:
     if ratio < 0.95 and max(ratios) < 1:
         return f"Slower, {ratio:.2f} times as fast"
     return "No faster"
-
-
-def reason(slow: Side, quick: Side, plain: list[Measurement], fast: list[Measurement]) -> str:
-    from speculon.measure.bench.cell import ms_by_rows
-
-    calls = (
-        f"{quick.target_calls} target calls instead of {slow.target_calls}, "
-        f"because a call yielded {quick.tokens_per_call:.1f} tokens on average"
-    )
-    plain_call = ms_by_rows(plain).get(1)
-    checks = {rows: cost for rows, cost in ms_by_rows(fast).items() if rows > 1}
-    if plain_call is None or not checks:
-        return calls + "."
-    rows = max(checks, key=lambda rows: checks[rows][1])  # the most frequent size
-    ms, plain_ms = checks[rows][0], plain_call[0]
-    return (
-        f"{calls}; a call that verifies {rows - 1} drafts ({rows} rows, {ms:.1f} ms) "
-        f"costs {ms / plain_ms:.1f} times a plain one ({plain_ms:.1f} ms)."
-    )
-
-
-def tied(gap: float | None) -> bool:
-    return gap is not None and gap < TIE
-
-
-def sameness(gap: float | None) -> str:
-    """Of texts that differ, by the `gap` between the target's two candidates there (None: not comparable)."""
-    if gap is None:
-        return "Same text: NO."
-    verdict = "a numeric tie" if tied(gap) else "more than a numeric tie"
-    return (
-        f"Same text: no; where they differ, the target's two candidates are {gap:.1e} nat apart: {verdict}."
-    )
 
 
 def as_table(outcome: Outcome) -> Table:

@@ -1,21 +1,16 @@
-"""Streamed texts on a terminal: who drafted each character, line breaks, and two runs next to each other."""
+"""Streamed texts on a terminal: who drafted each character, and where lines break."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, zip_longest
-from time import perf_counter, sleep
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.color import ColorSystem
-from rich.console import Console, Group
-from rich.live import Live
 from rich.style import Style
-from rich.table import Table
 from rich.text import Text
 
 from speculon.decoding.text.tokenizer import Stream, Tokenizer
@@ -49,11 +44,6 @@ DRAWN: dict[int, int] = {
 PIECES = re.compile(r"\s|\S+")
 TAB = 8  # columns
 ACCEPTED = "bold green"
-
-
-FRAMES = 30  # per second
-GUTTER = 2  # columns between the two texts
-OTHER_LINES = 8  # of the terminal, for what is around the texts
 
 Run = tuple[str, str | None]  # text, and the method that drafted it; None: the target itself
 
@@ -115,23 +105,24 @@ def legend(counts: Mapping[str, int]) -> Text:
 
 
 class WordWrap:
-    """Breaks lines that are longer than the terminal. A word is held back until its end is known."""
+    """Breaks lines between words, on a terminal. A word is held back until its end is known."""
 
     def __init__(self, width: int):
-        self.width = max(1, width)
-        self.column = 0
-        self.word: list[Run] = []
+        self.width, self.column, self.word = max(1, width), 0, list[Run]()
 
     def push(self, runs: Iterable[Run]) -> Iterator[Run]:
         for text, source in runs:
             for piece in PIECES.findall(text):
                 if piece.isspace():
                     yield from self.flush()
-                    yield self.blank(piece), source
-                    continue
-                self.word.append((piece, source))
-                if self.length >= self.width:  # longer than a line: the terminal breaks it
-                    yield from self.flush()
+                    self.column += TAB - self.column % TAB if piece == "\t" else 1
+                    ends = piece == "\n" or self.column > self.width
+                    self.column = 0 if ends else self.column
+                    yield "\n" if ends else piece, source
+                else:
+                    self.word.append((piece, source))
+                    if self.length >= self.width:  # longer than a line: the terminal breaks it
+                        yield from self.flush()
 
     @property
     def length(self) -> int:
@@ -147,82 +138,7 @@ class WordWrap:
         yield from self.word
         self.word = []
 
-    def blank(self, character: str) -> str:
-        """The character itself, or a line break at the end of the line."""
-        self.column += TAB - self.column % TAB if character == "\t" else 1
-        if character == "\n" or self.column > self.width:
-            self.column = 0
-            return "\n"
-        return character
-
 
 def in_green(runs: Iterable[Run]) -> Text:
     """A text with its accepted drafts marked."""
     return Text.assemble(*((drawn(text), ACCEPTED if source else "") for text, source in runs))
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What one round added to a text."""
-
-    seconds: float  # since the request began
-    runs: tuple[Run, ...]
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """A text with the time of each piece."""
-
-    name: str
-    pieces: tuple[Piece, ...]
-    seconds: float  # to the last token
-
-    def at(self, seconds: float) -> tuple[Text, int]:
-        """The text up to a time, and the number of its tokens."""
-        text, tokens = Text(), 0
-        for piece in self.pieces:
-            if piece.seconds > seconds:
-                break
-            tokens += piece.tokens
-            text.append(in_green(piece.runs))
-        return text, tokens
-
-
-def replay(
-    runs: tuple[Replay, Replay],
-    console: Console,
-    clock: Callable[[], float] = perf_counter,
-    wait: Callable[[float], None] = sleep,
-) -> None:
-    """Draws both texts until the slower one is complete. Ctrl-C jumps to the end."""
-    end = max(run.seconds for run in runs)
-    with Live(frame(runs, 0, console), console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        began = clock()
-        try:
-            while (now := clock() - began) < end:
-                live.update(frame(runs, now, console), refresh=True)
-                wait(1 / FRAMES)
-        except KeyboardInterrupt:
-            pass
-        live.update(frame(runs, end, console), refresh=True)
-
-
-def frame(runs: tuple[Replay, Replay], seconds: float, console: Console) -> Group:
-    """Both texts at a time: as many of their last lines as the terminal has room for."""
-    width = max(10, (console.width - GUTTER) // 2)
-    lines = max(4, console.height - OTHER_LINES)
-    heads, bodies = [], []
-    for run in runs:
-        text, tokens = run.at(seconds)
-        shown = min(seconds, run.seconds)  # name, time and speed so far; the measured speed at the end
-        speed = f"{tokens / shown:.0f} tokens/s" if tokens and shown else ""
-        state = Text(" done", style="bold") if seconds >= run.seconds else Text("")
-        heads.append(Text.assemble((run.name, "bold underline"), f"  {shown:.1f} s  {speed}", state))
-        bodies.append(Text("\n").join(text.wrap(console, width, overflow="fold", tab_size=4)[-lines:]))
-    table = Table.grid(padding=(0, GUTTER, 0, 0), expand=False, pad_edge=False)
-    for _ in runs:
-        table.add_column(width=width, overflow="fold")
-    table.add_row(*heads)
-    table.add_row(*bodies)
-    return Group(table)
