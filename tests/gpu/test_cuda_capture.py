@@ -10,9 +10,8 @@ import torch
 
 from speculon.loading.load import wrap_model
 from speculon.target.budget import held_memory
-from speculon.target.captured import Captured, bucket_for, sizes
+from speculon.target.captured import Captured, CaptureSizes, bucket_for, sizes
 from speculon.target.compare import close
-from speculon.target.footprint import CaptureSizes
 from speculon.target.taps import Taps
 from speculon.target.target import Target
 from tests.tiny.conftest import build, tiny_model

@@ -15,7 +15,7 @@ from torch import Tensor
 from speculon.core.types import Draft
 from speculon.decoding.sequence import Sequence
 from speculon.drafters.draft_model.proposer import NAME, DraftModel
-from speculon.loading.memory.needs import model_needs
+from speculon.loading.memory import model_needs
 from speculon.speculation.proposers.registry import register
 from speculon.target.target import Target
 from tests.tiny.conftest import tiny_target

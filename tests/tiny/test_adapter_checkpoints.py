@@ -32,7 +32,7 @@ from speculon.core.errors import (
 from speculon.loading.adapter_config import read_adapter
 from speculon.loading.adapters import add_adapters
 from speculon.loading.load import wrap_model
-from speculon.loading.memory.process import largest_step, process_memory
+from speculon.loading.memory import largest_step, process_memory
 from tests.tiny.adapter_files import FEW, differs_from_stock, stock_with, with_adapters, write, write_adapter
 from tests.tiny.checkpoint import write_checkpoint
 from tests.tiny.conftest import build, tiny_model

@@ -17,12 +17,11 @@ from speculon.decoding.batch import Batch
 from speculon.decoding.kv.store import SpanView, View
 from speculon.loading.load import wrap_model
 from speculon.loading.load_check import paged_logits
-from speculon.loading.memory.needs import model_needs
+from speculon.loading.memory import model_needs
 from speculon.target import captured as capturing
 from speculon.target.block import CannotReplace, Loop
-from speculon.target.captured import BUCKETS, Captured, Piece, bucket_for, sizes
+from speculon.target.captured import BUCKETS, Captured, CaptureSizes, Piece, bucket_for, sizes
 from speculon.target.compare import alike, close
-from speculon.target.footprint import CaptureSizes
 from speculon.target.taps import Taps
 from speculon.target.target import Target
 from speculon.target.trial import Trial

@@ -15,8 +15,8 @@ from speculon.drafters.layers import rope_config
 from speculon.drafters.runner import SEEN, CapturedDraft, trial_view, trials
 from speculon.engine.engine import Engine
 from speculon.target import captured as capturing
-from speculon.target.captured import of_buckets
-from speculon.target.footprint import BUCKETS, GRAPH, STATES_OF_ROW, CaptureSizes
+from speculon.target.budget import TENSORS_OF_STATES
+from speculon.target.captured import BUCKETS, GRAPH, CaptureSizes, of_buckets
 from tests.tiny.blocks import ask as ask_for_blocks
 from tests.tiny.blocks import drafter_of, watch_blocks, wrong_blocks
 from tests.tiny.checkpoint_formats import write_eagle3
@@ -206,6 +206,6 @@ def test_buffers_are_counted(method: str, more: int, numbers: int, recorder: Non
     assert counted.static_bytes(torch.float32) == sum(buffers.values())
     took = counted.num_bytes(torch.float32)
     graphs = sum(map(len, captured.pieces.values())) * GRAPH
-    assert took > sum(buffers.values()) + graphs + BUCKETS[-1] * STATES_OF_ROW * sizes.hidden_size
+    assert took > sum(buffers.values()) + graphs + BUCKETS[-1] * TENSORS_OF_STATES * sizes.hidden_size
     plain = engine_with(method, tmp_path, compile=False).proposers.find(method)
     assert plain is not None and drafter.needs.bytes_fixed - plain.needs.bytes_fixed == took

@@ -11,16 +11,16 @@ from speculon.core.config import EngineConfig
 from speculon.core.errors import ConfigError, ModelError
 from speculon.drafters.choose import with_drafts
 from speculon.drafters.needs import drafter_needs
+from speculon.loading import memory
 from speculon.loading.locate import locate
-from speculon.loading.memory import process
-from speculon.loading.memory.process import LIBRARIES, ProcessMemory, largest_step
+from speculon.loading.memory import LIBRARIES, ProcessMemory, largest_step
 from speculon.server.pool.loader import GB, Loader
 
 
 def process_memory(config: EngineConfig, total: int) -> ProcessMemory:
     config = with_drafts(config)
     step = largest_step(config)
-    return process.process_memory(config, step, drafter_needs(config, step), total)
+    return memory.process_memory(config, step, drafter_needs(config, step), total)
 
 
 @pytest.fixture

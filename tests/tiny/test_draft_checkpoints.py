@@ -10,7 +10,7 @@ import torch
 from speculon.core.config import EngineConfig, SamplingParams
 from speculon.core.errors import ConfigError, InvalidRequest, ModelError
 from speculon.core.types import Reason
-from speculon.loading.memory.needs import expected_layers, model_needs
+from speculon.loading.memory import expected_layers, model_needs
 from tests.tiny.conftest import TINY, tiny_model, tiny_target
 from tests.tiny.scripted import Request, make_engine, run
 from tests.tiny.test_parity import GREEDY

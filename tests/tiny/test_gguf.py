@@ -31,7 +31,7 @@ from speculon.loading.gguf import read_gguf
 from speculon.loading.headers import read_checkpoint
 from speculon.loading.load import load_config, load_model, load_target
 from speculon.loading.locate import locate, refuse_missing
-from speculon.loading.memory.needs import weight_bytes
+from speculon.loading.memory import weight_bytes
 from speculon.loading.reading import Reader, load_tokenizer
 from tests.tiny.gguf_files import ALL, tiny_llama, write_gguf
 

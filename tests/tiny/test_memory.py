@@ -75,6 +75,7 @@ def at_limit(folder: Path, policy: str, missing: int) -> LLM:
 @pytest.mark.parametrize("policy", ["allow", "fallback", "fail"])
 def test_a_limit_that_is_just_enough_is_enough(policy: str, folder: Path) -> None:
     llm = at_limit(folder, policy, missing=0)
+    assert llm.engine.memory.to_dict()["measured"] == budget.held_memory(torch.device("cpu"))
     assert llm.engine.memory.fits and llm.engine.memory.action == "use"
     assert llm.generate(PROMPT, PARAMS)[0].speculation is not None
 

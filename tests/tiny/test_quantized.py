@@ -19,7 +19,7 @@ from speculon.loading import load, quantization
 from speculon.loading.gguf_blocks import four_bits
 from speculon.loading.headers import read_checkpoint
 from speculon.loading.load import load_target
-from speculon.loading.memory.needs import model_needs
+from speculon.loading.memory import model_needs
 from speculon.loading.quantization import FOUR_BITS, in_bits
 from speculon.target import quantized
 from speculon.target.block import FusedRows

@@ -23,7 +23,7 @@ from speculon.decoding.sequence import Sequence, Span
 from speculon.engine.engine import Engine
 from speculon.loading.image_check import ImageSample
 from speculon.loading.load import load_target, make_target, wrap_model
-from speculon.loading.memory.needs import model_needs
+from speculon.loading.memory import model_needs
 from speculon.target import vision
 from speculon.target.quantized import layers_of
 from speculon.target.target import Output, Target

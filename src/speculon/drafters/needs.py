@@ -8,8 +8,7 @@ from speculon.drafters.families import DRAFT_MODEL, PARD
 from speculon.drafters.mtp.tensors import MTP, mtp_of
 from speculon.loading.headers import read_checkpoint
 from speculon.loading.locate import locate
-from speculon.loading.memory.needs import model_needs, weight_bytes
-from speculon.loading.memory.process import Step
+from speculon.loading.memory import Step, model_needs, weight_bytes
 
 LANGUAGE_MODELS = (DRAFT_MODEL, PARD)
 

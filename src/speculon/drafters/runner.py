@@ -17,9 +17,18 @@ from speculon.decoding.kv.store import PageStore, View, end_to_end
 from speculon.drafters.config import DrafterConfig
 from speculon.drafters.layers import Network, rope_config, weight_bytes
 from speculon.target.block import CannotReplace, Tables
-from speculon.target.captured import RECORDERS, Lengths, Pieces, Recorder, copied, of_buckets
+from speculon.target.budget import scratch_bytes
+from speculon.target.captured import (
+    BUCKETS,
+    RECORDERS,
+    CaptureSizes,
+    Lengths,
+    Pieces,
+    Recorder,
+    copied,
+    of_buckets,
+)
 from speculon.target.compare import alike
-from speculon.target.footprint import BUCKETS, CaptureSizes, scratch_bytes
 from speculon.target.target import Runner, Target
 from speculon.target.trial import Step, compare_steps, refused
 

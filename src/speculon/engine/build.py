@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -18,6 +19,7 @@ from speculon.loading.headers import read_checkpoint, refuse_unsafe
 from speculon.loading.load import load_target
 from speculon.loading.locate import locate
 from speculon.loading.reading import load_tokenizer, reading_once
+from speculon.target.budget import held_memory
 
 log = logging.getLogger("speculon")
 
@@ -64,4 +66,6 @@ def build_engine(
     warms_up = engine.policy.default.state() is not None if config.warmup is None else config.warmup
     if warms_up and not engine.policy.costs.known:  # else they are those of an earlier process
         warm_up(engine)
+    engine.memory = replace(engine.memory, measured=held_memory(target.device))
+    log.info("memory: %s; %d bytes are held now", engine.memory, engine.memory.measured)
     return engine

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,12 +16,21 @@ from speculon.core.config import EngineConfig
 from speculon.core.errors import ConfigError
 from speculon.core.reach import joint_reach, max_pages
 from speculon.core.types import LayerSpec, Needs
+from speculon.decoding.kv.store import gather_bytes
 
 # of an estimate
 PARTS = ("held", "drafters", "scratch", "remembered", "pages", "states", "snapshots", "additional")
 SHORTEST = 2  # tokens of a request: one of prompt, one of answer
-SHARE_OF_FREE = 0.3  # guess: leaves room for weights that load later and for other programs
-SHARE_OF_SNAPSHOTS = 0.05  # guess: a few per sequence where states are large
+SHARE_OF_FREE = 0.3  # leaves room for weights that load later and for other programs
+SHARE_OF_SNAPSHOTS = 0.05  # a few per sequence where states are large
+
+# fp32 tensors of [R, V] that exist at once where tokens are drawn: the logits, adjusted ones, the weights of
+# tokens, their exponentials, the noise and the bits that it is made of
+TENSORS_OF_LOGITS = 6
+# of [T, D], in a layer: the residual, its norm, q, k and v, rotated q and k, what attention yields, and the
+# product of that
+TENSORS_OF_STATES = 8
+TENSORS_OF_MLP = 3  # of [T, I], beside these: gate, up, and their product
 
 
 def free_memory(device: torch.device) -> int:
@@ -53,6 +63,24 @@ def held_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def inner_size(config: Any) -> int:
+    """The width inside an MLP; the largest where layers differ."""
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return max(inner) if isinstance(inner, list | tuple) else inner
+
+
+def scratch_bytes(config: Any, dtype: torch.dtype, device: torch.device, rows: int, scored: int) -> int:
+    """Memory of the intermediate results of one forward of T = `rows` with R = `scored` of them sampled."""
+    states = rows * width_of_states(config.hidden_size, inner_size(config)) * dtype.itemsize
+    logits = scored * config.vocab_size * TENSORS_OF_LOGITS * torch.float32.itemsize
+    return states + logits + 2 * gather_bytes(device)  # the gather buffer may double
+
+
+def width_of_states(hidden: int, inner: int) -> int:
+    """Numbers of one row that exist at once within a layer."""
+    return TENSORS_OF_STATES * hidden + TENSORS_OF_MLP * inner
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
     """The peak memory of an engine in bytes, part by part, and its limit."""
@@ -67,6 +95,7 @@ class MemoryEstimate:
     additional: int  # set aside by the user
     limit: int
     policy: str
+    measured: int | None = None  # what the process held once everything was loaded
 
     @property
     def total(self) -> int:

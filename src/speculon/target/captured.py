@@ -11,18 +11,20 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from speculon.core.types import LayerSpec
 from speculon.decoding.batch import Batch
 from speculon.decoding.kv.store import View
 from speculon.target.block import CannotReplace, Loop, Stock, Tables
+from speculon.target.budget import inner_size, width_of_states
 from speculon.target.compare import Same, alike
-from speculon.target.footprint import BUCKETS
 from speculon.target.taps import EMBEDDINGS, Taps
 from speculon.target.trial import Trial, compare_steps, layer_states, refused
 
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
 Lengths = tuple[int, ...]  # rows of each sequence of a step
 Piece = Callable[[], None]  # reads and writes static buffers only
 Recorder = Callable[[Piece], Piece]  # from a piece to its replay
+
+# guess: rows of a captured step; 128 are 16 sequences with 7 drafts each
+BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+GRAPH = 128 << 10  # guess: bytes of a CUDA graph besides its results
 
 
 class CudaGraphRecorder:
@@ -237,3 +243,43 @@ def captured_loop(loop: Loop, target: Target, same: Same = alike) -> Captured:
 def of_buckets() -> list[Lengths]:
     """For each capture the fewest and the most rows, in one or two sequences."""
     return [(rows - rows // 2, rows // 2) if rows > 1 else (1,) for rows in sizes()]
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureSizes:
+    """Sizes of a network that is captured as CUDA graphs."""
+
+    hidden: int  # D of all inputs and of the residual
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+    vocab: int = 0  # V of a target; a drafter's logits are not captured
+    numbers: int = 2  # integers of a row
+
+    @classmethod
+    def of_target(cls, config: Any, layers: tuple[LayerSpec, ...]) -> CaptureSizes:
+        heads, spec = config.num_attention_heads, layers[0]
+        inner, vocab = inner_size(config), config.vocab_size
+        return cls(config.hidden_size, inner, heads, spec.heads, spec.k_dim, len(layers), vocab, 3)
+
+    @classmethod
+    def of_drafter(cls, config: Any, layers: int, more: int = 0, numbers: int = 2) -> CaptureSizes:
+        """`more` is the width of what buffers hold besides a state, in states; `numbers` are the integers."""
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        hidden = (1 + more) * config.hidden_size
+        return cls(hidden, config.intermediate_size, heads, kv_heads, config.head_dim, layers, 0, numbers)
+
+    def static_bytes(self, dtype: torch.dtype) -> int:
+        """Ids, positions and other integers, states, logits, rotary tables, heads, attention outputs."""
+        row = self.hidden + self.vocab + 2 * (1 + self.heads + self.kv_heads) * self.head_dim
+        return BUCKETS[-1] * (self.numbers * torch.long.itemsize + row * dtype.itemsize)
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """The buffers, the shared intermediate results of the largest piece, and the graphs."""
+        shared = width_of_states(self.hidden, self.inner)
+        if self.vocab:
+            shared = max(shared, self.hidden + self.vocab)
+        graphs = len(BUCKETS) * (self.layers + (2 if self.vocab else 1))
+        return self.static_bytes(dtype) + BUCKETS[-1] * shared * dtype.itemsize + graphs * GRAPH

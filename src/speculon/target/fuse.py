@@ -25,10 +25,9 @@ from speculon.target.block import (
     fused_block,
     fused_norm,
 )
-from speculon.target.captured import RECORDERS, captured_loop
+from speculon.target.captured import RECORDERS, CaptureSizes, captured_loop
 from speculon.target.compare import close, nearly
 from speculon.target.compiled import compile_parts
-from speculon.target.footprint import CaptureSizes
 from speculon.target.linear import head_is_packed, hooked, joined, plain
 from speculon.target.quantized import layers_of
 from speculon.target.remembered import passed, passes

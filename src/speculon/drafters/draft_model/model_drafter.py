@@ -26,7 +26,7 @@ from speculon.decoding.kv.draft_slots import PER_SEQUENCE, spare_slots
 from speculon.decoding.kv.states import KEPT_BYTES, slot_bytes
 from speculon.decoding.sampling import NEVER
 from speculon.loading.load import load_target, wrap_model
-from speculon.loading.memory.needs import model_needs
+from speculon.loading.memory import model_needs
 from speculon.loading.spelling import Overlap
 from speculon.loading.translation import Translation, tokenizer_overlap
 from speculon.speculation.proposers.base import Proposer, TargetFacts

@@ -28,7 +28,7 @@ from speculon.drafters.layers import rope_config, weight_bytes
 from speculon.drafters.state_drafter import Overrides, StateDrafter, checked_config, final_norm
 from speculon.speculation.proposers.base import TargetFacts
 from speculon.speculation.proposers.chain import draft_chain, mark
-from speculon.target.footprint import scratch_bytes
+from speculon.target.budget import scratch_bytes
 from speculon.target.target import Runner, Target
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from speculon.drafters.state_drafter import final_norm
 from speculon.loading.load_check import LOOSE, TOLERANCE
 from speculon.target import attention
 from speculon.target.block import UNKNOWN, CannotReplace, Fused, FusedLayer, fused_block, fused_norm
+from speculon.target.budget import scratch_bytes
 from speculon.target.compare import difference
-from speculon.target.footprint import scratch_bytes
 from speculon.target.target import Target
 
 FULL, SLIDING = "full_attention", "sliding_attention"

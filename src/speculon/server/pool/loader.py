@@ -81,7 +81,7 @@ class Loader:
         """What the model of `settings` takes, if it may take `total` bytes. Raises what loading would."""
         from speculon.drafters.choose import check_drafts, with_drafts
         from speculon.drafters.needs import drafter_needs
-        from speculon.loading.memory.process import largest_step, process_memory
+        from speculon.loading.memory import largest_step, process_memory
 
         config = with_drafts(EngineConfig(**settings))
         check_drafts(config)
