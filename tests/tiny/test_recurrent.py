@@ -323,7 +323,7 @@ def test_inspect_says_how_states_are_restored(tmp_path: Path) -> None:
         "single_rows": {"JambaMambaMixer": None},
     }
     assert any("recurrent state" in note for note in facts["notes"])
-    table = CliRunner().invoke(app, ["inspect", str(folder)]).output
+    table = CliRunner().invoke(app, ["inspect", str(folder), "--all"]).output
     assert "recurrent states" in table and "JambaMambaMixer goes row by row" in table
 
 

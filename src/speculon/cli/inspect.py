@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -16,7 +16,7 @@ from speculon.cli.options import Flags, pick, settings_from
 from speculon.cli.screen import EXIT_REFUSED, as_json_error, loading, output, print_json
 from speculon.core.config import EngineConfig, SpeculationConfig
 from speculon.core.errors import MemoryExceeded, ModelError, SpeculonError, UnsupportedModel
-from speculon.core.types import Reason, capabilities_json
+from speculon.core.types import capabilities_json
 from speculon.decoding.kv.slots import PER_SEQUENCE
 from speculon.decoding.text.tool_calls import parser_for
 from speculon.drafters.config import AUTHORS, DrafterConfig
@@ -26,10 +26,9 @@ from speculon.drafters.pairing import check_fit
 from speculon.loading.adapter_config import AdapterCheckpoint, is_adapter, read_adapter, read_adapters
 from speculon.loading.headers import Checkpoint, read_checkpoint
 from speculon.loading.locate import locate
-from speculon.speculation.proposers.registry import AUTO, OF_TARGET, OFF, WITH_CHECKPOINT, known_methods
+from speculon.speculation.proposers.registry import AUTO
 
 if TYPE_CHECKING:
-    from speculon.engine.engine import Engine
     from speculon.target.target import Runner, Target
 
 Facts = dict[str, Any]
@@ -253,52 +252,13 @@ def with_engine(
     nothing_kept: Facts = {"warmup": False, "events": None, "state": None}
     engine = LLM(model, progress=tell, tokenizer=tokenizer, **form, **nothing_kept, **chosen).engine
     facts = target_facts(engine.target) | {
-        **method_facts(engine),
+        "method": engine.proposers.default,
+        "drafters": {name: str(draft) for name, draft in engine.config.speculation.drafts.items()},
         "capabilities": capabilities_json(engine.capabilities()),
         "memory": engine.memory.to_dict(),
         "pool_tokens": engine.pool.num_blocks * engine.pool.block_size,
     }
     return facts | {"draft_fits": True} if speculation else facts
-
-
-def method_facts(engine: Engine) -> Facts:
-    """The methods that can draft here, in groups by what they draft from, and why each other one cannot."""
-    proposers, groups, unusable = engine.proposers, dict[str, list[str]](), dict[str, str]()
-    for name in known_methods():
-        if name in (OFF, AUTO, *FOR_TESTS):
-            continue
-        if (reason := why_unusable(name, engine)) is not None:
-            unusable[name] = reason
-        elif name in engine.admission.from_request:
-            groups.setdefault("request", []).append(name)
-        else:
-            weightless = name in proposers.lookups((name,))
-            groups.setdefault("text" if weightless else "model", []).append(name)
-    chain = [name for name in proposers.chain(proposers.default) if proposers.lacking(name) is None]
-    drafters = {name: str(draft) for name, draft in engine.config.speculation.drafts.items()}
-    return {
-        "default_chain": chain,
-        "methods": groups,
-        "methods_unusable": unusable,
-        "drafters": {name: drafters.get(name, "in the checkpoint") for name in groups.get("model", ())},
-    }
-
-
-def why_unusable(name: str, engine: Engine) -> str | None:
-    """A sentence that says what is missing and how to set it; None where the method can draft."""
-    try:
-        reason = engine.proposers.lacking(name)
-    except Exception as error:  # of a plug-in
-        return str(error) or type(error).__name__
-    if reason is None:
-        return None
-    if reason is Reason.MEMORY:
-        return f"the drafter does not fit into memory ({engine.proposers.refusals.get(name, 'see memory')})"
-    if name in WITH_CHECKPOINT:
-        return "no drafter is configured (set --draft)"
-    if name in OF_TARGET and find_mtp(locate(engine.config.model)) is None:
-        return "the checkpoint has no MTP layers"
-    return f"its layers are not loaded (set --method {name})"
 
 
 # the summary
@@ -333,9 +293,9 @@ def summary_rows(facts: Facts) -> Iterator[tuple[str, str, str]]:
         yield "batches", *batch_words(facts["batch_invariant"])
     if facts.get("notes"):
         yield "notes", "\n".join(facts["notes"]), "yellow"
-    if "methods" in facts:
+    if "capabilities" in facts:
         yield from method_rows(facts)
-    if refused := refused_parameters(facts.get("capabilities", {})):
+    if refused := list(refused_parameters(facts.get("capabilities", {}))):
         yield "refuses", "\n".join(refused), "yellow"
     for name, label in (("draft_fits", "draft fits"), ("engine", "engine")):
         if name in facts:
@@ -361,7 +321,7 @@ def takes(facts: Facts) -> Iterator[str]:
         yield "text and chats" + (
             " with tools"
             if facts["tools"]
-            else " , but no tools (its chat template has no known form of tool calls)"
+            else ", but no tools (its chat template has no known form of tool calls)"
         )
     if "fused" in facts:
         yield "images" if facts["images"] is None else f"no images ({facts['images']})"
@@ -385,34 +345,43 @@ def batch_words(invariance: str) -> tuple[str, str]:
     return f"two tokens nearly equal in probability may change places in another batch ({why})", "yellow"
 
 
-FROM = {
-    "text": "lookups in the text so far and in earlier answers",
-    "request": "from the grammar or the expected text that a request brings",
-}
-
-
 def method_rows(facts: Facts) -> Iterator[tuple[str, str, str]]:
-    chain, groups = " and then ".join(facts["default_chain"]), facts["methods"]
-    lines = [f"by default {chain}" if chain else "by default plain decoding"]
-    lines += [f"{', '.join(groups[group])}: {FROM[group]}" for group in FROM if group in groups]
-    lines += [f"{name}: the model {facts['drafters'][name]}" for name in groups.get("model", ())]
-    yield "methods", "\n".join(lines), ""
-    reasons = dict[str, list[str]]()
-    for name, reason in facts["methods_unusable"].items():
-        reasons.setdefault(reason, []).append(name)
-    if reasons:
-        lines = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
-        yield "unavailable", "\n".join(lines), "yellow"
+    """The methods that can draft here, by what they draft from, and why each other one cannot."""
+    rows = {
+        feature.removeprefix("methods."): row
+        for feature, row in facts["capabilities"].items()
+        if feature.startswith("methods.")
+    }
+    asked = rows.pop(AUTO)["reason"]
+    usable, unusable = dict[str, list[str]](), dict[str, list[str]]()
+    for name, row in rows.items():
+        drafter, reason = facts["drafters"].get(name), row["reason"]
+        if name in FOR_TESTS:
+            continue
+        if name == MTP and facts["mtp"] is None:
+            reason = "the checkpoint has no MTP layers"
+        if row["status"] == "on":
+            usable.setdefault(f"{reason} ({drafter})" if drafter else reason, []).append(name)
+        else:
+            unusable.setdefault(reason, []).append(name)
+    first = f"by default {facts['method']}{f', which {asked}' * (facts['method'] == AUTO)}"
+    yield "methods", "\n".join([first, *by_reason(usable)]), ""
+    if unusable:
+        yield "unavailable", "\n".join(by_reason(unusable)), "yellow"
 
 
-def refused_parameters(capabilities: Facts) -> list[str]:
-    """The fields of a request that this model refuses, by reason."""
+def by_reason(names: Mapping[str, list[str]]) -> Iterator[str]:
+    return (f"{', '.join(some)}: {reason}" for reason, some in names.items())
+
+
+def refused_parameters(capabilities: Facts) -> Iterator[str]:
+    """The fields of a request that this model refuses."""
     reasons = dict[str, list[str]]()
     for feature, row in capabilities.items():
         group, _, name = feature.partition(".")
         if group == "parameters" and row["status"] == "refused":
             reasons.setdefault(row["reason"], []).append(name)
-    return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
+    return by_reason(reasons)
 
 
 # details
