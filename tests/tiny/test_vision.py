@@ -21,8 +21,8 @@ from speculon.decoding.batch import Batch
 from speculon.decoding.kv.store import PageStore, View
 from speculon.decoding.sequence import Sequence, Span
 from speculon.engine.engine import Engine
-from speculon.loading.image_check import ImageSample
 from speculon.loading.load import load_target, make_target, wrap_model
+from speculon.loading.load_check import ImageSample
 from speculon.loading.memory import model_needs
 from speculon.target import vision
 from speculon.target.quantized import layers_of

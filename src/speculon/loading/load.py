@@ -34,9 +34,16 @@ from speculon.loading.adapter_config import read_adapters
 from speculon.loading.adapters import add_adapters
 from speculon.loading.ends import eos_ids
 from speculon.loading.headers import Checkpoint, read_checkpoint, refuse_unsafe
-from speculon.loading.image_check import ImageSample, check_images, image_sample, stock_image_logits
 from speculon.loading.invariant import decide
-from speculon.loading.load_check import check_logits, logits_in_fp32, stock_logits
+from speculon.loading.load_check import (
+    ImageSample,
+    check_images,
+    check_logits,
+    image_sample,
+    logits_in_fp32,
+    stock_image_logits,
+    stock_logits,
+)
 from speculon.loading.locate import first_line, locate
 from speculon.loading.probe import discover, use_attention
 from speculon.loading.quantization import model_class, native_bf16, round_weights, will_be_packed

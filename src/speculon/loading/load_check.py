@@ -1,23 +1,37 @@
-"""The load check: paged logits of two packed sequences against the logits of the stock model."""
+"""The load check: paged logits against those of the stock model, of two packed sequences, and of a prompt
+with an image where the model reads images.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from speculon.core.errors import UnsupportedModel
-from speculon.decoding.batch import Batch, joined
+from speculon.core.errors import ModelError, SpeculonError, UnsupportedModel
+from speculon.core.images import ImageInput
+from speculon.core.media.files import ImageLimits
+from speculon.core.media.parts import Source
+from speculon.core.media.prompts import Images
+from speculon.decoding.batch import Batch, ImageRows, joined
 from speculon.decoding.kv.states import StateSpan, StateStep, StateStore
-from speculon.decoding.kv.store import PageStore, end_to_end
+from speculon.decoding.kv.store import PageStore, SpanView, end_to_end
+from speculon.loading.locate import first_line
 from speculon.loading.probe import stock_attention
+from speculon.loading.processors import load_processor
 from speculon.target.block import UNKNOWN
 from speculon.target.compare import difference
+from speculon.target.remembered import passed, passes
 from speculon.target.target import Target
+from speculon.target.vision import Vision
 
 TOLERANCE = {torch.float32: 1e-4}  # of the largest logit
 # in bf16 random models gave 0.01 to 0.12, and 0.20 where an MoE chose another expert at a near-tie; x1.5
@@ -30,6 +44,11 @@ BLOCK = 4
 LENGTHS, FIRST = (11, 6), (8, 5)  # the second forward continues with 3 rows and with 1
 DRAFTED = 6  # rows of a span with drafts, each number of which is rejected once
 TABLES = ([5, 2, 7], [3, 4])  # scattered pages, and consecutive ones
+
+IMAGES = "images"  # as earlier loads remember the check of images
+SIDE = 64  # pixels of a sample
+BEFORE, AFTER = "What is here: ", " A picture of noise."  # its text
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # arguments that say which tokens are of images
 
 Piece = tuple[Tensor, list[int], int, int]  # a sequence [n], its pages, and the part [start, end) to run
 
@@ -205,3 +224,111 @@ def run_pieces(
     if view.states is not None:
         view.states.roll_back(accepted or [span.rows for span in spans])
     return list(logits.split([span.rows for span in spans])) if scored is None else [logits]
+
+
+# images
+
+
+class ImageSample(NamedTuple):
+    """A prompt with one image, as its processor makes it."""
+
+    ids: list[int]
+    image: ImageInput
+
+
+class StockLogits(NamedTuple):
+    """Of all rows of a sample [n, V], in the model's dtype, and in fp32 where that is another one."""
+
+    sample: ImageSample
+    own: Tensor
+    truth: Tensor | None
+
+
+def image_sample(path: Path, trust_remote_code: bool) -> ImageSample | None:
+    """A prompt with noise as its image; None where the folder has no processor, so that no image comes."""
+    try:
+        processor = load_processor(path, trust_remote_code=trust_remote_code)
+    except ModelError:
+        return None
+    from PIL import Image  # an extra, which processors need
+
+    noise = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+    source = Source("images", Image.fromarray(noise))
+    images = Images(lambda: processor, ImageLimits(1, 0, SIDE * SIDE))
+    text, encode = f"{BEFORE}{processor.placeholder}{AFTER}", processor.inner.tokenizer.encode
+    ids, (image,) = images.prompt(text, [source], encode)
+    return ImageSample(ids, image)
+
+
+def stock_image_logits(target: Target, make: Callable[[], ImageSample | None] | None) -> StockLogits | None:
+    """None where there is nothing to check, or an earlier load has passed. A target whose model does not take
+    the sample loses its vision tower.
+    """
+    if target.vision is None or make is None or passed(IMAGES):
+        return None
+    try:
+        sample = make()
+        return None if sample is None else stock_forwards(target, target.vision, sample)
+    except (SpeculonError, *UNKNOWN) as error:
+        refuse_images(target, first_line(error))
+        return None
+
+
+def refuse_images(target: Target, why: str) -> None:
+    target.vision, target.no_images = None, f"the check of images failed: {why}"
+
+
+@torch.inference_mode()
+def stock_forwards(target: Target, vision: Vision, sample: ImageSample) -> StockLogits:
+    ids = torch.tensor([sample.ids], device=target.device)
+    arguments = dict(vision.inputs(sample.image))
+    accepted = inspect.signature(target.model.forward).parameters
+    types = (ids == vision.token).int()
+    arguments |= {name: types for name in TOKEN_TYPES if name in accepted}
+
+    def logits() -> Tensor:
+        return target.model(input_ids=ids, use_cache=False, **arguments).logits[0].float()
+
+    with stock_attention(target.model):
+        own = logits()
+        if target.dtype not in COARSE:
+            return StockLogits(sample, own, None)
+        with InFp32():
+            return StockLogits(sample, own, logits())
+
+
+def check_images(target: Target, stock: StockLogits | None) -> None:
+    """Takes the vision tower from a target whose logits after an image are not those of the stock model."""
+    vision = target.vision
+    if vision is None or stock is None:
+        return
+    try:
+        ours = image_logits(target, vision, stock.sample)
+        limit = TOLERANCE.get(target.dtype, LOOSE)
+        relative(target, ours, stock.own, limit, "logits after an image")
+        if stock.truth is not None:
+            nearly(target, ours, stock.own, stock.truth)
+    except (UnsupportedModel, *UNKNOWN) as error:
+        refuse_images(target, first_line(error))
+    else:
+        passes(IMAGES)
+
+
+@torch.inference_mode()
+def image_logits(target: Target, vision: Vision, sample: ImageSample) -> Tensor:  # [n, V]
+    """Of one forward over pages."""
+    ids, image = sample
+    images, count = vision.read(ids, [image]), len(ids)
+    store = PageStore(target.layers, 1, count, target.device)
+    spans = [
+        SpanView(begin, stop, slice(0, seen or stop), seen or stop, both=bool(seen))
+        for begin, stop, seen in images.runs(0, count)
+    ]
+    rows = torch.arange(count, device=target.device)
+    positions = rows[None]
+    if images.positions is not None:
+        positions = torch.from_numpy(images.positions).to(target.device)[:, None]
+    placed = (ImageRows(image, range(len(image.rows)), list(image.rows)),)
+    tokens = torch.tensor([ids], device=target.device)
+    batch = Batch([], tokens, positions, rows, ((0, count),), images=placed)
+    return target.forward(batch, store.view_of(spans)).logits
