@@ -93,7 +93,7 @@ class Chat:
         self.refused = 0
         self.out = Console(highlight=False)
         self.wrap = WordWrap(self.out.width)
-        self._read = terminal_reader(quiet=as_json) if self.interactive else pipe_reader
+        self._read = line_reader(self.interactive, quiet=as_json)
 
     def run(self) -> None:
         """Turn by turn until the end of the input. A refused turn changes nothing."""
@@ -197,10 +197,7 @@ class Chat:
                 self.set_system(argument.strip())
             case "/show-drafts":
                 self.show_drafts = not self.show_drafts
-                colours = (
-                    "" if self.shows_colour or self.as_json else ": counted, since there are no colours here"
-                )
-                self.tell(f"drafts on{colours}" if self.show_drafts else "drafts off")
+                self.tell(f"drafts {'on' if self.show_drafts else 'off'}")
             case _:
                 known = f"known are {', '.join(HELP)}; {QUOTES} before a text that begins with /"
                 raise InvalidParameter("command", name, known)
@@ -227,26 +224,22 @@ class Chat:
         total = RequestStats()
         for turn in self.session.turns:
             total.add(turn.output.outputs[0].stats)
-        sent = sum(len(turn.output.prompt_token_ids) for turn in self.session.turns)
-        length = len(self.session.turns[-1].tokens) if self.session.turns else 0
-        done, context = total.speculation(), self.llm.engine.max_context
+        done, turns = total.speculation(), self.session.turns
+        figures = {
+            "turns": len(turns),
+            "emitted": total.emitted,
+            "length": len(turns[-1].tokens) if turns else 0,
+            "max_context": self.llm.engine.max_context,
+            "prompt_tokens": sum(len(turn.output.prompt_token_ids) for turn in turns),
+            "cached_tokens": total.cached_tokens,
+        }
         if self.as_json:
-            return print_json(
-                {
-                    "turns": len(self.session.turns),
-                    "emitted": total.emitted,
-                    "length": length,
-                    "max_context": context,
-                    "prompt_tokens": sent,
-                    "cached_tokens": total.cached_tokens,
-                    "reasons": dict(total.reasons),
-                    "speculation": done and done.to_dict(),
-                }
-            )
+            reasons, speculation = dict(total.reasons), done and done.to_dict()
+            return print_json({**figures, "reasons": reasons, "speculation": speculation})
         self.tell(
-            f"{counted(len(self.session.turns))}, {length} of {context} tokens; {total.emitted} written; "
-            f"{total.cached_tokens} of {sent} prompt tokens from the prefix cache\n"
-            f"{account(done, total.reasons)}"
+            f"{counted(len(turns))}, {figures['length']} of {figures['max_context']} tokens; "
+            f"{total.emitted} written; {total.cached_tokens} of {figures['prompt_tokens']} prompt tokens "
+            f"from the prefix cache\n{account(done, total.reasons)}"
         )
 
     def refuse(self, error: SpeculonError) -> None:
@@ -297,32 +290,26 @@ def closed(text: str) -> bool:
     return len(text.rstrip()) >= 2 * len(QUOTES) and text.rstrip().endswith(QUOTES)
 
 
-def pipe_reader(_: str) -> str:
-    try:
-        line = sys.stdin.readline()
-    except UnicodeDecodeError as error:
-        raise InvalidParameter("stdin", None, str(error)) from None
-    if not line:
-        raise EOFError
-    return line.removesuffix("\n")
+def line_reader(interactive: bool, quiet: bool) -> Callable[[str], str]:
+    """The lines of a pipe, or of a terminal with editing and the history of this run, by readline; nothing is
+    written to disk.
+    """
+    if interactive:
+        try:
+            import readline
 
-
-def terminal_reader(quiet: bool) -> Callable[[str], str]:
-    """Line editing and the history of this run, by readline; nothing is written to disk."""
-    try:
-        import readline
-
-        readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one text
-    except ImportError:
-        pass
+            readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one text
+        except ImportError:
+            pass
     beside = not sys.stdout.isatty()  # the prompt must not end up in a file of answers
 
     def read(prompt: str) -> str:
-        if beside and not quiet:
+        prompt = prompt if interactive and not quiet else ""
+        if beside:
             sys.stderr.write(prompt)
             sys.stderr.flush()
         try:
-            return input("" if beside or quiet else prompt)
+            return input("" if beside else prompt)
         except UnicodeDecodeError as error:
             raise InvalidParameter("line", None, str(error)) from None
 
