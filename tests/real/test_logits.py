@@ -66,14 +66,13 @@ def test_log_probabilities_are_as_near_to_fp32_as_those_of_transformers(
 
 
 def test_packed_log_probabilities_are_about_as_near(
-    name: str, dtype: str, files: dict[str, Path], ids: Tensor, stock: tuple[Tensor, float]
+    dtype: str, packed: LLM, ids: Tensor, stock: tuple[Tensor, float]
 ) -> None:
     if dtype == "float32":
         pytest.skip("the limit is a rounding of fp32")
     truth, limit = stock
-    target = LLM(str(files[name]), dtype=dtype, warmup=False, speculation={"method": "off"}).engine.target
-    assert target.packed
-    assert distance(ours(target, ids), truth) <= PACKED * limit
+    assert packed.engine.target.packed
+    assert distance(ours(packed.engine.target, ids), truth) <= PACKED * limit
 
 
 def test_a_norm_that_lost_its_form_would_be_seen(llm: LLM, ids: Tensor, stock: tuple[Tensor, float]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from speculon import LLM, SamplingParams
-from tests.real.conftest import DTYPES, PACKAGES
+from tests.real.conftest import PACKAGES
 
 METHODS = ("auto", "suffix", "ngram")
 PARAMS = {
@@ -66,8 +66,6 @@ def test_beyond_a_window_of_512_drafts_change_nothing(llm: LLM, tasks: list[str]
 def test_a_gguf_file_gives_the_text_of_its_folder(
     name: str, dtype: str, llm: LLM, files: dict[str, Path], prompts: list[str]
 ) -> None:
-    if dtype != DTYPES[0]:
-        pytest.skip("tiny/test_gguf reads files in fp32")
     file = LLM(
         "smollm2" if name == "smollm2" else str(files[name]), dtype=dtype, quantization="none", warmup=False
     )
@@ -76,18 +74,16 @@ def test_a_gguf_file_gives_the_text_of_its_folder(
     assert [out.text for out in of_file] == [out.text for out in of_folder]
 
 
+@pytest.mark.usefixtures("llm")  # so that it runs beside the other tests of its model, which is loaded once
 def test_a_gguf_file_stays_packed_and_drafts_leave_its_texts(
-    name: str, dtype: str, files: dict[str, Path], drafter: dict[str, str], prompts: list[str]
+    packed: LLM, drafter: dict[str, str], prompts: list[str]
 ) -> None:
-    if dtype != DTYPES[0]:
-        pytest.skip("as the file is loaded by default, in bf16 on any CPU")
-    llm = LLM(str(files[name]), speculation={"draft": drafter})
-    target = llm.engine.target
+    target = packed.engine.target
     assert target.packed and target.dtype is torch.bfloat16 and target.runner.one_loop
     assert target.batch_invariant, target.invariance
     for params in PARAMS.values():
-        plain = llm.generate(prompts, params, speculation={"method": "off"})
-        drafted = llm.generate(prompts, params, speculation={"method": [*drafter][0], "policy": "fixed"})
+        plain = packed.generate(prompts, params, speculation={"method": "off"})
+        drafted = packed.generate(prompts, params, speculation={"method": [*drafter][0], "policy": "fixed"})
         assert sum(out.speculation.drafted for out in drafted if out.speculation) > 0
         assert [out.token_ids for out in drafted] == [out.token_ids for out in plain]
 
