@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -17,16 +18,19 @@ TEMPLATE = (
 )
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes and a few merges: any text goes in and comes out."""
+CODE = ["def add(first, second):\n    return first + second\n"] * 4
+
+
+def byte_tokenizer(texts: Sequence[str] = CODE, vocab_size: int = 320) -> PreTrainedTokenizerFast:
+    """Bytes and the merges that these texts give: any text goes in and comes out."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
     )
-    inner.train_from_iterator(["def add(first, second):\n    return first + second\n"] * 4, trainer)
+    inner.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>")
     tokenizer.chat_template = TEMPLATE
     return tokenizer

@@ -8,10 +8,10 @@ from itertools import count, islice
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from speculon.measure.bench import corpus
+from tests.tiny.checkpoint import SPECIALS, byte_tokenizer
 from tests.tiny.conftest import build
 
 CONTEXT = 1024
@@ -21,28 +21,15 @@ TEXTS = [
     "Repeat this function with `old` renamed to `new`.\n\n```python\n```\n",
     "for value in self.values:\n        raise ValueError(name)\n",
 ]
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def make_folder(folder: Path) -> Path:
     """Greedy texts of this model soon repeat themselves, so that prompt lookup has something to find."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[2], pad_token=special[0])
-    wrapped.chat_template = TEMPLATE
-    wrapped.save_pretrained(folder)
+    tokenizer = byte_tokenizer(TEXTS, 400)
+    tokenizer.pad_token = SPECIALS[0]
+    tokenizer.save_pretrained(folder)
     settings = {
-        "vocab_size": len(wrapped),
+        "vocab_size": len(tokenizer),
         "max_position_embeddings": CONTEXT,
         "eos_token_id": 2,
         "tie_word_embeddings": False,
