@@ -23,6 +23,7 @@ from speculon.drafters.mtp.proposer import NAME, Mtp
 from speculon.loading.load import load_target
 from speculon.speculation.proposers.chain import Piece
 from speculon.target.target import Target
+from tests.formats.writer import TARGET, Checkpoint, make_checkpoint, published
 from tests.tiny.conftest import MOE, TINY, build
 from tests.tiny.heads import register_watched, true_draft
 from tests.tiny.recurrent import DELTA, DELTA_MOE
@@ -31,24 +32,6 @@ from tests.tiny.scripted import Key
 Texts = Mapping[Key, list[int]]
 H = 32
 
-DEEPSEEK = {
-    "enorm": "embed_norm",
-    "hnorm": "state_norm",
-    "eh_proj": "proj",
-    "shared_head.norm": "norm",
-}
-QWEN = {
-    "pre_fc_norm_embedding": "embed_norm",
-    "pre_fc_norm_hidden": "state_norm",
-    "fc": "proj",
-    "norm": "norm",
-}
-MIMO = {
-    "token_layernorm": "embed_norm",
-    "hidden_layernorm": "state_norm",
-    "input_proj": "proj",
-    "final_layernorm": "norm",
-}
 GLM = {
     **MOE,
     "n_routed_experts": 4,
@@ -62,24 +45,30 @@ GLM = {
 
 @dataclass(frozen=True)
 class Form:
-    """A target with prediction modules: where they are stored, and how they compute."""
+    """A target with prediction modules: their form in `tests/formats/mtp.json`, and how they compute."""
 
+    header: str
     model_type: str
     settings: dict[str, Any]
-    names: dict[str, str]  # stored -> the formula's
-    at: str  # prefix of a module, by its number in the file
-    layer: str = ""  # prefix of its layer within
     modules: int = 1
     layers: int = 2  # of the target itself
     hidden_first: bool = False
-    one_plus: bool = False  # norms multiply by 1 + w
     own_head: bool = False
     joined_experts: bool = False  # in the file
     window: int | None = None  # of the modules' layers
 
+    @property
+    def one_plus(self) -> bool:
+        """Whether norms multiply by 1 + w."""
+        return self.header == "qwen"
+
+    def made(self, target: Any) -> Checkpoint:
+        sizes = {"layers": self.layers, "modules": self.modules}
+        return make_checkpoint(f"mtp/{self.header}", target, 3, **sizes)
+
     def path(self, module: int) -> str:
-        numbered = self.layers + module if self.at.startswith("model.layers") else module
-        return self.at.format(numbered)
+        """The prefix of a module in the files."""
+        return published(f"modules.{module}.", self.made(TARGET).rename)
 
 
 MELLUM = {
@@ -90,24 +79,16 @@ MELLUM = {
 }
 deepseek = TINY["deepseek_v3"]
 FORMS: dict[str, Form] = {
-    "deepseek": Form(*deepseek, DEEPSEEK, "model.layers.{}."),
-    "deepseek, two modules": Form(*deepseek, DEEPSEEK, "model.layers.{}.", modules=2),
-    "deepseek, own head": Form(*deepseek, DEEPSEEK, "model.layers.{}.", own_head=True),
-    "glm": Form("glm4_moe", GLM, DEEPSEEK, "model.layers.{}.", joined_experts=True),
-    "qwen3_next": Form("qwen3_next", DELTA_MOE, QWEN, "mtp.", "layers.0.", layers=3, one_plus=True),
-    "qwen3_5": Form("qwen3_5_text", DELTA, QWEN, "mtp.", "layers.0.", layers=3, one_plus=True),
-    "mellum": Form("mellum", MELLUM, QWEN, "mtp.", "layers.0.", window=5),
-    "mimo": Form("qwen2", {}, MIMO, "model.mtp_layers.{}.", hidden_first=True),
-    "windows": Form(
-        "mistral",
-        {"sliding_window": 5},
-        MIMO,
-        "model.mtp_layers.{}.",
-        modules=2,
-        hidden_first=True,
-        window=5,
-    ),
-    "mimo, three modules": Form("qwen2", {}, MIMO, "model.mtp_layers.{}.", modules=3, hidden_first=True),
+    "deepseek": Form("deepseek", *deepseek),
+    "deepseek, two modules": Form("deepseek", *deepseek, modules=2),
+    "deepseek, own head": Form("deepseek", *deepseek, own_head=True),
+    "glm": Form("deepseek", "glm4_moe", GLM, joined_experts=True),
+    "qwen3_next": Form("qwen", "qwen3_next", DELTA_MOE, layers=3),
+    "qwen3_5": Form("qwen", "qwen3_5_text", DELTA, layers=3),
+    "mellum": Form("mellum", "mellum", MELLUM, window=5),
+    "mimo": Form("mimo", "qwen2", {}, hidden_first=True),
+    "windows": Form("mimo", "mistral", {"sliding_window": 5}, modules=2, hidden_first=True, window=5),
+    "mimo, three modules": Form("mimo", "qwen2", {}, modules=3, hidden_first=True),
 }
 
 
@@ -141,26 +122,36 @@ def write_mtp(folder: Path, form: Form) -> Written:
     """Saves a random checkpoint, whose layers after the target's own become its modules."""
     whole = extended(form)
     whole.save_pretrained(folder)
-    stored, chance = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(3)
-    made = []
+    made, stored = form.made(whole.config), load_file(folder / "model.safetensors")
+    parts: list[dict[str, Tensor]] = []
     for module in range(form.modules):
-        old, new = f"model.layers.{form.layers + module}.", form.path(module)
-        for name in [name for name in stored if name.startswith(old)]:
-            stored[new + form.layer + name.removeprefix(old)] = stored.pop(name)
+        at = f"model.layers.{form.layers + module}."
+        layer = published(f"modules.{module}.layer.", made.rename)
+        for name in [name for name in stored if name.startswith(at)]:
+            stored[layer + name.removeprefix(at)] = stored.pop(name)
         if form.joined_experts:
-            join_experts(stored, new + form.layer)
-        tensors = {part: part_of(form, part, chance) for part in form.names.values()}
-        stored |= {f"{new}{name}.weight": tensors[part] for name, part in form.names.items()}
-        if form.at.startswith("model.layers"):  # copies of what the target has
-            other = torch.randn(stored["lm_head.weight"].shape, generator=chance)
-            head = stored["lm_head.weight"] + 0.1 * other * form.own_head
-            stored[f"{new}shared_head.head.weight"] = tensors["head"] = head.clone()
-            stored[f"{new}embed_tokens.weight"] = stored["model.embed_tokens.weight"].clone()
-        made.append(tensors)
+            join_experts(stored, layer)
+        own = {
+            name.removeprefix(f"modules.{module}.").removesuffix(".weight"): tensor
+            for name, tensor in made.tensors.items()
+            if name.startswith(f"modules.{module}.")
+        }
+        if made.copies:  # of what the target has
+            own["head"] = stored["lm_head.weight"] + 0.1 * own["head"] * form.own_head
+            own["embed"] = stored["model.embed_tokens.weight"].clone()
+        parts.append(own)
+    for module, own in enumerate(parts):
+        stored |= {
+            published(f"modules.{module}.{part}.weight", made.rename): tensor for part, tensor in own.items()
+        }
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    shorten(folder / "config.json", form)
+    config = json.loads((folder / "config.json").read_text()) | made.config
+    for name in ("layer_types", "mlp_layer_types"):
+        if config.get(name):
+            config[name] = config[name][: form.layers]
+    (folder / "config.json").write_text(json.dumps(config))
     stock = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    return Written(form, folder, whole, made, stock.eval())
+    return Written(form, folder, whole, parts, stock.eval())
 
 
 def join_experts(stored: dict[str, Tensor], at: str) -> None:
@@ -173,22 +164,6 @@ def join_experts(stored: dict[str, Tensor], at: str) -> None:
     ]
     stored[f"{at}mlp.experts.gate_up_proj"] = torch.stack([torch.cat(parts[:2]) for parts in weights])
     stored[f"{at}mlp.experts.down_proj"] = torch.stack([parts[2] for parts in weights])
-
-
-def part_of(form: Form, part: str, chance: torch.Generator) -> Tensor:
-    if part == "proj":
-        return torch.randn(H, 2 * H, generator=chance) * 0.2
-    return torch.randn(H, generator=chance) * 0.3 + (not form.one_plus)
-
-
-def shorten(path: Path, form: Form) -> None:
-    """Makes the config that of the target alone."""
-    config = json.loads(path.read_text())
-    config |= {"num_hidden_layers": form.layers, "num_nextn_predict_layers": form.modules}
-    for name in ("layer_types", "mlp_layer_types"):
-        if config.get(name):
-            config[name] = config[name][: form.layers]
-    path.write_text(json.dumps(config))
 
 
 @cache
