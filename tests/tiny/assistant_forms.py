@@ -23,6 +23,7 @@ from speculon.decoding.sequence import Sequence
 from speculon.drafters.gemma4_assistant.proposer import NAME, Gemma4Assistant
 from speculon.loading.load import wrap_model
 from speculon.target.target import Target
+from tests.formats.writer import write_checkpoint
 from tests.tiny.conftest import BASE, MOE, VOCAB, WINDOW
 from tests.tiny.heads import register_watched, true_draft
 from tests.tiny.scripted import Key
@@ -59,28 +60,25 @@ EXPERTS = {
     "top_k_experts": MOE["num_experts_per_tok"],
     "moe_intermediate_size": MOE["moe_intermediate_size"],
 }
-CENTROIDS = {"use_ordered_embeddings": True, "num_centroids": 12, "centroid_intermediate_top_k": 3}
 
 
 @dataclass(frozen=True)
 class Form:
-    """A target and an assistant of it: model types and settings."""
+    """A target, and an assistant of it: a form in `tests/formats/gemma4_assistant.json`."""
 
     target_type: str
     target: dict[str, Any]
-    assistant_type: str = "gemma4_assistant"
-    assistant: dict[str, Any] = field(default_factory=dict)  # beside its text config
-    layer_types: tuple[str, ...] = (SLIDING, SLIDING, FULL)
-    window: int = WINDOW
-    hidden: int = 24  # of the assistant
+    assistant: str = "assistant"
+    sizes: dict[str, Any] = field(default_factory=dict)
 
 
+SHARED: dict[str, Any] = {"keys_are_values": True, "global_kv_heads": 1}
 FORMS: dict[str, Form] = {
-    "small": Form("gemma4_text", SMALL, assistant=CENTROIDS),
-    "large": Form("gemma4_text", LARGE, hidden=64),
-    "experts": Form("gemma4_text", {**LARGE, **EXPERTS}, window=3),
-    "multimodal": Form("gemma4", SMALL, assistant=CENTROIDS),
-    "unified": Form("gemma4_unified", UNIFIED, "gemma4_unified_assistant", CENTROIDS),
+    "small": Form("gemma4_text", SMALL),
+    "large": Form("gemma4_text", LARGE, sizes={**SHARED, "hidden": 64, "ordered": False}),
+    "experts": Form("gemma4_text", {**LARGE, **EXPERTS}, sizes={**SHARED, "window": 3, "ordered": False}),
+    "multimodal": Form("gemma4", SMALL),
+    "unified": Form("gemma4_unified", UNIFIED, "unified", SHARED),
 }
 
 
@@ -95,30 +93,19 @@ def nested(model_type: str, text: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def randomised(model: PreTrainedModel, seed: int, scale: float) -> PreTrainedModel:
-    """With weights that all matter."""
-    chance = torch.Generator().manual_seed(seed)
+@cache
+def stock(form: str) -> PreTrainedModel:
+    """The target as transformers has it, with weights that all matter; treat it as read-only."""
+    one, chance = FORMS[form], torch.Generator().manual_seed(1)
+    config = AutoConfig.for_model(one.target_type, **nested(one.target_type, dict(one.target)))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     for weight in model.parameters():
         noise = torch.randn(weight.shape, generator=chance)
-        weight.data = noise * scale if weight.ndim > 1 else 1 + noise * 0.3
+        weight.data = noise * 0.2 if weight.ndim > 1 else 1 + noise * 0.3
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.fill_(0.8)
-        if name.endswith("token_ordering"):
-            buffer.copy_(torch.randperm(len(buffer), generator=chance))
     return model.eval()
-
-
-def made(config: Any, seed: int, scale: float = 0.2) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    return randomised(model, seed, scale)
-
-
-@cache
-def stock(form: str) -> PreTrainedModel:
-    """The target as transformers has it; treat it as read-only."""
-    one = FORMS[form]
-    return made(AutoConfig.for_model(one.target_type, **nested(one.target_type, dict(one.target))), 1)
 
 
 @cache
@@ -128,44 +115,28 @@ def target_of(form: str) -> Target:
 
 @cache
 def assistant(form: str) -> PreTrainedModel:
-    """The assistant as transformers has it; treat it as read-only."""
-    one = FORMS[form]
-    text = stock(form).config.get_text_config()
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_global_key_value_heads": 1}
-    if not text.attention_k_eq_v:
-        heads["num_global_key_value_heads"] = 2
-    shared: dict[str, Any] = {
-        **COMMON,
-        **heads,
-        "model_type": "gemma4_unified_text" if "unified" in one.assistant_type else "gemma4_text",
-        "hidden_size": one.hidden,
-        "num_hidden_layers": len(one.layer_types),
-        "num_kv_shared_layers": len(one.layer_types),
-        "layer_types": list(one.layer_types),
-        "sliding_window": one.window,
-        "attention_k_eq_v": text.attention_k_eq_v,
-        "tie_word_embeddings": True,
-    }
-    if "unified" not in one.assistant_type:
-        shared |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
-    width = text.hidden_size
-    config = AutoConfig.for_model(
-        one.assistant_type, text_config=shared, backbone_hidden_size=width, **one.assistant
-    )
-    # transformers 5.23 refuses its own assistants here: no layer of theirs makes what all of them read
-    with patch.object(type(config.text_config), "kv_sharing_modes", ["reuse"] * len(one.layer_types)):
-        return made(config, 2, scale=0.1)
+    """The assistant's checkpoint as transformers reads it; treat it as read-only."""
+    config = AutoConfig.from_pretrained(folder_of(form))
+    layers = config.text_config.num_hidden_layers
+    # transformers 5.23 refuses assistants here: no layer of theirs makes what all of them read
+    with patch.object(type(config.text_config), "kv_sharing_modes", ["reuse"] * layers):
+        model = AutoModelForCausalLM.from_pretrained(
+            folder_of(form), config=config, dtype=torch.float32, attn_implementation="eager"
+        )
+    return model.eval()
 
 
 @cache
 def folder_of(form: str) -> Path:
     """The assistant's checkpoint, beside that of its target: `X-assistant` and `X`."""
-    place = TemporaryDirectory()
+    place, one = TemporaryDirectory(), FORMS[form]
     atexit.register(place.cleanup)
     home = Path(place.name)
     stock(form).save_pretrained(home / form)
-    assistant(form).save_pretrained(home / f"{form}-assistant")
-    return home / f"{form}-assistant"
+    target = stock(form).config.get_text_config()
+    return write_checkpoint(
+        home / f"{form}-assistant", f"gemma4_assistant/{one.assistant}", target, **one.sizes
+    )
 
 
 # transformers' own forwards
