@@ -11,7 +11,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -21,6 +21,7 @@ from speculon.loading.adapter_config import read_adapter
 from speculon.loading.adapters import add_adapters
 from speculon.loading.load import wrap_model
 from speculon.target.target import Target
+from tests.formats.writer import write_checkpoint
 from tests.tiny.conftest import tiny_model
 from tests.tiny.scripted import Request, Result, drain, make_engine
 
@@ -28,11 +29,15 @@ FEW = ("q_proj", "v_proj", "down_proj", "query_key_value", "qkv_proj")
 NAMES = ("", "one", "two")  # the base, and the adapters of `adapted`
 
 
-def linear_names(model: nn.Module, ends: tuple[str, ...] | None = None) -> list[str]:
+def linear_shapes(model: nn.Module, ends: tuple[str, ...] | None = None) -> dict[str, tuple[int, ...]]:
     """The linear layers of a model but its head and experts; with `ends`, those with such last names."""
-    found = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    inner = [name for name in found if name not in ("lm_head", "embed_out") and ".experts." not in name]
-    return [name for name in inner if ends is None or name.rpartition(".")[2] in ends]
+    found = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    inner = {n: m for n, m in found.items() if n not in ("lm_head", "embed_out") and ".experts." not in n}
+    return {
+        name: tuple(module.weight.shape)
+        for name, module in inner.items()
+        if ends is None or name.rpartition(".")[2] in ends
+    }
 
 
 def write_adapter(
@@ -45,18 +50,9 @@ def write_adapter(
     **config: Any,
 ) -> Path:
     """An adapter of all such layers, as peft would save it."""
-    generator, tensors = torch.Generator().manual_seed(seed), dict[str, Tensor]()
-    for name in linear_names(model, ends):
-        weight: Tensor = model.get_submodule(name).weight  # type: ignore[assignment]
-        for side, shape in (("A", (rank, weight.shape[1])), ("B", (weight.shape[0], rank))):
-            tensor = 0.3 * torch.randn(shape, generator=generator)
-            tensors[f"base_model.model.{name}.lora_{side}.weight"] = tensor
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "bias": "none", "use_dora": False}
-    fields |= {"base_model_name_or_path": None, "target_modules": list(ends or ()), **config}
-    (folder / "adapter_config.json").write_text(json.dumps(fields))
-    return folder
+    linears = linear_shapes(model, ends)
+    sizes = {"rank": rank, "alpha": alpha, "linears": linears, "target_modules": list(ends or ())}
+    return write_checkpoint(folder, "lora/peft", seed=seed, config=config, **sizes)
 
 
 def stock_with(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
