@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny.blocks import ask, drafter_of, folder_of, watch_blocks, wrong_blocks
-from tests.tiny.dflash_checkpoints import write_dflash
+from tests.tiny.blocks import ask, drafter_of, folder_of, watch_blocks, write_dflash, wrong_blocks
 from tests.tiny.heads import deep_model
 from tests.tiny.scripted import texts_of
 from tests.tiny.test_dflash import SPARK, VARIANTS

@@ -16,11 +16,9 @@ from speculon.loading.load import wrap_model
 from speculon.target.captured import Captured
 from tests.gpu.test_cuda_capture import captured_target
 from tests.tiny.blocks import ask as ask_for_blocks
-from tests.tiny.blocks import drafter_of, watch_blocks, wrong_blocks
-from tests.tiny.checkpoint_formats import write_eagle3
+from tests.tiny.blocks import drafter_of, watch_blocks, write_dflash, wrong_blocks
 from tests.tiny.conftest import tiny_model
-from tests.tiny.dflash_checkpoints import write_dflash
-from tests.tiny.heads import deep_model, deep_target, head_of, watch_heads, wrong_rows
+from tests.tiny.heads import deep_model, deep_target, head_of, watch_heads, write_eagle3, wrong_rows
 from tests.tiny.scripted import drain, make_engine, proposer_of, texts_of
 from tests.tiny.test_captured_drafts import BLOCKS, HEADS
 from tests.tiny.test_eagle3 import VARIANTS, ask, plain, requests_of, whole

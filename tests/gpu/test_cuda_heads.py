@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny.checkpoint_formats import write_eagle3
-from tests.tiny.heads import deep_model, folder_of, head_of, watch_heads, wrong_rows
+from tests.tiny.heads import deep_model, folder_of, head_of, watch_heads, write_eagle3, wrong_rows
 from tests.tiny.scripted import texts_of
 from tests.tiny.test_eagle3 import KS, SETTINGS, VARIANTS, ask, plain, requests_of, whole, write
 from tests.tiny.test_parity import MODES

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.builders import left_out
-from tests.tiny.checkpoint_formats import FORMATS
+from tests.tiny.heads import FORMATS
 from tests.tiny.test_eagle3 import CHOSEN, CHOSEN_FORMATS, KS, SETTINGS, check_format, check_setting
 from tests.tiny.test_parity import MODES
 

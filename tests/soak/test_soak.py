@@ -19,12 +19,10 @@ from speculon.decoding.sequence import Event
 from speculon.engine.engine import Engine
 from speculon.speculation.control.policies import POLICIES
 from speculon.target.target import Output
-from tests.tiny.blocks import watch_blocks
-from tests.tiny.checkpoint_formats import write_eagle3
+from tests.tiny.blocks import watch_blocks, write_dflash
 from tests.tiny.conftest import CONTEXT, tiny_target
-from tests.tiny.dflash_checkpoints import write_dflash
 from tests.tiny.drafting import DRAFT, NoisyModel, use_draft
-from tests.tiny.heads import deep_model, deep_target, watch_heads
+from tests.tiny.heads import deep_model, deep_target, watch_heads, write_eagle3
 from tests.tiny.scripted import (
     Key,
     Request,

@@ -15,10 +15,13 @@ from speculon.decoding.kv.lease import DraftLease
 from speculon.decoding.sampling import Row, pick, round_stream, weigh
 from speculon.decoding.sequence import Sequence
 from speculon.drafters.dflash.proposer import NAME, DFlashDrafter
-from tests.tiny.dflash_checkpoints import Drafter, make_drafter
+from tests.formats.writer import Checkpoint, make_checkpoint, record, write_checkpoint
 from tests.tiny.dflash_reference import reference_drafts, reference_states
 from tests.tiny.heads import Texts, deep_model, register_watched, true_draft, true_taps
 from tests.tiny.scripted import Key
+
+FORMATS = tuple(record("dflash")["forms"])
+MASK = record("dflash")["sizes"]["mask"]
 
 
 @dataclass
@@ -69,13 +72,19 @@ def watch_blocks(truth: Texts | None = None) -> Watch:
     return watch
 
 
-def drafter_of(format: str = "z-lab", **variant: Any) -> Drafter:
-    return make_drafter(deep_model().config, format, **variant)
+def write_dflash(folder: Path, target: Any, format: str = "z-lab", seed: int = 0, **changes: Any) -> Path:
+    """A drafter for a target with this config, as `write_checkpoint` writes it."""
+    return write_checkpoint(folder, f"dflash/{format}", target, seed, **changes)
+
+
+def drafter_of(format: str = "z-lab", **variant: Any) -> Checkpoint:
+    """The drafter that `write_dflash` writes for the deep model."""
+    return make_checkpoint(f"dflash/{format}", deep_model().config, **variant)
 
 
 def wrong_blocks(
     watch: Watch,
-    drafter: Drafter,
+    drafter: Checkpoint,
     texts: Mapping[Key, list[int]],
     greedy: bool = True,
     seq: Sequence | None = None,
@@ -87,7 +96,7 @@ def wrong_blocks(
     """
     model, wrong = deep_model(), []
     embed, lm_head = model.get_input_embeddings().weight.detach(), model.lm_head.weight.detach()
-    skipped = not drafter.from_anchor
+    skipped = not drafter.anchor_drafts
     for key, ids in texts.items():
         taps = true_taps(ids, drafter.taps)
         for made in (made for made in watch.rounds if made.key == key):

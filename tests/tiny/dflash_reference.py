@@ -1,7 +1,7 @@
 """DFlash, DFlash2 and DSpark by their formulas: dense attention, no pages, no batch, one block at a time.
 
-`drafter` is a `dflash_checkpoints.Drafter`. Keys of a layer are those of the target's states at positions 0
-to n - 1 and those of the block's own rows, in this order.
+`drafter` has the sizes of `tests/formats/dflash.json`, and tensors by its names. Keys of a layer are those of
+the target's states at positions 0 to n - 1 and those of the block's own rows, in this order.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.tiny.dflash_checkpoints import MASK, Drafter
+from tests.formats.writer import Checkpoint
 from tests.tiny.eagle_reference import rms, rotate
 
 
-def reference_states(drafter: Drafter, anchor: int, taps: Tensor, rows: int, embed: Tensor) -> Tensor:
+def reference_states(drafter: Checkpoint, anchor: int, taps: Tensor, rows: int, embed: Tensor) -> Tensor:
     """The normed states [rows, H] of a block after n positions with true taps [n, k * Ht]."""
     tensors, eps = drafter.tensors, drafter.eps
     context = rms(F.linear(taps, tensors["fc.weight"]), tensors["hidden_norm.weight"], eps)
-    z = tensors.get("embed_tokens.weight", embed)[torch.tensor([anchor] + [MASK] * (rows - 1))]
+    z = tensors.get("embed_tokens.weight", embed)[torch.tensor([anchor] + [drafter.mask] * (rows - 1))]
     z = z * drafter.scales.get("input_embedding_scale", 1.0)
     for layer in range(drafter.layers):
         at = f"layers.{layer}."
@@ -40,7 +40,7 @@ def reference_states(drafter: Drafter, anchor: int, taps: Tensor, rows: int, emb
     return rms(z, tensors["norm.weight"], eps)
 
 
-def convolved(drafter: Drafter, name: str, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+def convolved(drafter: Checkpoint, name: str, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
     """The sublayer of input x [rows, H], with DFlash2's convolutions before and after it."""
     if not drafter.group:
         return sublayer(x)
@@ -61,7 +61,7 @@ def convolve(kernels: Tensor, x: Tensor) -> Tensor:
     return out
 
 
-def attend(drafter: Drafter, layer: int, context: Tensor, s: Tensor) -> Tensor:
+def attend(drafter: Checkpoint, layer: int, context: Tensor, s: Tensor) -> Tensor:
     n, rows, tensors, at = len(context), len(s), drafter.tensors, f"layers.{layer}.self_attn."
 
     def project(x: Tensor, name: str, heads: int) -> Tensor:  # [heads, T, D]
@@ -76,10 +76,26 @@ def attend(drafter: Drafter, layer: int, context: Tensor, s: Tensor) -> Tensor:
     q = rotate(project(s, "q", drafter.heads), positions[n:], rope)
     k = rotate(project(both, "k", drafter.kv_heads), positions, rope).repeat_interleave(groups, 0)
     v = project(both, "v", drafter.kv_heads).repeat_interleave(groups, 0)
-    seen = [[drafter.sees(layer, n, row, position) for position in range(n + rows)] for row in range(rows)]
+    seen = [[sees(drafter, layer, n, row, position) for position in range(n + rows)] for row in range(rows)]
     scores = (q @ k.mT / math.sqrt(drafter.head_dim)).masked_fill(~torch.tensor(seen), -math.inf)
     mixed = (scores.softmax(-1) @ v).transpose(0, 1).reshape(rows, -1)
     return F.linear(mixed, tensors[f"{at}o_proj.weight"], tensors.get(f"{at}o_proj.bias"))
+
+
+def sees(drafter: Checkpoint, layer: int, n: int, row: int, position: int) -> bool:
+    """Whether row `row` of a block after n positions sees a position; those from n on are of its block.
+
+    A window of W begins at p - W + 1, or at p - W (Meta), or at n - W (speculators).
+    """
+    own, p, window = position >= n, n + row, drafter.windows[layer]
+    if own and drafter.layer_causal[layer] and position > p:
+        return False
+    if window is None:
+        return True
+    if drafter.form == "speculators":
+        return own or position >= n - window
+    reach = window if drafter.form == "meta" else window - 1
+    return abs(position - p) <= reach
 
 
 def greedy(logits: Tensor, before: list[int]) -> int:
@@ -87,7 +103,7 @@ def greedy(logits: Tensor, before: list[int]) -> int:
 
 
 def reference_drafts(
-    drafter: Drafter,
+    drafter: Checkpoint,
     anchor: int,
     states: Tensor,
     lm_head: Tensor,
@@ -99,7 +115,7 @@ def reference_drafts(
     tensors, rank = drafter.tensors, drafter.rank
     head, state = tensors.get("lm_head.weight", lm_head), torch.zeros(rank)
     drafts, logits, chances, before = [], [], [], anchor
-    for h in states if drafter.from_anchor else states[1:]:
+    for h in states if drafter.anchor_drafts else states[1:]:
         scores, e = head @ h * drafter.scales.get("output_multiplier", 1.0), None
         if cap := drafter.scales.get("final_logit_softcapping"):
             scores = cap * torch.tanh(scores / cap)
@@ -121,7 +137,7 @@ def reference_drafts(
     return drafts, logits, chances
 
 
-def selected(drafter: Drafter, h: Tensor, before: int, scores: Tensor) -> Tensor:
+def selected(drafter: Checkpoint, h: Tensor, before: int, scores: Tensor) -> Tensor:
     """Of the likeliest tokens c alone: logits [V] with the sum over r of A[before, r] (P h)[r] B[c, r]."""
     parts = ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
     first, second, project = (drafter.tensors[f"candidate_selector.{part}"] for part in parts)
@@ -132,7 +148,7 @@ def selected(drafter: Drafter, h: Tensor, before: int, scores: Tensor) -> Tensor
     return found
 
 
-def markov_latent(drafter: Drafter, e: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def markov_latent(drafter: Checkpoint, e: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """What w2 takes, and the next state."""
     tensors = drafter.tensors
     if drafter.markov == "gated":
@@ -145,7 +161,7 @@ def markov_latent(drafter: Drafter, e: Tensor, h: Tensor, state: Tensor) -> tupl
     return e, state
 
 
-def chance_of(drafter: Drafter, h: Tensor, e: Tensor | None, share: float) -> float:
+def chance_of(drafter: Checkpoint, h: Tensor, e: Tensor | None, share: float) -> float:
     """What a confidence head says, else the share of the draft's probability."""
     weight = drafter.tensors.get("confidence_head.proj.weight")
     if weight is None:

@@ -1,6 +1,6 @@
 """EAGLE-3 as a reference formula: dense attention, no pages, no batch, all rows computed at each step.
 
-`head` is a `checkpoint_formats.Head`, or has its fields; `tensors` have its names. Row i pairs taps g_i with
+`head` has the sizes of `tests/formats/eagle3.json`; `tensors` have its names. Row i pairs taps g_i with
 token x_{i+1} at position i, and drafts x_{i+2}. `embed` and `lm_head` are the target's, for a checkpoint
 without its own.
 """

@@ -22,12 +22,21 @@ from speculon.loading.load import wrap_model
 from speculon.speculation.proposers.chain import Piece
 from speculon.speculation.proposers.registry import register
 from speculon.target.target import Target
-from tests.tiny.checkpoint_formats import Head, make_head
+from tests.formats.writer import Checkpoint, make_checkpoint, record, write_checkpoint
 from tests.tiny.conftest import VOCAB, build
 from tests.tiny.eagle_reference import reference_chain, reference_rows
 from tests.tiny.scripted import Key
 
 DEPTH, CONTEXT = 7, 1024
+FORMATS = tuple(record("eagle3")["forms"])
+TAPLESS = ("safeailab", "nebius")  # their configs name no taps: always the usual three
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 Texts = Mapping[Key, list[int]]
 
 
@@ -142,11 +151,21 @@ def true_taps(ids: list[int], layers: tuple[int, ...]) -> Tensor:
     return torch.cat([states[layer + 1][0] for layer in layers], -1)
 
 
-def head_of(**variant: Any) -> Head:
-    return make_head(deep_model().config, **variant)
+def write_eagle3(
+    folder: Path, target: Any, format: str = "speculators", seed: int = 0, **changes: Any
+) -> Path:
+    """A head for a target with this config, as `write_checkpoint` writes it."""
+    return write_checkpoint(folder, f"eagle3/{format}", target, seed, **changes)
 
 
-def wrong_rows(watch: Watch, head: Head, texts: Mapping[Key, list[int]], atol: float = 1e-4) -> list[str]:
+def head_of(**variant: Any) -> Checkpoint:
+    """The head that `write_eagle3` writes for the deep model."""
+    return make_checkpoint("eagle3/speculators", deep_model().config, **variant)
+
+
+def wrong_rows(
+    watch: Watch, head: Checkpoint, texts: Mapping[Key, list[int]], atol: float = 1e-4
+) -> list[str]:
     """Rows that are not the formula's; `texts` are prompts with what was written."""
     model, wrong = deep_model(), []
     shared = model.get_input_embeddings().weight, model.get_output_embeddings().weight

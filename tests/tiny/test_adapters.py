@@ -40,10 +40,9 @@ from tests.tiny.adapter_files import (
     write,
     write_adapter,
 )
-from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.drafting import DRAFT, use_draft
-from tests.tiny.heads import deep_model
+from tests.tiny.heads import deep_model, write_eagle3
 from tests.tiny.kernels import Multiply, by_place, one_by_one, plant, where_invariant
 from tests.tiny.scripted import Request, Result, drain, make_engine, script
 from tests.tiny.test_captured import replayed

@@ -18,10 +18,8 @@ from speculon.target import captured as capturing
 from speculon.target.budget import TENSORS_OF_STATES
 from speculon.target.captured import BUCKETS, GRAPH, CaptureSizes, of_buckets
 from tests.tiny.blocks import ask as ask_for_blocks
-from tests.tiny.blocks import drafter_of, watch_blocks, wrong_blocks
-from tests.tiny.checkpoint_formats import write_eagle3
-from tests.tiny.dflash_checkpoints import write_dflash
-from tests.tiny.heads import deep_model, deep_target, head_of, watch_heads, wrong_rows
+from tests.tiny.blocks import drafter_of, watch_blocks, write_dflash, wrong_blocks
+from tests.tiny.heads import deep_model, deep_target, head_of, watch_heads, write_eagle3, wrong_rows
 from tests.tiny.scripted import drain, make_engine, texts_of
 from tests.tiny.test_captured import deaf, failing, replayed
 from tests.tiny.test_dflash import SPARK
@@ -33,7 +31,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "window": {"windows": (5, None)},
     "another width": {"hidden": 48, "heads": 6, "kv_heads": 3},
     "spark": SPARK,
-    "convolutions": {"group": 8},
+    "convolutions": {"format": "dflash2"},
 }
 
 
@@ -92,7 +90,7 @@ def test_a_captured_convolution_across_sequences_is_found(
     recorder: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CapturedDraft, "start", numbers_of_one_block)
-    engine = engine_with("dflash", tmp_path, group=8)
+    engine = engine_with("dflash", tmp_path, format="dflash2")
     assert "not captured: it computes something else" in why_not(engine, "dflash")
 
 

@@ -20,9 +20,18 @@ from speculon.drafters.dflash import network as dflash
 from speculon.drafters.dflash.network import RecurrentMarkovHead
 from speculon.loading.load import wrap_model
 from tests.builders import spread
-from tests.tiny.blocks import Watch, ask, drafter_of, folder_of, watch_blocks, wrong_blocks
+from tests.formats.writer import make_checkpoint
+from tests.tiny.blocks import (
+    FORMATS,
+    Watch,
+    ask,
+    drafter_of,
+    folder_of,
+    watch_blocks,
+    write_dflash,
+    wrong_blocks,
+)
 from tests.tiny.conftest import build
-from tests.tiny.dflash_checkpoints import FORMATS, make_drafter, write_dflash
 from tests.tiny.forms import engine_of
 from tests.tiny.heads import DEPTH, deep_model, deep_target
 from tests.tiny.recurrent import recurrent_model, recurrent_target
@@ -52,7 +61,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "reduced vocabulary": {"format": "speculators", "draft_vocab": 40, "markov": "gated"},
     "confidence": {"format": "deepspec", "confidence": "h"},
     "confidence with Markov": {"format": "specforge", "markov": "vanilla", "confidence": "h and e"},
-    "convolutions and a selector": {"group": 8},
+    "convolutions and a selector": {"format": "dflash2"},
 }
 
 
@@ -248,7 +257,8 @@ def test_pages_before_all_windows_are_released(
         texts.append(drain(engine)["r", 0].tokens)
     assert texts[0] == texts[1]
     assert max(made.length for made in watch.rounds) > 30 * 4, "more than all pages hold"
-    assert not wrong_blocks(watch, make_drafter(model.config, **variant), {("r", 0): [*prompt, *texts[0]]})
+    drafter = make_checkpoint(f"dflash/{variant.pop('format')}", model.config, **variant)
+    assert not wrong_blocks(watch, drafter, {("r", 0): [*prompt, *texts[0]]})
 
 
 def test_a_recurrent_target_keeps_its_states(tmp_path: Path) -> None:

@@ -20,8 +20,7 @@ from speculon.core.config import SamplingParams
 from speculon.drafters.dflash.dflash2 import BlockConvolution, CandidateSelector
 from speculon.drafters.dflash.network import DFlashNetwork, Drawing
 from speculon.drafters.dflash.proposer import DFlashDrafter
-from tests.tiny.blocks import ask, drafter_of, folder_of, watch_blocks, wrong_blocks
-from tests.tiny.dflash_checkpoints import MASK, write_dflash
+from tests.tiny.blocks import MASK, ask, drafter_of, folder_of, watch_blocks, write_dflash, wrong_blocks
 from tests.tiny.forms import engine_of
 from tests.tiny.heads import deep_model, deep_target
 from tests.tiny.scripted import drain, make_engine, texts_of
@@ -29,7 +28,7 @@ from tests.tiny.test_dflash import KS, drafted_with
 from tests.tiny.test_eagle3 import SETTINGS, plain, requests_of, whole, write
 from tests.tiny.test_parity import GREEDY, MODES, OFF, accepted_lengths
 
-FLASH2: dict[str, Any] = {"group": 8}
+FLASH2: dict[str, Any] = {"format": "dflash2"}
 SCALES = {"input_embedding_scale": 1.5, "output_multiplier": 0.4, "final_logit_softcapping": 3.0}
 CHOSEN = list(zip(SETTINGS, cycle(MODES), cycle(KS[1:]), strict=False))
 CHOSEN += [("few pages", "sampled", 1), ("few pages", "greedy", 7)]
@@ -42,7 +41,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one candidate": {"top_k": 1},
     "all tokens are candidates": {"top_k": 96},
     "another width": {"hidden": 48, "heads": 6, "kv_heads": 3},
-    "speculators": {"format": "speculators", "windows": (5, 5), "causal": False},
+    "speculators": {"format": "speculators", "group": 8, "windows": (5, 5), "causal": False},
 }
 
 

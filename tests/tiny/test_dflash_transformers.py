@@ -11,18 +11,18 @@ from torch import Tensor
 from transformers.cache_utils import DFlashCache
 
 from speculon.drafters.families import read_dflash_config
-from tests.tiny.blocks import ask, drafter_of, folder_of, watch_blocks
-from tests.tiny.dflash_checkpoints import MASK, Drafter, published, write_dflash
+from tests.formats.writer import Checkpoint
+from tests.tiny.blocks import MASK, ask, drafter_of, folder_of, watch_blocks, write_dflash
 from tests.tiny.heads import deep_model, true_taps
 from tests.tiny.scripted import texts_of
 from tests.tiny.test_eagle3 import plain, requests_of, whole, write
 
 
-def stock(drafter: Drafter) -> transformers.PreTrainedModel:
+def stock(drafter: Checkpoint) -> transformers.PreTrainedModel:
     """transformers' model with the weights of a drafter in Meta's format."""
     config = transformers.MuseGlimmerAssistantConfig(
         hidden_size=drafter.hidden,
-        intermediate_size=drafter.tensors["layers.0.mlp.gate_proj.weight"].shape[0],
+        intermediate_size=drafter.intermediate,
         num_hidden_layers=drafter.layers,
         num_attention_heads=drafter.heads,
         num_key_value_heads=drafter.kv_heads,
@@ -35,7 +35,7 @@ def stock(drafter: Drafter) -> transformers.PreTrainedModel:
         target_layer_ids=list(drafter.taps),
     )
     model = transformers.MuseGlimmerAssistantModel(config).eval()
-    model.load_state_dict({published(name, "meta"): tensor for name, tensor in drafter.tensors.items()})
+    model.load_state_dict(drafter.stored)
     return model
 
 

@@ -18,8 +18,8 @@ from speculon.drafters.pairing import Search, search
 from speculon.loading.headers import read_checkpoint
 from speculon.loading.hub import cached_models, hub_id
 from tests.tiny.checkpoint import write_checkpoint
-from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import build
+from tests.tiny.heads import write_eagle3
 
 FACTS = SimpleNamespace(
     hidden_size=32, vocab_size=320, num_hidden_layers=8, architectures=["Qwen3ForCausalLM"]

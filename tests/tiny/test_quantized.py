@@ -25,10 +25,9 @@ from speculon.target import quantized
 from speculon.target.block import FusedRows
 from speculon.target.quantized import GROUP, QuantizedLinear, packed_layers, quantize
 from speculon.target.target import Target
-from tests.tiny.checkpoint_formats import write_eagle3
-from tests.tiny.dflash_checkpoints import write_dflash
+from tests.tiny.blocks import write_dflash
 from tests.tiny.gguf_files import tiny_llama, write_gguf
-from tests.tiny.heads import deep_model, deep_target
+from tests.tiny.heads import deep_model, deep_target, write_eagle3
 from tests.tiny.scripted import drain, make_engine, texts_of
 from tests.tiny.test_eagle3 import ask, plain, requests_of
 

@@ -14,11 +14,10 @@ from speculon.core.types import Needs, Reason
 from speculon.decoding.sequence import Sequence
 from speculon.engine.engine import Engine
 from speculon.speculation.proposers.registry import register
-from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, use_draft
 from tests.tiny.forms import engine_of
-from tests.tiny.heads import deep_model, deep_target, folder_of
+from tests.tiny.heads import deep_model, deep_target, folder_of, write_eagle3
 from tests.tiny.scripted import Request, Scripted, drain, make_engine, run
 
 PROMPT = [42, 58, 67, 89, 48, 70, 44]  # nothing repeats in it, nor in the 8 tokens that follow

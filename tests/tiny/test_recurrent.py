@@ -26,10 +26,9 @@ from speculon.target.budget import Budget
 from speculon.target.fuse import Fused
 from tests.recording import read
 from tests.tiny.checkpoint import byte_tokenizer
-from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import build, tiny_model
 from tests.tiny.heads import folder_of as folder_of_head
-from tests.tiny.heads import watch_heads
+from tests.tiny.heads import watch_heads, write_eagle3
 from tests.tiny.recurrent import (
     DIFFERENT,
     RECURRENT,

@@ -27,7 +27,7 @@ from speculon.loading.memory import model_needs
 from speculon.target import vision
 from speculon.target.quantized import layers_of
 from speculon.target.target import Output, Target
-from tests.tiny.checkpoint_formats import write_eagle3
+from tests.tiny.heads import write_eagle3
 from tests.tiny.scripted import Key, Result, drain, make_engine, script, texts_of
 from tests.tiny.vision_models import (
     FAMILIES,

@@ -24,9 +24,9 @@ from speculon.loading.load import wrap_model
 from speculon.target.target import Target
 from tests.builders import spread
 from tests.tiny import heads
-from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import CHUNK, MIXED, WINDOW, build
 from tests.tiny.drafting import DRAFT, NoisyModel, use_draft
+from tests.tiny.heads import write_eagle3
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, script, store_of, texts_of
 
 LONG = {"max_position_embeddings": 512}
