@@ -6,7 +6,7 @@ Each JSON file beside this module records one family of drafters: `tensors` and 
 published, `forms` with what each publisher writes differently, and the `sizes` that shapes and values are
 written in. A string that begins with "=" is a Python expression in these sizes. `{i}` in the name of a tensor
 takes the values that `each` has for it, and a shape may end with " when " and a condition. docs/drafters.md
-says what the formats mean.
+says what the formats mean. tables.json has what is read of changed checkpoints, and what is refused.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ def describe(name: str, target: Any, given: Changes) -> tuple[Checkpoint, dict[s
     }
     wanted = {**recorded["sizes"], **own.get("sizes", {})}
     assert not (unknown := given.keys() - wanted.keys() - sizes.keys()), f"{name} has no sizes {unknown}"
+    given = {size: tuple(value) if isinstance(value, list) else value for size, value in given.items()}
     sizes |= {size: given.get(size) for size in wanted if size not in sizes} | given
     for size, value in wanted.items():
         if is_expression(value) or size not in given:
@@ -205,17 +206,17 @@ def changed(table: Changes, changes: Changes) -> dict[str, Any]:
 def changed_tensors(
     tensors: dict[str, Tensor], changes: Changes, rename: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """None takes a tensor away, a tuple is another shape, a function makes another tensor of it; `rename`
-    exchanges parts of names.
+    """None takes a tensor away, a list is another shape, and an expression may use the tensor as `t`;
+    `rename` exchanges parts of names.
     """
     made = dict(tensors)
     for name, change in changes.items():
         if change is None:
             del made[name]
-        elif isinstance(change, tuple):
-            made[name] = torch.ones(change)
+        elif is_expression(change):
+            made[name] = evaluate(change, {"torch": torch, "t": tensors.get(name)})
         else:
-            made[name] = change(made[name].clone()) if callable(change) else change
+            made[name] = torch.ones(change)
     return {published(name, rename): values for name, values in made.items()}
 
 
@@ -257,10 +258,7 @@ def write_published(folder: Path, name: str) -> dict[str, Any]:
     """
     family, _, form = name.partition("/")
     recorded: dict[str, Any] = record(family)["forms"][form]["published"]
-    sizes = {
-        size: tuple(value) if isinstance(value, list) else value for size, value in recorded["sizes"].items()
-    }
-    made, shapes = describe(name, SimpleNamespace(**recorded["target"]), sizes)
+    made, shapes = describe(name, SimpleNamespace(**recorded["target"]), recorded["sizes"])
     (folder / CONFIG).write_text(json.dumps(made.config))
     header, ends = dict[str, Any](), {}
     for tensor, shape in shapes.items():

@@ -1,16 +1,13 @@
-"""Where prediction layers are found, what is refused by name, and what they take of memory."""
+"""Where prediction layers are found, how an engine takes them, and what they take of memory."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -21,24 +18,17 @@ from speculon.core.errors import ConfigError, MemoryExceeded, ModelError, Specul
 from speculon.core.types import Reason
 from speculon.drafters.choose import with_drafts
 from speculon.drafters.mtp.tensors import find_mtp
-from speculon.loading.load import load_target
+from tests.formats.writer import change_checkpoint
 from tests.tiny.conftest import build, tiny_target
-from tests.tiny.mtp_forms import FORMS, Form, H, target_of, write_mtp, written
+from tests.tiny.mtp_forms import H, target_of, written
 from tests.tiny.scripted import Request, drain, make_engine
 
-MIMO, QWEN, DEEPSEEK = FORMS["mimo"], FORMS["qwen3_5"], FORMS["deepseek"]
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-Tensors = dict[str, Tensor]
 
 
-def rewritten(folder: Path, change: Callable[[Tensors], object], form: Form = MIMO) -> Path:
-    """A checkpoint of a form after `change` has modified its tensors."""
-    write_mtp(folder, form)
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return folder
+def unknown_layout(folder: Path) -> Path:
+    return change_checkpoint(written("qwen3_5").folder, folder, rename={"mtp.": "mtp.depth."})
 
 
 @pytest.mark.parametrize(
@@ -64,72 +54,6 @@ def test_a_model_without_such_layers_has_none(tmp_path: Path) -> None:
         LLM(str(tmp_path), tokenizer=None, speculation=MTP, warmup=False)
     with pytest.raises(ConfigError, match="this target came from no folder"):
         make_engine(tiny_target("llama"), speculation=MTP)
-
-
-def numbered(tensors: Tensors) -> None:
-    for name in [name for name in tensors if name.startswith("model.layers.2.")]:
-        tensors[name.replace("layers.2.", "layers.4.")] = tensors.pop(name)
-
-
-def renamed(tensors: Tensors) -> None:
-    for name in [name for name in tensors if name.startswith("mtp.")]:
-        tensors[name.replace("mtp.", "mtp.depth.")] = tensors.pop(name)
-
-
-def of_bytes(tensors: Tensors) -> None:
-    tensors["model.mtp_layers.0.mlp.up_proj.weight"] = tensors["model.mtp_layers.0.mlp.up_proj.weight"].to(
-        torch.float8_e4m3fn
-    )
-
-
-WRONG = {
-    "no norm": (
-        MIMO,
-        lambda t: t.pop("model.mtp_layers.0.final_layernorm.weight"),
-        "final_layernorm.weight is missing",
-    ),
-    "no layer": (
-        MIMO,
-        lambda t: t.pop("model.mtp_layers.0.mlp.up_proj.weight"),
-        "mlp.up_proj.weight of MTP module 0",
-    ),
-    "an expert less": (
-        DEEPSEEK,
-        lambda t: t.pop("model.layers.2.mlp.experts.1.up_proj.weight"),
-        "mlp.experts.gate_up_proj of MTP module 0 is missing",
-    ),
-    "one more": (
-        MIMO,
-        lambda t: t.update({"model.mtp_layers.0.mlp.sub_norm.weight": torch.ones(H)}),
-        "1 tensors that its class does not have, first mlp.sub_norm.weight",
-    ),
-    "one fc, two layers": (
-        QWEN,
-        lambda t: t.update({"mtp.layers.1.input_layernorm.weight": torch.ones(H)}),
-        "more than one MTP layer after one fc",
-    ),
-    "width": (
-        MIMO,
-        lambda t: t.update({"model.mtp_layers.0.input_proj.weight": torch.ones(H, H)}),
-        r"input_proj.weight is \[32, 32\], expected \[32, 64\]",
-    ),
-    "width of the layer": (
-        MIMO,
-        lambda t: t.update({"model.mtp_layers.0.mlp.up_proj.weight": torch.ones(H, H)}),
-        r"mlp.up_proj.weight of MTP module 0 is \[32, 32\], its class has \[48, 32\]",
-    ),
-    "numbers": (DEEPSEEK, numbered, r"numbered \[4\], not from 2 on"),
-    "another layout": (QWEN, renamed, r"layout of its MTP tensors \(mtp.depth"),
-    "quantised": (MIMO, of_bytes, "stored as F8_E4M3; quantised MTP layers are not supported"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_layers_are_refused_by_name(case: str, tmp_path: Path) -> None:
-    form, change, message = WRONG[case]
-    folder = rewritten(tmp_path, change, form)
-    with pytest.raises(ModelError, match=message):
-        make_engine(load_target(folder, dtype="float32", device="cpu"), speculation=MTP)
 
 
 def test_a_folder_alone_is_enough(tmp_path: Path) -> None:
@@ -165,7 +89,7 @@ def test_auto_takes_them_where_they_are(tmp_path: Path) -> None:
 
 
 def test_layers_that_cannot_be_used_do_not_stop_auto(tmp_path: Path) -> None:
-    folder = rewritten(tmp_path / "model", renamed, QWEN)
+    folder = unknown_layout(tmp_path)
     chosen = with_drafts(EngineConfig(model=str(folder), speculation={"draft": "auto"}))
     assert chosen.speculation.drafts == {}
 
@@ -231,7 +155,7 @@ def test_inspect_names_them(tmp_path: Path) -> None:
         return json.loads(out.stdout)["mtp"]
 
     assert line(written("mimo").folder).startswith("MTP, 1 module named as MiMo's")
-    assert "not supported: " in line(rewritten(tmp_path / "model", renamed, QWEN))
+    assert "not supported: " in line(unknown_layout(tmp_path))
 
 
 def test_a_target_whose_logits_are_scaled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

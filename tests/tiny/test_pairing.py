@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
@@ -41,7 +40,7 @@ def household(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_eagle3(target / "eagle", facts, "specforge")
     write_eagle3(home / "beside", facts, "speculators", draft_vocab=64)
     write_eagle3(home / "narrow", SimpleNamespace(**{**vars(facts), "hidden_size": 16}), "speculators")
-    write_eagle3(home / "broken", facts, "specforge", tensors={"fc.bias": torch.ones(1)})
+    write_eagle3(home / "broken", facts, "specforge", tensors={"fc.bias": (1,)})
     write_eagle3(home / "damaged", facts, "specforge", draft_vocab=64, tensors={"d2t": None})
     draft = write_checkpoint(home / "draft")
     other = write_checkpoint(home / "other")
