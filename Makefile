@@ -22,7 +22,7 @@ CLUSTER := $(VENV)/cluster
 REAL := $(VENV)/real
 # vLLM's, of gigabytes, where ours takes its versions of everything else.
 VLLM := $(VENV)/vllm
-SUITES := $(wildcard tests/pure tests/server tests/tiny tests/stat)
+SUITES := $(wildcard tests/pure tests/differential tests/server tests/tiny tests/stat)
 # Two processes of one thread, which take tests from each other at the end.
 IN_TWO := -n 2 --dist worksteal
 

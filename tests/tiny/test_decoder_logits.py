@@ -17,8 +17,8 @@ from speculon import SamplingParams, SpeculativeDecoder
 from speculon.core.errors import InvalidParameter
 from speculon.core.types import Draft, SpanOutcome, Verdict
 from speculon.engine.outputs import StepResult
+from tests.tiny.blocks import write_dflash
 from tests.tiny.conftest import VOCAB, build, tiny_model
-from tests.tiny.dflash_checkpoints import write_dflash
 from tests.tiny.forms import FORMS, words
 from tests.tiny.recurrent import recurrent_model
 from tests.tiny.scripted import Letters, Scripted, assert_nothing_held, script, spell

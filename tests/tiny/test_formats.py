@@ -10,6 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from speculon.loading.drafter_config import (
+    DrafterConfig,
+    TargetShape,
+    check_offsets,
+    check_pair,
+    read_offsets,
+)
 from typer.testing import CliRunner
 
 from speculon.cli import app
@@ -21,13 +28,6 @@ from speculon.drafters.families import (
     family_of,
     read_dflash_config,
     read_eagle3_config,
-)
-from speculon.loading.drafter_config import (
-    DrafterConfig,
-    TargetShape,
-    check_offsets,
-    check_pair,
-    read_offsets,
 )
 from tests.formats.writer import (
     Checkpoint,

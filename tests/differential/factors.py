@@ -1,0 +1,249 @@
+"""What a case draws, and a list of cases in which every pair of values that can meet does meet."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations, count, islice
+from typing import Any, NamedTuple
+
+from speculon.core.config import USUAL_DRAFTS
+
+Values = dict[str, Any]
+COUNT = 200  # of cases
+
+LOOKUPS = ("ngram", "suffix", "synthetic", "prediction", "scripted", "trees")
+DRAFTERS = (
+    "draft_model",
+    "recurrent draft",
+    "other tokenizer",
+    "pard",
+    "eagle3",
+    "dflash",
+    "dspark",
+    "dflash2",
+    "mtp",
+    "gemma4_assistant",
+)
+RECURRENT = ("mamba2", "jamba", "qwen3_next", "qwen3_5 with mtp")
+WITH_IMAGES = ("qwen2_5_vl", "gemma3 with images")
+WITH_ADAPTERS = ("llama", "gemma3")
+
+# of the engine, and of everything that runs in it
+SHARED: dict[str, tuple[Any, ...]] = {
+    "target": (
+        "llama",
+        "qwen3",
+        "gemma3",
+        "gpt_oss",
+        "deepseek_v3",
+        "gpt2",
+        "qwen3_moe",
+        "deep llama",
+        "packed llama",
+        "deepseek with mtp",
+        "gemma4",
+        *RECURRENT,
+        *WITH_IMAGES,
+    ),
+    "dtype": ("float32", "bfloat16"),
+    "drafter": ("none", *DRAFTERS),
+    "batch": (1, 3, 8),  # requests
+    "seats": (8, 2),  # sequences of a step
+    "chunk": (512, 24, 7),  # rows of a step
+    "pages": ("roomy", "few"),
+    "page": (4, 1, 3, 16),  # tokens
+    "prefix_cache": (True, False),
+    "arrival": ("together", "one by one"),
+    "waves": (1, 2),  # how often all of them come
+    "mishap": ("none", "abort", "failed steps"),
+}
+# of each request
+OWN: dict[str, tuple[Any, ...]] = {
+    "method": ("off", *LOOKUPS, "auto", *DRAFTERS),
+    "policy": tuple(USUAL_DRAFTS),
+    "drafts": (4, 1, 16),
+    "depth": (None, 2),  # of a tree
+    "chained": (None, True),
+    "acceptance": ("auto", "matching", "rejection", "block"),
+    "sampling": ("greedy", "seeded", "filtered", "penalised", "biased", "processed", "unseeded"),
+    "samples": (1, 3),
+    "logprobs": (None, 0, 3),
+    "prompt_logprobs": (None, 2),
+    "end": ("length", "end of text", "stop token", "stop string", "least tokens"),
+    "form": ("none", "regex", "nested", "choice", "grammar"),
+    "adapter": ("", "one", "two"),
+    "images": (0, 1, 2),
+    "prompt": ("short", "long", "repeated", "shared"),
+}
+FACTORS = SHARED | OWN
+# drawn more often than the others, so that more is drafted and less is written twice
+OFTEN: dict[str, tuple[Any, ...]] = {"policy": ("fixed",) * 4, "drafts": (4,), "samples": (1,) * 2}
+NAMES = list(FACTORS)
+
+
+class Rule(NamedTuple):
+    """Where `factor` has one of these values, `other` has one of those."""
+
+    factor: str
+    values: tuple[Any, ...]
+    other: str
+    allowed: tuple[Any, ...]
+    why: str
+
+    def forbids(self, values: Mapping[str, Any]) -> bool:
+        return (
+            self.factor in values
+            and self.other in values
+            and values[self.factor] in self.values
+            and values[self.other] not in self.allowed
+        )
+
+
+TAPPED = ("deep llama", "gemma3", "qwen2_5_vl")
+RULES = (
+    *(Rule("method", (name,), "drafter", (name,), "the engine has this drafter") for name in DRAFTERS),
+    Rule(
+        "drafter",
+        ("draft_model",),
+        "target",
+        tuple(t for t in SHARED["target"] if t not in ("qwen3_5 with mtp", "deepseek with mtp", "gemma4")),
+        "these are here for the drafter that was trained with them",
+    ),
+    Rule("drafter", ("recurrent draft",), "target", ("llama", "qwen3_next", "jamba"), "one of each kind"),
+    Rule("drafter", ("other tokenizer",), "target", ("llama",), "its weights, under other ids"),
+    Rule("drafter", ("pard",), "target", ("llama", "qwen3", "gpt2"), "one with adapters, and others"),
+    Rule("drafter", ("eagle3",), "target", TAPPED, "deep ones, and of each kind one with three layers"),
+    Rule("drafter", ("dflash",), "target", ("deep llama", "qwen3_next"), "deep, or with states"),
+    Rule("drafter", ("dspark", "dflash2"), "target", ("deep llama",), "taps of a deep model"),
+    Rule("drafter", ("mtp",), "target", ("deepseek with mtp", "qwen3_5 with mtp"), "its layers are theirs"),
+    Rule("drafter", ("gemma4_assistant",), "target", ("gemma4",), "an assistant reads its target's pages"),
+    Rule("target", ("packed llama",), "dtype", ("bfloat16",), "packed products are of bf16"),
+    Rule(
+        "target",
+        (*RECURRENT, "deepseek with mtp"),
+        "dtype",
+        ("float32",),
+        "recurrent mixers promise no equal bits, and a checkpoint with layers of its own is loaded once",
+    ),
+    Rule("adapter", ("one", "two"), "target", WITH_ADAPTERS, "others have no adapters"),
+    Rule("images", (1, 2), "target", WITH_IMAGES, "others have no vision tower"),
+    Rule(
+        "drafter",
+        ("other tokenizer", "pard"),
+        "form",
+        ("none", "regex", "choice", "grammar"),
+        "no } in their tokens",
+    ),
+    Rule("target", ("gemma3 with images",), "chunk", (512, 24), "an image is one chunk"),
+)
+
+
+Pair = tuple[int, int]  # numbers of two values, each of its factor
+NUMBERS = {(name, value): i for i, (name, value) in enumerate((n, v) for n in NAMES for v in FACTORS[n])}
+OF_NUMBER = list(NUMBERS)
+
+
+BOUND = [name for name in NAMES if any(name in (rule.factor, rule.other) for rule in RULES)]
+FREE = [name for name in NAMES if name not in BOUND]
+
+
+def allowed(values: Mapping[str, Any]) -> bool:
+    return not any(rule.forbids(values) for rule in RULES)
+
+
+def completed(values: Values, chance: random.Random) -> Values | None:
+    """These values and random ones of the other factors, by the rules; None where there is no such case."""
+    name = next((name for name in BOUND if name not in values), None)
+    if name is None:
+        return {name: chance.choice(FACTORS[name] + OFTEN.get(name, ())) for name in FREE} | values
+    for value in chance.sample(FACTORS[name], len(FACTORS[name])):
+        more = values | {name: value}
+        if allowed(more) and (found := completed(more, chance)):
+            return found
+    return None
+
+
+def pairs_of(values: Mapping[str, Any]) -> Iterator[Pair]:
+    return combinations([NUMBERS[name, values[name]] for name in NAMES], 2)
+
+
+@cache
+def valid_pairs() -> frozenset[Pair]:
+    """Every pair of values that some case may have."""
+    chance, found = random.Random(0), set[Pair]()
+    for pair in combinations(range(len(NUMBERS)), 2):
+        (name, value), (other, its) = (OF_NUMBER[number] for number in pair)
+        if name != other and pair not in found and allowed(both := {name: value, other: its}):
+            if example := completed(both, chance):
+                found.update(pairs_of(example))
+    return frozenset(found)
+
+
+@dataclass(frozen=True)
+class Case:
+    number: int
+    seed: int  # of the list
+    shared: Values
+    requests: tuple[Values, ...]
+
+    @property
+    def pairs(self) -> set[Pair]:
+        return {pair for own in self.requests for pair in pairs_of(self.shared | own)}
+
+    def __str__(self) -> str:
+        lines = [f"case {self.number} of list {self.seed}: {self.shared}"]
+        return "\n".join([*lines, *(f"  request {i}: {own}" for i, own in enumerate(self.requests))])
+
+
+class Draws:
+    """Cases one after the other: each takes pairs that none has had so far, as many as it finds."""
+
+    TRIES = 10
+
+    def __init__(self, seed: int):
+        self.seed, self.chance = seed, random.Random(seed)
+        left = sorted(valid_pairs())
+        self.chance.shuffle(left)
+        self.open = dict.fromkeys(left)  # pairs that are in no case yet
+
+    def __iter__(self) -> Iterator[Case]:
+        for number in count():
+            first = self._best({})
+            shared = {name: first[name] for name in SHARED}
+            drawn = [first, *(self._best(shared) for _ in range(1, shared["batch"]))]
+            requests = tuple({name: values[name] for name in OWN} for values in drawn)
+            yield Case(number, self.seed, shared, requests)
+
+    def _best(self, fixed: Values) -> Values:
+        """Of some random ones with these values, the one with the most pairs that are left."""
+        best, most = Values(), -1
+        for wanted in self._wanted(fixed):
+            made = completed(fixed | wanted, self.chance)
+            if made is not None and (new := sum(pair in self.open for pair in pairs_of(made))) > most:
+                best, most = made, new
+        for pair in pairs_of(best):
+            self.open.pop(pair, None)
+        return best
+
+    def _wanted(self, fixed: Values) -> Iterator[Values]:
+        """Pairs that are left and agree with these values."""
+        excluded = {n for n, (name, value) in enumerate(OF_NUMBER) if fixed.get(name, value) != value}
+        found = 0
+        for a, b in self.open:
+            if a not in excluded and b not in excluded:
+                wanted = dict((OF_NUMBER[a], OF_NUMBER[b]))
+                if allowed(fixed | wanted):
+                    yield wanted
+                    found += 1
+                    if found == self.TRIES:
+                        return
+        yield {}
+
+
+@cache
+def cases(seed: int) -> list[Case]:
+    """The first of them have every pair; what follows is drawn by chance."""
+    return list(islice(Draws(seed), COUNT))

@@ -1,0 +1,72 @@
+"""With drafts, everything is as in plain decoding of each request alone: texts, ends, log-probabilities,
+counters; and nothing is held afterwards.
+
+Other cases: DIFFERENTIAL_SEED=1 python -m pytest tests/differential -m "soak or not soak".
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from functools import cache
+from typing import get_args
+
+import pytest
+
+from speculon.core.config import Acceptance
+from speculon.speculation.control.policies import POLICIES
+from speculon.speculation.proposers.registry import TABLE
+from tests.differential.build import METHOD
+from tests.differential.compare import Outcome, explained, run
+from tests.differential.factors import COUNT, DRAFTERS, FACTORS, LOOKUPS, cases, valid_pairs
+
+SEED = int(os.environ.get("DIFFERENTIAL_SEED", "0"))
+FEW = 40  # cases of `make test`; the others are for the soak
+
+
+@cache
+def outcome(number: int) -> Outcome:
+    case = cases(SEED)[number]
+    with explained(case):
+        return run(case)
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=[pytest.mark.soak] * (n >= FEW)) for n in range(COUNT)]
+)
+def test_case(number: int) -> None:
+    outcome(number)
+
+
+def test_every_pair_of_values_is_in_some_case() -> None:
+    found = {pair for case in cases(SEED) for pair in case.pairs}
+    assert found == valid_pairs() and len(found) > 5000
+
+
+def test_what_is_new_is_drawn() -> None:
+    methods = {METHOD.get(name, name) for name in FACTORS["method"]}
+    assert methods >= {*TABLE} - {"grammar"}, "which drafts wherever a request has a form"
+    assert set(FACTORS["policy"]) == {*POLICIES} and set(FACTORS["acceptance"]) == {*get_args(Acceptance)}
+
+
+def check_speculation(numbers: range, methods: tuple[str, ...]) -> None:
+    """Drafts of every method were accepted and rejected; sequences were preempted, and prefixes found."""
+    outcomes, drafted, accepted = [outcome(number) for number in numbers], Counter[str](), Counter[str]()
+    for one in outcomes:
+        drafted.update(one.drafted)
+        accepted.update(one.accepted)
+    counts = {name: (accepted[name], drafted[name]) for name in methods}
+    assert all(0 < right < all_ for right, all_ in counts.values()), counts
+    assert accepted["grammar"] > 20
+    assert sum(one.preemptions > 0 for one in outcomes) > len(outcomes) / 6
+    assert sum(one.cached > 0 for one in outcomes) > len(outcomes) / 6
+    assert sum(one.ties for one in outcomes) <= len(outcomes) / 20, "so many near-ties are none"
+
+
+def test_speculation_has_happened() -> None:
+    check_speculation(range(FEW), ("suffix", "synthetic", "prediction", "scripted", "draft_model"))
+
+
+@pytest.mark.soak
+def test_speculation_has_happened_with_every_drafter() -> None:
+    check_speculation(range(COUNT), (*LOOKUPS, *DRAFTERS))
