@@ -16,9 +16,7 @@ from speculon.loading.load import wrap_model
 from speculon.target.target import Target
 from tests.builders import make_sequence
 from tests.tiny.conftest import TINY, tiny_model
-from tests.tiny.scripted import Key, Result, make_engine, run, script
-from tests.tiny.test_logprobs import stock_logprobs
-from tests.tiny.test_parity import (
+from tests.tiny.requests import (
     DRAFTS,
     MODES,
     SETTINGS,
@@ -31,6 +29,8 @@ from tests.tiny.test_parity import (
     row_error,
     short_requests,
 )
+from tests.tiny.scripted import Key, Result, make_engine, run, script
+from tests.tiny.test_logprobs import stock_logprobs
 
 pytestmark = [
     pytest.mark.gpu,

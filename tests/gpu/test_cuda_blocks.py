@@ -9,10 +9,10 @@ import torch
 
 from tests.tiny.blocks import ask, drafter_of, folder_of, watch_blocks, write_dflash, wrong_blocks
 from tests.tiny.heads import deep_model
+from tests.tiny.requests import MODES
 from tests.tiny.scripted import texts_of
 from tests.tiny.test_dflash import SPARK, VARIANTS
 from tests.tiny.test_eagle3 import SETTINGS, plain, requests_of, whole, write
-from tests.tiny.test_parity import MODES
 
 pytestmark = [
     pytest.mark.gpu,

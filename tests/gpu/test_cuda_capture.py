@@ -15,9 +15,9 @@ from speculon.target.compare import close
 from speculon.target.taps import Taps
 from speculon.target.target import Target
 from tests.tiny.conftest import build, tiny_model
+from tests.tiny.requests import MODES, assert_same, drafting, plain, requests_of
 from tests.tiny.scripted import run, script
 from tests.tiny.test_captured import LAYERS, kept_after_another_step, logits, step
-from tests.tiny.test_parity import MODES, assert_same, drafting, plain, requests_of
 
 pytestmark = [
     pytest.mark.gpu,

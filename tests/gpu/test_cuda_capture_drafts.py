@@ -19,11 +19,11 @@ from tests.tiny.blocks import ask as ask_for_blocks
 from tests.tiny.blocks import drafter_of, watch_blocks, write_dflash, wrong_blocks
 from tests.tiny.conftest import tiny_model
 from tests.tiny.heads import deep_model, deep_target, head_of, watch_heads, write_eagle3, wrong_rows
+from tests.tiny.requests import plain as plain_of_llama
+from tests.tiny.requests import requests_of as requests_to_llama
 from tests.tiny.scripted import drain, make_engine, proposer_of, texts_of
 from tests.tiny.test_captured_drafts import BLOCKS, HEADS
 from tests.tiny.test_eagle3 import VARIANTS, ask, plain, requests_of, whole
-from tests.tiny.test_parity import plain as plain_of_llama
-from tests.tiny.test_parity import requests_of as requests_to_llama
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.tiny.heads import deep_model, folder_of, head_of, watch_heads, write_eagle3, wrong_rows
+from tests.tiny.requests import MODES
 from tests.tiny.scripted import texts_of
 from tests.tiny.test_eagle3 import KS, SETTINGS, VARIANTS, ask, plain, requests_of, whole, write
-from tests.tiny.test_parity import MODES
 
 pytestmark = [
     pytest.mark.gpu,

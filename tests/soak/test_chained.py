@@ -6,8 +6,8 @@ import pytest
 
 from speculon.speculation.control.policies import POLICIES
 from tests.builders import left_out
+from tests.tiny.requests import MODES, SETTINGS
 from tests.tiny.test_chained import CHOSEN, check_lengths
-from tests.tiny.test_parity import MODES, SETTINGS
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.builders import left_out
+from tests.tiny.requests import MODES
 from tests.tiny.test_dflash import (
     CHOSEN,
     CHOSEN_SETTINGS,
@@ -16,7 +17,6 @@ from tests.tiny.test_dflash import (
     check_layout,
     check_setting,
 )
-from tests.tiny.test_parity import MODES
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 

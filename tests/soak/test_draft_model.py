@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.builders import left_out
+from tests.tiny.requests import MODES
 from tests.tiny.test_draft_model import CHOSEN, METHODS, SETTINGS, check_tokens
-from tests.tiny.test_parity import MODES
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 

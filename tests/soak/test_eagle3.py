@@ -8,8 +8,8 @@ import pytest
 
 from tests.builders import left_out
 from tests.tiny.heads import FORMATS
+from tests.tiny.requests import MODES
 from tests.tiny.test_eagle3 import CHOSEN, CHOSEN_FORMATS, KS, SETTINGS, check_format, check_setting
-from tests.tiny.test_parity import MODES
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 

@@ -6,6 +6,7 @@ import pytest
 
 from tests.builders import left_out
 from tests.tiny.mtp_forms import FORMS
+from tests.tiny.requests import MODES
 from tests.tiny.test_mtp import (
     BOTH,
     CHOSEN,
@@ -15,7 +16,6 @@ from tests.tiny.test_mtp import (
     check_layout,
     check_setting,
 )
-from tests.tiny.test_parity import MODES
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.builders import left_out
-from tests.tiny.test_parity import MODES
+from tests.tiny.requests import MODES
 from tests.tiny.test_policies import (
     ALONE,
     CHAINED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.builders import left_out
-from tests.tiny.test_parity import MODES, SETTINGS
+from tests.tiny.requests import MODES, SETTINGS
 from tests.tiny.test_prediction import ALONE, CHOSEN, KS, WRONG, check_alone, check_batch
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]

@@ -33,8 +33,8 @@ from tests.tiny.recurrent import (
     recurrent_model,
     recurrent_target,
 )
+from tests.tiny.requests import accepted_lengths, gap
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, script
-from tests.tiny.test_parity import accepted_lengths, gap
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 

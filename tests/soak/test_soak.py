@@ -23,6 +23,7 @@ from tests.tiny.blocks import watch_blocks, write_dflash
 from tests.tiny.conftest import CONTEXT, tiny_target
 from tests.tiny.drafting import DRAFT, NoisyModel, use_draft
 from tests.tiny.heads import deep_model, deep_target, watch_heads, write_eagle3
+from tests.tiny.requests import TIE, gap
 from tests.tiny.scripted import (
     Key,
     Request,
@@ -34,7 +35,6 @@ from tests.tiny.scripted import (
     script,
     spell,
 )
-from tests.tiny.test_parity import TIE, gap
 from tests.tiny.test_policies import unknown_to
 from tests.tiny.test_requests import check_account
 

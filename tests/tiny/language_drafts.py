@@ -27,8 +27,8 @@ from speculon.speculation.proposers.chain import Piece
 from speculon.speculation.proposers.registry import register
 from speculon.target.target import Target
 from tests.tiny.conftest import VOCAB, build, tiny_target
+from tests.tiny.requests import OFF, Texts, plain, requests_of
 from tests.tiny.scripted import Key, Request, Result, drain, texts_of
-from tests.tiny.test_parity import OFF, Texts, plain, requests_of
 
 SPECIALS = ["<pad>", "<s>", "</s>"]
 CHARACTERS = [chr(32 + i) for i in range(VOCAB - len(SPECIALS))]  # target id 3 + i

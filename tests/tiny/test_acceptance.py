@@ -18,8 +18,8 @@ from speculon.decoding.sampling import Row
 from speculon.speculation.proposers import chain
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft, use_draft
+from tests.tiny.requests import OFF
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, texts_of
-from tests.tiny.test_parity import OFF
 
 
 def engine() -> Any:

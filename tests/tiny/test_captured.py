@@ -26,8 +26,8 @@ from speculon.target.taps import Taps
 from speculon.target.target import Target
 from speculon.target.trial import Trial
 from tests.tiny.conftest import build, tiny_model, tiny_target
+from tests.tiny.requests import MODES, assert_same, drafting, plain, requests_of
 from tests.tiny.scripted import run, script
-from tests.tiny.test_parity import MODES, assert_same, drafting, plain, requests_of
 
 NAMES = ["llama", "qwen2", "qwen3", "mistral", "phi3", "smollm3"]
 LAYERS = (-1, 0, 1)

@@ -22,8 +22,8 @@ from tests.builders import spread
 from tests.recording import read
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft
+from tests.tiny.requests import MODES, SETTINGS, Texts, assert_same, plain, requests_of
 from tests.tiny.scripted import Key, Result, drain, make_engine, run, script
-from tests.tiny.test_parity import MODES, SETTINGS, Texts, assert_same, plain, requests_of
 from tests.tiny.test_requests import check_account
 
 LLAMA, HEAD, K = "llama", 2, 8

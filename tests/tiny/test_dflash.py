@@ -36,9 +36,9 @@ from tests.tiny.forms import engine_of
 from tests.tiny.heads import DEPTH, deep_model, deep_target
 from tests.tiny.recurrent import recurrent_model, recurrent_target
 from tests.tiny.recurrent import requests as recurrent_requests
+from tests.tiny.requests import GREEDY, MODES, OFF, accepted_lengths
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, proposer_of, run, texts_of
 from tests.tiny.test_eagle3 import SETTINGS, plain, requests_of, shifted, whole, write
-from tests.tiny.test_parity import GREEDY, MODES, OFF, accepted_lengths
 
 KS, FEW = (1, 3, 7), 4  # of the requests
 MARKOV = (None, "vanilla", "gated", "rnn")

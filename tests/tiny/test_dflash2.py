@@ -23,10 +23,10 @@ from speculon.drafters.dflash.proposer import DFlashDrafter
 from tests.tiny.blocks import MASK, ask, drafter_of, folder_of, watch_blocks, write_dflash, wrong_blocks
 from tests.tiny.forms import engine_of
 from tests.tiny.heads import deep_model, deep_target
+from tests.tiny.requests import GREEDY, MODES, OFF, accepted_lengths
 from tests.tiny.scripted import drain, make_engine, texts_of
 from tests.tiny.test_dflash import KS, drafted_with
 from tests.tiny.test_eagle3 import SETTINGS, plain, requests_of, whole, write
-from tests.tiny.test_parity import GREEDY, MODES, OFF, accepted_lengths
 
 FLASH2: dict[str, Any] = {"format": "dflash2"}
 SCALES = {"input_embedding_scale": 1.5, "output_multiplier": 0.4, "final_logit_softcapping": 3.0}

@@ -12,8 +12,8 @@ from speculon.core.errors import ConfigError, InvalidRequest, ModelError
 from speculon.core.types import Reason
 from speculon.loading.memory import expected_layers, model_needs
 from tests.tiny.conftest import TINY, tiny_model, tiny_target
+from tests.tiny.requests import GREEDY
 from tests.tiny.scripted import Request, make_engine, run
-from tests.tiny.test_parity import GREEDY
 
 
 def test_without_a_checkpoint_there_is_no_drafter() -> None:

@@ -23,8 +23,8 @@ from tests.builders import spread
 from tests.tiny.conftest import tiny_target
 from tests.tiny.demo_texts import DEMO, MISSING
 from tests.tiny.drafting import DRAFT, NoisyModel, noisy_draft, use_draft
+from tests.tiny.requests import GREEDY, MODES, OFF, Texts, plain, requests_of
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, texts_of
-from tests.tiny.test_parity import GREEDY, MODES, OFF, Texts, plain, requests_of
 
 METHODS = ("draft_model", "auto")
 SETTINGS: dict[str, dict[str, Any]] = {

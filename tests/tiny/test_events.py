@@ -16,8 +16,8 @@ from speculon.decoding.sequence import Sequence
 from speculon.engine.engine import Engine
 from tests.recording import Recording, SequenceRound, read
 from tests.tiny.conftest import tiny_target
+from tests.tiny.requests import assert_same, mixed, plain, requests_of
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script
-from tests.tiny.test_parity import assert_same, mixed, plain, requests_of
 
 Faults = dict[int, str]  # step -> which request is aborted
 

@@ -22,6 +22,7 @@ from speculon.engine import engine as engine_module
 from speculon.engine.engine import Engine
 from speculon.loading.load import wrap_model
 from tests.tiny.conftest import CONTEXT, build, tiny_target
+from tests.tiny.requests import mixed, plain, requests_of
 from tests.tiny.scripted import (
     Key,
     Request,
@@ -33,7 +34,6 @@ from tests.tiny.scripted import (
     script,
     store_of,
 )
-from tests.tiny.test_parity import mixed, plain, requests_of
 from tests.tiny.test_requests import check_account
 
 

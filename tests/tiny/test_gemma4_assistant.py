@@ -42,8 +42,8 @@ from tests.tiny.assistant_forms import (
     wrong_rows,
 )
 from tests.tiny.conftest import VOCAB
+from tests.tiny.requests import GREEDY, MODES, OFF, accepted_lengths
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, proposer_of, texts_of
-from tests.tiny.test_parity import GREEDY, MODES, OFF, accepted_lengths
 
 KS = (1, 3, 7)
 SETTINGS: dict[str, dict[str, Any]] = {

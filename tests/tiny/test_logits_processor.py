@@ -26,6 +26,8 @@ from tests.tiny.checkpoint import write_checkpoint
 from tests.tiny.conftest import VOCAB, tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft
 from tests.tiny.forms import FORMS, engine_of
+from tests.tiny.requests import MODES, OFF, SETTINGS, accepted_lengths, assert_same, drafting, mixed
+from tests.tiny.requests import requests_of as stock_requests
 from tests.tiny.scripted import (
     Key,
     Request,
@@ -37,8 +39,6 @@ from tests.tiny.scripted import (
     run,
     script,
 )
-from tests.tiny.test_parity import MODES, OFF, SETTINGS, accepted_lengths, assert_same, drafting, mixed
-from tests.tiny.test_parity import requests_of as stock_requests
 
 NEVER = -float("inf")
 PROMPT = [5, 6, 7, 8, 5, 6, 7, 8]

@@ -14,8 +14,8 @@ from speculon.core.config import SamplingParams
 from speculon.core.types import TokenLogprobs
 from speculon.decoding import sampling, verify
 from tests.tiny.conftest import tiny_model, tiny_target
+from tests.tiny.requests import drafting, plain, requests_of
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script, spell
-from tests.tiny.test_parity import drafting, plain, requests_of
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {},

@@ -22,8 +22,8 @@ from speculon.drafters.mtp.network import MtpHead
 from speculon.drafters.mtp.proposer import Mtp
 from tests.builders import spread
 from tests.tiny.mtp_forms import FORMS, Texts, target_of, true_states, watch_mtp, written, wrong_rows
+from tests.tiny.requests import GREEDY, MODES, OFF, accepted_lengths
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, texts_of
-from tests.tiny.test_parity import GREEDY, MODES, OFF, accepted_lengths
 
 KS = (1, 3, 7)
 BOTH = ("qwen3_next", "mimo, three modules")

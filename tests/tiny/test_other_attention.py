@@ -18,6 +18,7 @@ from speculon.loading.load import context_limit, wrap_model
 from speculon.loading.load_check import run_pieces
 from speculon.target import attention
 from tests.tiny.conftest import CHUNK, CONTEXT, OTHERS, VOCAB, build, tiny_model, tiny_target
+from tests.tiny.requests import TIE, gap, row_error, short_requests
 from tests.tiny.scripted import make_engine, run
 from tests.tiny.test_architectures import (
     TOLERANCE,
@@ -28,7 +29,6 @@ from tests.tiny.test_architectures import (
     scaled,
     shifted_positions,
 )
-from tests.tiny.test_parity import TIE, gap, row_error, short_requests
 
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["consecutive", "scattered"])

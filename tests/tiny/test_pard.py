@@ -32,8 +32,8 @@ from tests.tiny.language_drafts import (
     write_pard,
     wrong_blocks,
 )
+from tests.tiny.requests import accepted_lengths, plain, requests_of
 from tests.tiny.scripted import Key, Request, Result, drain, run, texts_of
-from tests.tiny.test_parity import accepted_lengths, plain, requests_of
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {},

@@ -25,8 +25,8 @@ from speculon.speculation.control.policies import POLICIES
 from tests.builders import spread
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft
+from tests.tiny.requests import MODES, accepted_lengths, assert_same, plain, requests_of
 from tests.tiny.scripted import Key, Letters, Request, Result, drain, make_engine, run, script, texts_of
-from tests.tiny.test_parity import MODES, accepted_lengths, assert_same, plain, requests_of
 
 LLAMA = "llama"
 # where a model's draft ends before K

@@ -27,8 +27,8 @@ from speculon.target.target import Output
 from tests.builders import make_sequence, span_of
 from tests.tiny.conftest import tiny_target
 from tests.tiny.demo_texts import MISSING, TIE, Demo, first_difference
+from tests.tiny.requests import MODES, SETTINGS, Texts, assert_same, plain, requests_of
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, spell
-from tests.tiny.test_parity import MODES, SETTINGS, Texts, assert_same, plain, requests_of
 
 K = 8
 KS = (1, K, None)

@@ -41,8 +41,8 @@ from tests.tiny.recurrent import (
     requests,
     wrong,
 )
+from tests.tiny.requests import accepted_lengths, drafting, row_error
 from tests.tiny.scripted import Key, Result, drain, make_engine, run, script, states_of
-from tests.tiny.test_parity import accepted_lengths, drafting, row_error
 
 ZAMBA2 = {
     "num_hidden_layers": 4,

@@ -15,8 +15,8 @@ from speculon.loading.load import wrap_model
 from speculon.target import recurrent
 from speculon.target.recurrent import Mixer
 from tests.tiny.recurrent import TWO, generated, recurrent_model, recurrent_target, requests, wrong
+from tests.tiny.requests import drafting
 from tests.tiny.scripted import Key, Result, drain, make_engine, script
-from tests.tiny.test_parity import drafting
 
 # errors inside a step
 

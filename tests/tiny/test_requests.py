@@ -16,6 +16,7 @@ from speculon.decoding.sequence import Span
 from speculon.decoding.text.tokenizer import Tokenizer, final_text
 from speculon.speculation.proposers.registry import register
 from tests.tiny.conftest import tiny_target
+from tests.tiny.requests import drafting, mixed, plain, requests_of
 from tests.tiny.scripted import (
     Key,
     Letters,
@@ -28,7 +29,6 @@ from tests.tiny.scripted import (
     script,
     spell,
 )
-from tests.tiny.test_parity import drafting, mixed, plain, requests_of
 
 K = 6
 PROMPT = [42, 58, 67, 89, 48, 70, 44]

@@ -14,8 +14,8 @@ from speculon.decoding.sequence import Event, Sequence
 from speculon.engine.engine import Engine
 from speculon.engine.scheduler import Scheduler
 from tests.tiny.conftest import tiny_target
+from tests.tiny.requests import mixed, plain, requests_of
 from tests.tiny.scripted import Key, Result, make_engine, script
-from tests.tiny.test_parity import mixed, plain, requests_of
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {},

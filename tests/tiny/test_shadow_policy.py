@@ -11,8 +11,8 @@ from speculon.core.config import SamplingParams
 from speculon.speculation.control import shadow as shadow_module
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft, use_draft
+from tests.tiny.requests import MODES, plain
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script, texts_of
-from tests.tiny.test_parity import MODES, plain
 from tests.tiny.test_policies import LLAMA, under, unknown_to
 from tests.tiny.test_requests import check_account
 

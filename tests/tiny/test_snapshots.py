@@ -30,8 +30,8 @@ from tests.tiny.recurrent import (
     requests,
     wrong,
 )
+from tests.tiny.requests import accepted_lengths, drafting
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, script, states_of
-from tests.tiny.test_parity import accepted_lengths, drafting
 
 SIZE = 4  # tokens of a page, in make_engine
 

@@ -11,8 +11,8 @@ import pytest
 
 from speculon.speculation.proposers.suffix import Suffix
 from tests.tiny.conftest import tiny_target
+from tests.tiny.requests import MODES, SETTINGS, assert_same, plain, requests_of
 from tests.tiny.scripted import Key, Result, drain, make_engine
-from tests.tiny.test_parity import MODES, SETTINGS, assert_same, plain, requests_of
 
 
 def write(engine: Any, mode: str, speculations: list[dict[str, Any]]) -> dict[Key, Result]:

@@ -35,8 +35,8 @@ from tests.tiny.language_drafts import (
     write_draft,
     write_same,
 )
+from tests.tiny.requests import accepted_lengths, plain, requests_of
 from tests.tiny.scripted import Request, proposer_of, texts_of
-from tests.tiny.test_parity import accepted_lengths, plain, requests_of
 
 LACKING = 8
 STYLES = {"byte-level": byte_level, "SentencePiece": sentencepiece}

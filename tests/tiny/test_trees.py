@@ -17,8 +17,8 @@ from speculon.decoding.sequence import Sequence
 from speculon.speculation.proposers.registry import register
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.recurrent import recurrent_target
+from tests.tiny.requests import MODES, SETTINGS, Texts, assert_same, plain, requests_of
 from tests.tiny.scripted import Key, Request, Result, Scripted, drain, make_engine, run
-from tests.tiny.test_parity import MODES, SETTINGS, Texts, assert_same, plain, requests_of
 
 NAME, K = "branching", 7
 # attention of all kinds: grouped heads, windows, sinks, compressed keys, chunks of positions
