@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from speculon.loading.drafter_config import (
+from typer.testing import CliRunner
+
+from speculon.cli import app
+from speculon.core.errors import CorruptWeights, UnsafeCheckpoint, UnsupportedModel, WrongPair
+from speculon.drafters.config import (
     DrafterConfig,
     TargetShape,
     check_offsets,
     check_pair,
     read_offsets,
 )
-from typer.testing import CliRunner
-
-from speculon.cli import app
-from speculon.core.errors import CorruptWeights, UnsafeCheckpoint, UnsupportedModel, WrongPair
 from speculon.drafters.dflash.config import DFlashConfig
 from speculon.drafters.eagle3.config import Eagle3Config
 from speculon.drafters.families import (
