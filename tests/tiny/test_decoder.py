@@ -415,7 +415,7 @@ def test_each_step_drafts_what_the_controller_says_and_reports_to_it(
     drafter: tuple[str, int | None], cooldown: int
 ) -> None:
     decoder = adaptive(drafter, cooldown)
-    assert follows_the_rules(decoder) and decoder.adaptive and decoder.adaptive.observations > 1
+    assert follows_the_rules(decoder) and decoder.adaptive and decoder.adaptive.observations > 0
     assert_nothing_held(decoder.engine)
 
 
