@@ -45,7 +45,7 @@ def dependence(a: Tensor, b: Tensor, bins: int = 8) -> float:
     return max(pairs, abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) * len(a) ** 0.5)
 
 
-N = 20_000
+N = 10_000
 numbers = random.Random(1)
 SEEDS = [*range(N // 2), *(numbers.getrandbits(64) for _ in range(N // 2))]
 PLACES: dict[str, tuple[Callable[[int], Key], Callable[[int], Key]]] = {
@@ -66,11 +66,13 @@ PLACES: dict[str, tuple[Callable[[int], Key], Callable[[int], Key]]] = {
 }
 
 
-def place_dependence() -> dict[str, float]:
+def place_dependence(where: str = "") -> dict[str, float]:
+    """Of the places whose name has these words."""
     token = torch.arange(N) % 97
     return {
         n: dependence(uniforms(map(a, range(N)), token), uniforms(map(b, range(N)), token))
         for n, (a, b) in PLACES.items()
+        if where in n
     }
 
 
@@ -124,8 +126,8 @@ def test_every_bit_of_the_hash_is_even_and_turns_half_of_the_others() -> None:
 
 def test_no_two_rows_have_the_same_key() -> None:
     seeds = [*range(40), *(1 << i for i in range(6, 64)), *(-i for i in range(1, 20)), *SEEDS[-20:]]
-    keys = {row_key(*key) for key in itertools.product(seeds, range(4), range(300))}
-    assert len(keys) == len({seed % (1 << 64) for seed in seeds}) * 4 * 300
+    keys = {row_key(*key) for key in itertools.product(seeds, range(4), range(100))}
+    assert len(keys) == len({seed % (1 << 64) for seed in seeds}) * 4 * 100
 
 
 def test_the_extremes_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,13 +183,16 @@ def surprise(p: list[float], counts: Tensor) -> float:
     return float(chi2.sf(float(((counts - expected) ** 2 / expected).sum()), len(p) - 1))
 
 
-@pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize(
-    ("name", "draws"),
-    [(name, 20_000) for name in SHAPES if name != "rare tails"]
-    + [pytest.param("rare tails", 100_000, marks=pytest.mark.soak)],
+    ("name", "stream", "draws"),
+    [
+        *(("skewed", stream, 20_000) for stream in STREAMS),
+        *((name, "texts", 20_000) for name in SHAPES if name not in ("skewed", "rare tails")),
+        *(pytest.param("rare tails", stream, 100_000, marks=pytest.mark.soak) for stream in STREAMS),
+    ],
 )
-def test_tokens_are_drawn_from_the_softmax(name: str, draws: int, stream: str) -> None:
+def test_tokens_are_drawn_from_the_softmax(name: str, stream: str, draws: int) -> None:
+    """A row's key does not depend on the shape: each stream with one of them, and each of them once."""
     assert surprise(SHAPES[name], drawn(SHAPES[name], map(STREAMS[stream], range(draws)))) > 1e-3
 
 
@@ -311,8 +316,7 @@ def test_a_key_that_forgets_or_mixes_its_parts_is_seen(
     bad: Any, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampling, "row_key", bad)
-    seen = place_dependence()
-    assert max(z for name, z in seen.items() if where in name) > ABSURD
+    assert max(place_dependence(where).values()) > ABSURD
 
 
 @pytest.mark.parametrize(
