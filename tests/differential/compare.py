@@ -62,7 +62,7 @@ def run(case: Case) -> Outcome:
     for one in everyone:
         for key in one.keys:
             judge.check(one, key[1], results[key], known[key])
-    check_engine(engine, results)
+    check_engine(engine, everyone, results)
     return outcome_of(case, results, judge.ties)
 
 
@@ -177,6 +177,9 @@ class Judge:
 
     def check(self, asked: Asked, sample: int, ours: Result, plain: Result) -> None:
         check_account(ours)
+        stats = ours.stats
+        first = stats.target_calls - stats.rounds - stats.reasons.total()
+        assert 0 <= first <= 1 + stats.preemptions, f"{first} calls for the first token after each start"
         where = f"{asked.id}, sample {sample}"
         aborted = ours.finish is not None and ours.finish.reason == "abort"
         if not aborted:
@@ -287,7 +290,7 @@ def check_end(asked: Asked, result: Result, tokenizer: Tokenizer, where: str) ->
         forms.check(asked.own["form"], tokenizer.decode(tokens))
 
 
-def check_engine(engine: Engine, results: Results) -> None:
+def check_engine(engine: Engine, everyone: list[Asked], results: Results) -> None:
     """Nothing is held, and the counters of the engine are the sums of its requests'."""
     assert_nothing_held(engine)
     assert unknown_to(engine), "a policy remembers a sequence that has ended"
@@ -295,6 +298,8 @@ def check_engine(engine: Engine, results: Results) -> None:
     for name in ("rounds", "accepted", "target_calls", "emitted", "verified_positions", "preemptions"):
         counted = sum(getattr(result.stats, name) for result in results.values())
         assert getattr(totals, name) == counted, f"{name}: {getattr(totals, name)} of {counted}"
+    assert engine.counters.requests == len(everyone)
+    assert engine.counters.prompt_tokens == sum(len(one.prompt) for one in everyone)
     ended = Counter(result.finish.reason for result in results.values() if result.finish)
     assert engine.counters.finished == ended
 

@@ -37,6 +37,7 @@ SHARED: dict[str, tuple[Any, ...]] = {
         "llama",
         "qwen3",
         "gemma3",
+        "mistral",  # windows in all layers: pages before them are released
         "gpt_oss",
         "deepseek_v3",
         "gpt2",
@@ -79,8 +80,14 @@ OWN: dict[str, tuple[Any, ...]] = {
     "prompt": ("short", "long", "repeated", "shared"),
 }
 FACTORS = SHARED | OWN
-# drawn more often than the others, so that more is drafted and less is written twice
-OFTEN: dict[str, tuple[Any, ...]] = {"policy": ("fixed",) * 4, "drafts": (4,), "samples": (1,) * 2}
+# drawn more often than the others, so that more is drafted, and of what costs less
+OFTEN: dict[str, tuple[Any, ...]] = {
+    "policy": ("fixed",) * 5,
+    "drafts": (4,),
+    "samples": (1,) * 2,
+    "form": ("none",) * 8,
+    "method": ("trees", *DRAFTERS * 3),
+}
 NAMES = list(FACTORS)
 
 
@@ -158,12 +165,17 @@ def completed(values: Values, chance: random.Random) -> Values | None:
     """These values and random ones of the other factors, by the rules; None where there is no such case."""
     name = next((name for name in BOUND if name not in values), None)
     if name is None:
-        return {name: chance.choice(FACTORS[name] + OFTEN.get(name, ())) for name in FREE} | values
-    for value in chance.sample(FACTORS[name], len(FACTORS[name])):
+        return {name: chance.choice(choices_of(name)) for name in FREE} | values
+    choices = choices_of(name)
+    for value in chance.sample(choices, len(choices)):
         more = values | {name: value}
         if allowed(more) and (found := completed(more, chance)):
             return found
     return None
+
+
+def choices_of(name: str) -> tuple[Any, ...]:
+    return FACTORS[name] + OFTEN.get(name, ())
 
 
 def pairs_of(values: Mapping[str, Any]) -> Iterator[Pair]:

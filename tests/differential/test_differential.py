@@ -49,24 +49,15 @@ def test_what_is_new_is_drawn() -> None:
     assert set(FACTORS["policy"]) == {*POLICIES} and set(FACTORS["acceptance"]) == {*get_args(Acceptance)}
 
 
-def check_speculation(numbers: range, methods: tuple[str, ...]) -> None:
+def test_speculation_has_happened() -> None:
     """Drafts of every method were accepted and rejected; sequences were preempted, and prefixes found."""
-    outcomes, drafted, accepted = [outcome(number) for number in numbers], Counter[str](), Counter[str]()
+    outcomes, drafted, accepted = [outcome(number) for number in range(FEW)], Counter[str](), Counter[str]()
     for one in outcomes:
         drafted.update(one.drafted)
         accepted.update(one.accepted)
-    counts = {name: (accepted[name], drafted[name]) for name in methods}
-    assert all(0 < right < all_ for right, all_ in counts.values()), counts
-    assert accepted["grammar"] > 20
-    assert sum(one.preemptions > 0 for one in outcomes) > len(outcomes) / 6
-    assert sum(one.cached > 0 for one in outcomes) > len(outcomes) / 6
-    assert sum(one.ties for one in outcomes) <= len(outcomes) / 20, "so many near-ties are none"
-
-
-def test_speculation_has_happened() -> None:
-    check_speculation(range(FEW), ("suffix", "synthetic", "prediction", "scripted", "draft_model"))
-
-
-@pytest.mark.soak
-def test_speculation_has_happened_with_every_drafter() -> None:
-    check_speculation(range(COUNT), (*LOOKUPS, *DRAFTERS))
+    counts = {name: (accepted[name], drafted[name]) for name in (*LOOKUPS, *DRAFTERS)}
+    assert all(0 < right < of for right, of in counts.values()), counts
+    assert accepted["grammar"] > 100
+    assert sum(one.preemptions > 0 for one in outcomes) > FEW / 6
+    assert sum(one.cached > 0 for one in outcomes) > FEW / 6
+    assert sum(one.ties for one in outcomes) <= FEW / 20, "near-ties are rare"
