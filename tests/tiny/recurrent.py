@@ -16,7 +16,7 @@ from speculon.target.target import Target
 from tests.tiny.conftest import MOE, build
 from tests.tiny.scripted import Key, Request, Result
 
-TIE = 1e-4  # nat, as in test_parity
+TIE = 1e-4  # nat, as in requests
 
 DELTA = {
     "linear_num_value_heads": 4,

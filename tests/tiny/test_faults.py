@@ -21,6 +21,7 @@ from speculon.decoding.batch import Batch
 from speculon.engine import engine as engine_module
 from speculon.engine.engine import Engine
 from speculon.loading.load import wrap_model
+from tests.tiny.account import check_account
 from tests.tiny.conftest import CONTEXT, build, tiny_target
 from tests.tiny.requests import mixed, plain, requests_of
 from tests.tiny.scripted import (
@@ -34,7 +35,6 @@ from tests.tiny.scripted import (
     script,
     store_of,
 )
-from tests.tiny.test_requests import check_account
 
 
 def engine_with_requests(mode: str, **settings: Any) -> Engine:

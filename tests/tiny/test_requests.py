@@ -15,10 +15,10 @@ from speculon.core.types import Ask, Decision, Draft, Finish, Load, SpanOutcome
 from speculon.decoding.sequence import Span
 from speculon.decoding.text.tokenizer import Tokenizer, final_text
 from speculon.speculation.proposers.registry import register
+from tests.tiny.account import check_account
 from tests.tiny.conftest import tiny_target
-from tests.tiny.requests import drafting, mixed, plain, requests_of
+from tests.tiny.requests import drafting, plain, requests_of
 from tests.tiny.scripted import (
-    Key,
     Letters,
     Request,
     Result,
@@ -58,34 +58,6 @@ def one(lies: set[int] = frozenset(), target: Any = None, **params: Any) -> Resu
     return result
 
 
-def check_account(result: Result) -> None:
-    """What must always add up."""
-    stats, done = result.stats, result.stats.speculation()
-    assert stats.emitted == len(result.tokens)
-    assert stats.outcomes.total() == stats.rounds
-    assert stats.verified_positions == stats.target_calls + stats.drafted_at.total()
-    assert (
-        stats.accepted == stats.accepted_at.total() == stats.accepted_from.total() <= stats.drafted_at.total()
-    )
-    assert stats.drafted_from.total() == stats.drafted_at.total()
-    assert stats.rounds + stats.reasons.total() <= stats.target_calls
-    assert stats.rounds <= stats.draft_calls == stats.proposed.total()
-    assert (done is None) == (stats.rounds == 0 and not stats.watched)
-    assert (
-        stats.stood_at.total() <= stats.watched_at.total()
-        and stats.watched.total() <= stats.watched_at.total()
-    )
-    if stats.rounds:
-        assert done
-        assert done.drafted == done.accepted + done.rejected
-        assert done.tokens_per_target_call == (done.emitted + done.stop_tokens) / done.target_calls
-        assert done.acceptance_rate == done.accepted / done.drafted
-        assert sum(source["drafted"] for source in done.by_source.values()) == done.drafted
-        assert len(done.per_position) == len(stats.drafted_at) and all(
-            0 <= share <= 1 for share in done.per_position
-        )
-
-
 # (place of the stop, position of the stop in the output, lies, span kind, drafts accepted and kept)
 PLACES = [
     pytest.param(1, set(), SpanOutcome.STOP, 0, id="the first draft"),
@@ -108,18 +80,6 @@ def test_a_stop_token_inside_a_span_ends_the_sequence_there(
     assert result.tokens == text()[:at]
     assert result.finish == Finish("stop", text()[at])
     assert dict(result.stats.outcomes) == {outcome: 1} and result.stats.accepted == accepted
-
-
-@pytest.mark.parametrize(("at", "lies", "outcome", "accepted"), PLACES)
-def test_the_end_of_text_token_inside_a_span_ends_the_sequence(
-    at: int, lies: set[int], outcome: SpanOutcome, accepted: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = tiny_target("llama")
-    monkeypatch.setattr(target, "eos_ids", frozenset({text()[at]}))
-    result = one(lies, ignore_eos=False)
-    assert (result.tokens, result.finish) == (text()[:at], Finish("stop", text()[at]))
-    assert dict(result.stats.outcomes) == {outcome: 1} and result.stats.accepted == accepted
-    assert one(lies, ignore_eos=True).tokens == text()
 
 
 @pytest.mark.parametrize("length", [1, 2])
@@ -176,7 +136,7 @@ def test_the_earliest_of_several_causes_wins() -> None:
     assert one(stop=(spell(t[3:5]),), max_tokens=5).finish == Finish("stop", spell(t[3:5]))
 
 
-@pytest.mark.parametrize("limit", range(10))
+@pytest.mark.parametrize("limit", [0, 1, 2, 7])
 def test_max_tokens_is_never_passed(limit: int) -> None:
     result = one(max_tokens=limit)
     assert (result.tokens, result.finish) == (text()[:limit], Finish("length"))
@@ -184,7 +144,7 @@ def test_max_tokens_is_never_passed(limit: int) -> None:
     assert result.stats.drafted_at.total() <= max(0, limit - 2)
 
 
-@pytest.mark.parametrize("limit", range(1, 10))
+@pytest.mark.parametrize("limit", [1, 4, 9])
 def test_max_tokens_is_kept_by_the_cut_alone(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy that drafts beyond the limit."""
     engine = make_engine(tiny_target("llama"))
@@ -415,24 +375,3 @@ def test_an_unknown_method_is_refused_at_admission() -> None:
 
 
 # the account
-
-
-@pytest.mark.parametrize("settings", [{}, {"max_batch_tokens": 7}, {"num_blocks": 40}], ids=str)
-@pytest.mark.parametrize("mode", ["greedy", "sampled"])
-def test_the_account_adds_up(mode: str, settings: dict[str, Any]) -> None:
-    script(plain(mode))
-    engine = make_engine(tiny_target("llama"), **settings)
-    for drafted in mixed(requests_of(mode), 4):
-        engine.add_request(drafted.prompt, drafted.params, drafted.speculation, drafted.id)
-    results: dict[Key, Result] = drain(engine)
-    for result in results.values():
-        check_account(result)
-        prompt_calls = result.stats.target_calls - result.stats.rounds - result.stats.reasons.total()
-        # the first token, and the first after each return
-        assert 0 <= prompt_calls <= 1 + result.stats.preemptions
-    total, counters = engine.counters.totals, engine.counters
-    for name in ("rounds", "accepted", "target_calls", "emitted", "verified_positions", "preemptions"):
-        assert getattr(total, name) == sum(getattr(r.stats, name) for r in results.values())
-    assert counters.finished == {"length": 8} and counters.requests == 8
-    assert counters.prompt_tokens == sum(len(r.prompt) for r in requests_of(mode))
-    assert total.emitted == sum(len(r.tokens) for r in results.values())

@@ -9,12 +9,12 @@ import pytest
 
 from speculon.core.config import SamplingParams
 from speculon.speculation.control import shadow as shadow_module
+from tests.tiny.account import check_account, unknown_to
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft, use_draft
 from tests.tiny.requests import MODES, plain
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script, texts_of
-from tests.tiny.test_policies import LLAMA, under, unknown_to
-from tests.tiny.test_requests import check_account
+from tests.tiny.test_policies import LLAMA, under
 
 
 def verified(mode: str, method: str, **settings: Any) -> dict[Key, Result]:

@@ -13,10 +13,10 @@ from speculon.engine import warm_up as warming
 from speculon.engine.engine import Engine
 from speculon.engine.warm_up import warm_up
 from speculon.speculation.control.goodput import COLD, Goodput
+from tests.tiny.account import unknown_to
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, use_draft
 from tests.tiny.scripted import assert_nothing_held, drain, make_engine
-from tests.tiny.test_policies import unknown_to
 
 PROMPT, GREEDY = [1, 2, 3, 1, 2, 3], SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
