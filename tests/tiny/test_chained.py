@@ -15,16 +15,14 @@ from speculon.core.config import SamplingParams
 from speculon.core.types import Draft
 from speculon.decoding.sequence import Sequence
 from speculon.engine.engine import Engine
-from speculon.speculation.control.policies import POLICIES
 from speculon.speculation.proposers import registry
 from speculon.speculation.proposers.suffix import Suffix
-from tests.builders import spread
 from tests.recording import read
+from tests.tiny.account import check_account
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft
-from tests.tiny.requests import MODES, SETTINGS, Texts, assert_same, plain, requests_of
+from tests.tiny.requests import Texts, assert_same, plain, requests_of
 from tests.tiny.scripted import Key, Result, drain, make_engine, run, script
-from tests.tiny.test_requests import check_account
 
 LLAMA, HEAD, K = "llama", 2, 8
 Runs = list[list[tuple[str, int]]]  # of each draft that was verified: source, tokens
@@ -107,33 +105,6 @@ def write(engine: Engine, mode: str, **options: Any) -> dict[Key, Result]:
     return results
 
 
-def check_lengths(mode: str, setting: str, policy: str) -> None:
-    engine, runs = with_chain(plain(mode), **SETTINGS[setting])
-    results = write(engine, mode, policy=policy)
-    assert_same(requests_of(mode), results, plain(mode))
-    if policy == "fixed":
-        assert {sources for sources in map(tuple, runs) if len(sources) > 1} >= {
-            (("brief", HEAD), ("knowing", K - HEAD))
-        }
-        assert sum(r.stats.accepted_from["knowing"] for r in results.values()) > 50
-        assert sum(r.stats.rounds for r in results.values()) == len(runs)
-        assert sum(r.stats.drafted_from["knowing"] for r in results.values()) == sum(
-            dict(run).get("knowing", 0) for run in runs
-        )
-    if policy == "shadow":
-        assert not runs
-
-
-CHOSEN = spread(POLICIES, MODES, SETTINGS)
-
-
-@pytest.mark.parametrize(("policy", "mode", "setting"), CHOSEN)
-def test_chained_drafts_of_every_accepted_length_give_the_plain_output(
-    mode: str, setting: str, policy: str
-) -> None:
-    check_lengths(mode, setting, policy)
-
-
 @pytest.mark.parametrize("chained", [None, False])
 def test_a_fixed_policy_chains_only_where_it_is_asked_to(chained: bool | None) -> None:
     engine, runs = with_chain(plain("greedy"))
@@ -191,24 +162,6 @@ def test_a_lookup_that_fails_behind_a_draft_costs_no_token(says: Any, failed: bo
     assert_same(requests_of("greedy"), results, plain("greedy"))
     assert all(("error" in r.stats.reasons) == failed for r in results.values())
     assert max(sum(n for _, n in sources) for sources in runs) == (HEAD if failed else K)
-
-
-def test_a_tail_that_was_not_judged_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: what was chained is committed as it is."""
-    from speculon.decoding.verify import verify as judge
-
-    def accept_all(batch: Any, logits: Any) -> None:
-        judge(batch, logits)
-        for span in batch.spans:
-            draft, verdict = span.draft, span.verdict
-            if "knowing" in draft.sources:
-                tokens = (*draft.tokens, verdict.tokens[-1])
-                span.verdict = replace(verdict, tokens=tokens, accepted=len(draft.tokens))
-
-    monkeypatch.setattr("speculon.engine.engine.verify", accept_all)
-    engine, _ = with_chain(plain("greedy"))
-    with pytest.raises(AssertionError):
-        assert_same(requests_of("greedy"), write(engine, "greedy"), plain("greedy"))
 
 
 # the methods there are
