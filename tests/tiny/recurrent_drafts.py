@@ -169,14 +169,6 @@ def rejected(results: dict[Key, Result]) -> int:
     return sum(done.rejected for result in results.values() if (done := result.stats.speculation()))
 
 
-def check_accepted(name: str) -> None:
-    """Drafts of the target itself."""
-    use_drafts(name)
-    results = serve(recurrent_target(name), drafted_requests())
-    assert texts_of(results) == texts_of(truth_of(name)) and rejected(results) == 0
-    assert sum(result.stats.preemptions for result in results.values()) > 0
-
-
 def check_states(name: str, kept: bool) -> None:
     """Wrong drafts are planted; all others are the stock model's next tokens."""
     made = drafted_requests()
