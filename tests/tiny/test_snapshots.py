@@ -103,22 +103,6 @@ def test_a_prompt_is_found_again(name: str) -> None:
     check_found_again(name)
 
 
-def check_batches(name: str, found: list[tuple[int, int]]) -> None:
-    """Mixed methods and K, prompts in chunks, pages that do not suffice for all, three times over."""
-    script(generated(name))
-    engine = make_engine(recurrent_target(name), max_batch_tokens=16, num_blocks=30)
-    waves = [wave(engine, mixed()) for _ in range(2)]
-    assert not any(wrong(name, results) for results in waves)
-    assert any(cached(waves[1]).values())
-    resumed = [tokens for preemptions, tokens in found if preemptions]
-    assert resumed and any(resumed), "a preempted sequence goes on from a snapshot"
-
-
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_batches_of_hits_and_drafts(name: str, found: list[tuple[int, int]]) -> None:
-    check_batches(name, found)
-
-
 # where a snapshot is made
 
 
