@@ -1,5 +1,5 @@
 """Two hundred seeded requests for JSON, at temperature 1: all end by themselves, parse, validate, and equal
-the plain texts. What tiny/test_structured leaves out of every method, mode and setting.
+the plain texts.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import pytest
 
 from speculon import LLM
 from speculon.engine.outputs import RequestOutput
-from tests.builders import left_out
 from tests.tiny.demo_forms import report, write, wrong
 from tests.tiny.demo_texts import MISSING
-from tests.tiny.test_structured import CHOSEN, MODES, SETTINGS, WAYS, check_drafts, check_forms
+from tests.tiny.test_structured import check_forms
 
 REQUESTS = 200
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
@@ -52,11 +51,6 @@ def test_two_hundred_of_two_hundred(
     assert [one.token_ids for one in outputs] == [one.token_ids for one in plain]
     drafted = {source for one in outputs if one.speculation for source in one.speculation.by_source}
     assert speculation.get("method", "off") in {"off", *drafted}
-
-
-@pytest.mark.parametrize(("mode", "setting", "way"), left_out(CHOSEN, MODES, SETTINGS, WAYS))
-def test_drafts_change_no_token(mode: str, way: str, setting: str) -> None:
-    check_drafts(mode, way, setting)
 
 
 @pytest.mark.parametrize("seed", range(3, 12))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -16,10 +14,6 @@ from torch import Tensor
 
 from speculon import LLM
 from speculon.core.config import SamplingParams
-from speculon.decoding import verify as verify_module
-from speculon.decoding.text import grammar as grammar_module
-from speculon.decoding.text.grammar import Matcher
-from speculon.engine import engine as engine_module
 from speculon.speculation.proposers import compose
 from tests.tiny import demo_forms
 from tests.tiny.conftest import tiny_model
@@ -27,10 +21,8 @@ from tests.tiny.demo_texts import MISSING
 from tests.tiny.drafting import DRAFT, noisy_draft
 from tests.tiny.forms import ENDLESS, FORMS, check, engine_of, words
 from tests.tiny.scripted import Key, Request, Result, drain, script
-from tests.tiny.test_requests import check_account
 
 OFF = {"method": "off"}
-CHAINED = {"chained_drafts": True, "draft_min_confidence": 0.05}
 EOS = 2
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -52,18 +44,6 @@ METHODS: list[dict[str, Any]] = [
     {"method": "auto", "num_speculative_tokens": 1},
     OFF,
 ]
-SETTINGS: dict[str, dict[str, Any]] = {
-    "roomy": {},
-    "few pages": {"num_blocks": 34},
-    "chunked": {"max_batch_tokens": 7},
-    "three at a time": {"prefix_cache": False, "max_num_seqs": 3},
-}
-# which form is drafted for by which method, and whether drafts are chained
-WAYS: dict[str, tuple[int, dict[str, Any]]] = {
-    **{f"shift {shift}": (shift, {}) for shift in range(len(METHODS))},
-    "chained, shift 0": (0, CHAINED),
-    "chained, shift 4": (4, CHAINED),
-}
 
 
 def write(requests: list[Request], **settings: Any) -> dict[Key, Result]:
@@ -104,71 +84,11 @@ def plain(mode: str) -> dict[Key, Result]:
     return write_alone(requests_of(mode))
 
 
-@pytest.fixture(params=list(MODES))
-def mode(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def drafters(mode: str) -> Iterator[None]:
-    noisy_draft()
-    script({key: result.tokens for key, result in plain(mode).items()})
-    yield
-
-
 def spell(result: Result) -> str:
     return words().decode(result.tokens)
 
 
-def test_every_output_has_its_form(mode: str) -> None:
-    for (name, _), result in plain(mode).items():
-        form = name.split()[0]
-        assert result.finish is not None
-        if form != "free" and (form not in ENDLESS or result.finish.reason == "stop"):
-            assert result.finish.reason == "stop", spell(result)
-            check(form, spell(result))
-    free = [spell(result) for (name, _), result in plain(mode).items() if name.startswith("free")]
-    assert len(free) == 2 and all(len(text) > 30 for text in free)
-
-
-def check_drafts(mode: str, way: str, setting: str) -> None:
-    """Each form under another method, all of them at once."""
-    shift, chained = WAYS[way]
-    noisy_draft()
-    script({key: result.tokens for key, result in plain(mode).items()})
-    requests = [
-        replace(one, speculation=METHODS[(i + shift) % len(METHODS)])
-        for i, one in enumerate(requests_of(mode))
-    ]
-    results = write(requests, speculation=DRAFT | chained, **SETTINGS[setting])
-    assert results.keys() == plain(mode).keys()
-    for key, result in results.items():
-        assert (result.tokens, result.finish) == (plain(mode)[key].tokens, plain(mode)[key].finish)
-        check_account(result)
-    if "num_blocks" in SETTINGS[setting]:
-        assert sum(result.stats.preemptions for result in results.values()) > 0
-    assert sum(result.stats.accepted for result in results.values()) > 20
-
-
 # every setting in every mode, and every way at least once; the soak has the whole product
-PLACES = zip(product(MODES, SETTINGS), cycle(WAYS), strict=False)
-CHOSEN = [(*place, way) for place, way in PLACES]
-
-
-@pytest.mark.parametrize(("mode", "setting", "way"), CHOSEN)
-def test_drafts_change_no_token(mode: str, setting: str, way: str) -> None:
-    check_drafts(mode, way, setting)
-
-
-@pytest.mark.usefixtures("drafters")
-def test_samples_have_a_place_of_their_own_in_the_grammar(mode: str) -> None:
-    request = next(one for one in requests_of(mode) if one.id.startswith("nested"))
-    request = replace(request, params=request.params.model_copy(update={"n": 3}))
-    truth, results = write([request]), write([replace(request, speculation={"method": "ngram"})])
-    assert {key: r.tokens for key, r in results.items()} == {key: r.tokens for key, r in truth.items()}
-    assert mode == "greedy" or len({tuple(r.tokens) for r in results.values()}) == 3
-    for result in results.values():
-        check("nested", spell(result))
 
 
 def test_forced_tokens_are_drafted_and_save_calls() -> None:
@@ -209,90 +129,7 @@ def test_what_the_grammar_refuses_is_not_verified(monkeypatch: pytest.MonkeyPatc
 # planted errors: each of them must show
 
 
-def test_a_row_without_its_mask_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mask of the row before, for one row in the middle of a draft."""
-
-    def one_off(drafted: Any, device: Any) -> Tensor:
-        masks = grammar_module.forbid(drafted, device)
-        row = 0
-        for _, draft in drafted:
-            if len(draft) > 1:
-                masks[row + 1] = masks[row]
-            row += len(draft) + 1
-        return masks
-
-    monkeypatch.setattr(verify_module, "forbid", one_off)
-    assert differing() > 0
-
-
-def test_a_matcher_that_eats_rejected_drafts_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Matcher.allows
-
-    def greedy(self: Matcher, tokens: Any) -> int:
-        fitting = original(self, tokens)
-        if fitting > 2:
-            self.consume(tokens[:1])
-        return fitting
-
-    monkeypatch.setattr(Matcher, "allows", greedy)
-    assert differing() > 0
-
-
-def differing() -> int:
-    truth = plain("sampled")
-    script({key: result.tokens for key, result in truth.items()})
-    requests = [replace(one, speculation={"method": "scripted"}) for one in requests_of("sampled")]
-    return sum(result.tokens != truth[key].tokens for key, result in write(requests).items())
-
-
-def test_nothing_planted_nothing_shows() -> None:
-    assert differing() == 0
-
-
 # faults, aborts, rounds by hand
-
-
-@pytest.mark.usefixtures("drafters")
-def test_a_failed_step_moves_no_matcher(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of(speculation=DRAFT)
-    for request in requests_of(mode):
-        engine.add_request(request.prompt, request.params, {"method": "scripted"}, request.id)
-    results: dict[Key, Result] = {}
-    original, steps = engine_module.cut, 0
-
-    def sometimes(*args: Any) -> Any:
-        nonlocal steps
-        steps += 1
-        if steps % 3 == 0:
-            raise MemoryError("planted")
-        return original(*args)
-
-    monkeypatch.setattr(engine_module, "cut", sometimes)
-    failed = 0
-    while engine.has_work:
-        try:
-            for event in engine.step():
-                results.setdefault((event.request_id, event.sample), Result()).take(event)
-        except MemoryError:
-            failed += 1
-    assert failed > 5
-    assert {key: r.tokens for key, r in results.items()} == {key: r.tokens for key, r in plain(mode).items()}
-
-
-def test_an_abort_touches_nobody() -> None:
-    engine = engine_of()
-    for request in requests_of("sampled"):
-        engine.add_request(request.prompt, request.params, {"method": "ngram"}, request.id)
-    results: dict[Key, Result] = {}
-    for _ in range(4):
-        for event in engine.step():
-            results.setdefault((event.request_id, event.sample), Result()).take(event)
-    gone = "nested 2"
-    engine.abort(gone)
-    drain(engine, results)
-    for key, result in results.items():
-        truth = plain("sampled")[key].tokens
-        assert result.tokens == (truth[: len(result.tokens)] if key[0] == gone else truth)
 
 
 # distribution
