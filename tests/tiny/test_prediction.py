@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -26,44 +23,9 @@ from speculon.speculation.proposers.prediction import Cursor
 from speculon.target.target import Output
 from tests.builders import make_sequence, span_of
 from tests.tiny.conftest import tiny_target
-from tests.tiny.demo_texts import MISSING, TIE, Demo, first_difference
-from tests.tiny.requests import MODES, SETTINGS, Texts, assert_same, plain, requests_of
-from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, spell
-
-K = 8
-KS = (1, K, None)
-CHANCE = random.Random(3)
-WRONG: dict[str, Callable[[list[int]], list[int]]] = {
-    "right": lambda text: text,
-    "edited": lambda text: [*text[:9], 5, 6, 7, *text[14:30], *text[36:]],
-    "halves swapped": lambda text: [*text[20:], *text[:20]],
-    "backwards": lambda text: text[::-1],
-    "one token over and over": lambda text: [text[3]] * 50,
-    "every other token": lambda text: text[::2],
-    "noise": lambda text: [CHANCE.randrange(96) for _ in range(40)],
-    "right and far longer": lambda text: text + text + text,
-}
-METHODS = ("ngram", "auto", "synthetic", "draft_model")  # the last one is lacking here
-
-
-def with_predictions(
-    requests: tuple[Request, ...], truth: Texts, k: int | None = K, chained: bool = False
-) -> list[Request]:
-    """Another prediction and another method for each; the fourth and the eighth ask for what there is
-    not.
-    """
-    made = []
-    for i, (request, wrong) in enumerate(zip(requests, WRONG.values(), strict=False)):
-        tokens = wrong(truth[request.id, 0])
-        prediction: Any = spell(tokens) if i % 2 else tokens  # as text and as ids
-        speculation = {
-            "prediction": prediction,
-            "method": METHODS[i % 4],
-            "num_speculative_tokens": k,
-            "chained_drafts": chained,
-        }
-        made.append(replace(request, speculation=speculation))
-    return made
+from tests.tiny.demo_texts import MISSING, TIE, first_difference, gap
+from tests.tiny.requests import assert_same, plain, requests_of
+from tests.tiny.scripted import Key, Result, run, spell
 
 
 def one(i: int, fields: dict[str, Any], **settings: Any) -> Result:
@@ -71,83 +33,6 @@ def one(i: int, fields: dict[str, Any], **settings: Any) -> Result:
     request = replace(requests_of("greedy")[i], speculation=fields)
     (result,) = run(tiny_target("llama"), [request], **settings).values()
     return result
-
-
-def check_batch(mode: str, setting: str, k: int | None, chained: bool) -> None:
-    truth = plain(mode)
-    results = run(
-        tiny_target("llama"), with_predictions(requests_of(mode), truth, k, chained), **SETTINGS[setting]
-    )
-    assert_same(requests_of(mode), results, truth)
-    right = results["q0", 0].stats
-    assert (
-        right.accepted_prediction_tokens > (5 if setting == "few pages" else 20)
-        and not right.rejected_prediction_tokens
-    )
-    assert (sum(r.stats.preemptions for r in results.values()) > 0) == (setting == "few pages")
-
-
-def check_alone(mode: str, variant: str) -> None:
-    truth = plain(mode)
-    results: dict[Key, Result] = {}
-    for request in requests_of(mode)[:3]:
-        tokens = WRONG[variant](truth[request.id, 0])
-        results |= run(tiny_target("llama"), [replace(request, speculation={"prediction": tokens})])
-    assert_same(requests_of(mode)[:3], results, {key: truth[key] for key in results})
-
-
-# every setting in every mode, with every K, chained and not; the soak has the whole product
-PLACES = zip(product(SETTINGS, MODES), cycle(product((False, True), KS)), strict=False)
-CHOSEN = [(*place, *way) for place, way in PLACES]
-ALONE = list(zip(WRONG, cycle(MODES), strict=False))
-
-
-@pytest.mark.parametrize(("setting", "mode", "chained", "k"), CHOSEN)
-def test_predictions_of_all_variants_in_a_batch_give_the_plain_output(
-    setting: str, mode: str, chained: bool, k: int | None
-) -> None:
-    check_batch(mode, setting, k, chained)
-
-
-@pytest.mark.parametrize(("variant", "mode"), ALONE)
-def test_alone_any_prediction_gives_the_plain_output(variant: str, mode: str) -> None:
-    check_alone(mode, variant)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_neighbours_with_other_methods_and_without_any(mode: str) -> None:
-    truth = plain(mode)
-    requests = with_predictions(requests_of(mode), truth)
-    for i, other in enumerate(
-        ({"method": "off"}, {"method": "ngram"}, {"method": "synthetic"}, {"method": "auto"})
-    ):
-        requests[2 * i + 1] = replace(requests[2 * i + 1], speculation=other)
-    results = run(tiny_target("llama"), requests)
-    assert_same(requests_of(mode), results, truth)
-    assert all("prediction" not in results[r.id, 0].stats.drafted_from for r in requests[1::2])
-    assert sum(results[r.id, 0].stats.accepted_prediction_tokens for r in requests[::2]) > 40
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_all_samples_follow_the_same_prediction(mode: str) -> None:
-    (request,) = (replace(r, params=r.params.model_copy(update={"n": 2})) for r in requests_of(mode)[3:4])
-    truth = {key: result.tokens for key, result in run(tiny_target("llama"), [request]).items()}
-    predicted = replace(request, speculation={"prediction": truth[request.id, 0]})
-    results = run(tiny_target("llama"), [requests_of(mode)[0], predicted])
-    assert_same((request,), {key: r for key, r in results.items() if key[0] == request.id}, truth)
-    accepted = [results[request.id, sample].stats.accepted_prediction_tokens for sample in range(2)]
-    assert accepted[0] > 30 and (accepted[1] > 30) == (mode == "greedy")
-
-
-def test_pages_found_again_give_the_plain_output() -> None:
-    truth = plain("greedy", shared=14)
-    engine = make_engine(tiny_target("llama"))
-    for _ in range(2):
-        for request in with_predictions(requests_of("greedy", shared=14), truth):
-            engine.add_request(request.prompt, request.params, request.speculation, request.id)
-        results = drain(engine)
-        assert_same(requests_of("greedy", shared=14), results, truth)
-    assert sum(r.stats.cached_tokens for r in results.values()) > 100
 
 
 @pytest.mark.parametrize("at", [1, 6, 7, 20])
@@ -337,14 +222,9 @@ def write(
     return text, rounds, stats
 
 
-@cache
-def stock() -> Demo:
-    return Demo(0)
-
-
 def assert_equal(ours: list[int], truth: list[int], case: workloads.Case) -> None:
     at = first_difference(ours, truth)
-    assert at is None or stock().gap(case.prompt + truth[:at]) < TIE
+    assert at is None or gap(case.prompt + truth[:at]) < TIE
 
 
 @pytest.mark.soak
