@@ -1,5 +1,5 @@
-"""DFlash and DSpark drafters of every format change no token, and their blocks are those of the formula,
-whatever happens to their pages.
+"""The blocks of DFlash and DSpark drafters of every format are those of the formula, whatever happens to
+their pages.
 """
 
 from __future__ import annotations
@@ -34,10 +34,8 @@ from tests.tiny.blocks import (
 from tests.tiny.conftest import build
 from tests.tiny.forms import engine_of
 from tests.tiny.heads import DEPTH, deep_model, deep_target
-from tests.tiny.recurrent import recurrent_model, recurrent_target
-from tests.tiny.recurrent import requests as recurrent_requests
 from tests.tiny.requests import GREEDY, MODES, OFF, accepted_lengths
-from tests.tiny.scripted import Key, Request, Result, drain, make_engine, proposer_of, run, texts_of
+from tests.tiny.scripted import Key, Request, Result, drain, make_engine, proposer_of, texts_of
 from tests.tiny.test_eagle3 import SETTINGS, plain, requests_of, shifted, whole, write
 
 KS, FEW = (1, 3, 7), 4  # of the requests
@@ -83,19 +81,15 @@ def test_every_format_changes_no_token(format: str, tmp_path: Path) -> None:
     assert len(watch.rounds) > 20
 
 
-def check_layout(from_anchor: bool, markov: str | None, k: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("from_anchor", "markov", "k"), CHOSEN)
+def test_both_layouts_draft_with_every_head(
+    from_anchor: bool, markov: str | None, k: int, tmp_path: Path
+) -> None:
     variant: dict[str, Any] = {"format": "speculators", "from_anchor": from_anchor, "markov": markov}
     results, watch = drafted_with(tmp_path, k, **variant)
     assert texts_of(results) == plain("greedy")
     assert accepted_lengths(results) >= set(range(k + 1))
     assert not wrong_blocks(watch, drafter_of(**variant), whole("greedy"))
-
-
-@pytest.mark.parametrize(("from_anchor", "markov", "k"), CHOSEN)
-def test_both_layouts_draft_with_every_head(
-    from_anchor: bool, markov: str | None, k: int, tmp_path: Path
-) -> None:
-    check_layout(from_anchor, markov, k, tmp_path)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -107,30 +101,13 @@ def test_blocks_are_those_of_the_formula(variant: str, tmp_path: Path) -> None:
     assert not wrong_blocks(watch, drafter_of(**VARIANTS[variant]), whole("greedy"))
 
 
-def check_setting(setting: str, mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("setting", "mode"), list(zip(SETTINGS, cycle(MODES), strict=False)))
+def test_no_setting_changes_a_block(setting: str, mode: str, tmp_path: Path) -> None:
     results, watch = drafted_with(tmp_path, 5, mode, 9, SETTINGS[setting], **SPARK)
     assert texts_of(results) == plain(mode, 9)
     if setting == "few pages":
         assert any(result.stats.preemptions for result in results.values())
     assert not wrong_blocks(watch, drafter_of(**SPARK), whole(mode, 9), greedy=mode == "greedy")
-
-
-CHOSEN_SETTINGS = list(zip(SETTINGS, cycle(MODES), strict=False))
-
-
-@pytest.mark.parametrize(("setting", "mode"), CHOSEN_SETTINGS)
-def test_no_setting_changes_a_token_or_a_block(setting: str, mode: str, tmp_path: Path) -> None:
-    check_setting(setting, mode, tmp_path)
-
-
-def test_alone_every_length_is_accepted(tmp_path: Path) -> None:
-    path = write_dflash(tmp_path, deep_model().config, **SPARK)
-    watch, results = watch_blocks(plain("greedy")), {}
-    for request in requests_of("greedy"):
-        results |= write((request,), folder_of(path), ask(8))
-    assert texts_of(results) == plain("greedy")
-    assert accepted_lengths(results) >= set(range(9))
-    assert not wrong_blocks(watch, drafter_of(**SPARK), whole("greedy"))
 
 
 @pytest.mark.parametrize("acceptance", ["matching", "rejection", "block"])
@@ -184,22 +161,6 @@ def test_switched_off_and_on_it_continues_where_it_was(policy: str, tmp_path: Pa
     lengths = [made.length for made in watch.rounds]
     if policy == "solo":
         assert max(b - a for a, b in zip(lengths, lengths[1:], strict=False)) > 5, "drafting never paused"
-
-
-def test_methods_take_turns(tmp_path: Path) -> None:
-    """A lookup drafts in some rounds, this drafter in the others; its rows are those of the formula."""
-    path = write_dflash(tmp_path, deep_model().config)
-    chance = random.Random(1)
-    pattern = [chance.randrange(3, 96) for _ in range(6)]
-    params = SamplingParams(max_tokens=40, ignore_eos=True, **GREEDY)
-    request = Request(pattern * 4, params, OFF, "r")
-    truth = texts_of(write((request,), {}, OFF))
-    watch = watch_blocks()
-    results = write((request,), folder_of(path), {"method": "auto", "num_speculative_tokens": 4})
-    assert texts_of(results) == truth
-    sources = results["r", 0].stats.drafted_from
-    assert watch.rounds and len(sources) > 1, sources
-    assert not wrong_blocks(watch, drafter_of(), {("r", 0): [*request.prompt, *truth["r", 0]]})
 
 
 def test_a_prefix_hit_loses_no_draft_and_no_row(tmp_path: Path) -> None:
@@ -259,18 +220,6 @@ def test_pages_before_all_windows_are_released(
     assert max(made.length for made in watch.rounds) > 30 * 4, "more than all pages hold"
     drafter = make_checkpoint(f"dflash/{variant.pop('format')}", model.config, **variant)
     assert not wrong_blocks(watch, drafter, {("r", 0): [*prompt, *texts[0]]})
-
-
-def test_a_recurrent_target_keeps_its_states(tmp_path: Path) -> None:
-    """States that the drafter reads lie in pages beside the target's own, which rejected drafts change."""
-    target, requests = recurrent_target("qwen3_5"), recurrent_requests()[:2]
-    truth = texts_of(run(target, [replace(request, speculation=OFF) for request in requests]))
-    watch_blocks(truth)
-    path = write_dflash(tmp_path, recurrent_model("qwen3_5").config, **SPARK | {"taps": (-1, 0, 1)})
-    drafted = [replace(request, speculation=ask(4)) for request in requests]
-    results = run(target, drafted, speculation=folder_of(path), max_batch_tokens=24)
-    assert texts_of(results) == truth
-    assert len(accepted_lengths(results)) > 3
 
 
 def test_no_row_of_a_block_enters_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,16 +191,6 @@ def test_no_setting_changes_a_token_or_a_row(setting: str, mode: str, k: int) ->
     check_setting(setting, "small", mode, k)
 
 
-@pytest.mark.parametrize("k", KS)
-def test_alone_every_length_is_accepted(k: int) -> None:
-    watch, results = watch_assistants(plain("large", "greedy")), dict[Key, Result]()
-    for request in requests_of("greedy"):
-        results |= write("large", (request,), ask("large", k))
-    assert texts_of(results) == plain("large", "greedy")
-    assert accepted_lengths(results) >= set(range(k + 1))
-    assert not wrong_rows("large", watch, whole("large", "greedy"))
-
-
 def test_a_prefix_hit_loses_no_row() -> None:
     """Pages of a request that did not draft hold the states that a later one reads."""
     first, params = list(range(3, 60)), SamplingParams(max_tokens=8, ignore_eos=True, **GREEDY)

@@ -22,9 +22,7 @@ from tests.tiny.language_drafts import (
     MASK,
     asking,
     characters,
-    drafted,
     engine_of,
-    off,
     some,
     watch_pard,
     write,
@@ -33,7 +31,7 @@ from tests.tiny.language_drafts import (
     wrong_blocks,
 )
 from tests.tiny.requests import accepted_lengths, plain, requests_of
-from tests.tiny.scripted import Key, Request, Result, drain, run, texts_of
+from tests.tiny.scripted import Request, run, texts_of
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {},
@@ -69,25 +67,6 @@ def test_whatever_happens_to_its_pages(setting: str, folder: Path) -> None:
     watch = watch_pard(plain("greedy"))
     results = write(engine_of(drafts(folder), **SETTINGS[setting]), asking("greedy", 5, "pard"))
     assert texts_of(results) == plain("greedy") and not wrong_blocks(watch)
-
-
-def test_a_prefix_hit_in_the_middle_of_writing(folder: Path) -> None:
-    requests = asking("greedy", 4, "pard", shared=24)[4:]
-    truth = off(requests)
-    watch, engine = watch_pard(truth), engine_of(drafts(folder))
-    results: dict[Key, Result] = {}
-    for request in requests:
-        engine.add_request(request.prompt, request.params, request.speculation, request.id)
-        for event in [event for _ in range(3) for event in engine.step()]:
-            results.setdefault((event.request_id, event.sample), Result()).take(event)
-    assert texts_of(drain(engine, results)) == truth
-    assert results["q7", 0].stats.cached_tokens >= 24 and watch.blocks and not wrong_blocks(watch)
-
-
-@pytest.mark.parametrize("k", [1, 3, 7])
-def test_seeded_texts_are_the_plain_ones(k: int, folder: Path) -> None:
-    results = write(engine_of(drafts(folder)), asking("sampled", k, "pard")[:5])
-    assert texts_of(results) == some("sampled", results) and drafted(results)[0] > 50
 
 
 def test_each_row_has_its_own_q(folder: Path) -> None:
