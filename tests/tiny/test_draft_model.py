@@ -13,28 +13,17 @@ import torch
 
 from speculon import LLM
 from speculon.core.config import MAX_DRAFTS, SamplingParams
-from speculon.core.types import Proposal, Reason, SpanOutcome, Timing
+from speculon.core.types import Proposal, Reason, Timing
 from speculon.decoding.batch import Batch
 from speculon.decoding.kv.lease import DraftLease
 from speculon.decoding.kv.store import View
 from speculon.decoding.sequence import Event
 from speculon.target.target import Output
-from tests.builders import spread
 from tests.tiny.conftest import tiny_target
 from tests.tiny.demo_texts import DEMO, MISSING
 from tests.tiny.drafting import DRAFT, NoisyModel, noisy_draft, use_draft
 from tests.tiny.requests import GREEDY, MODES, OFF, Texts, plain, requests_of
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, texts_of
-
-METHODS = ("draft_model", "auto")
-SETTINGS: dict[str, dict[str, Any]] = {
-    "roomy": {},
-    "prompts in chunks": {"max_batch_tokens": 7},
-    "a page each token": {"block_size": 1},
-    "a small pool": {"num_blocks": 40, "max_num_seqs": 8},
-    "no prefix cache": {"prefix_cache": False},
-}
-CHOSEN = spread(SETTINGS, METHODS, MODES)
 
 
 def engine(speculation: dict[str, Any] | None = None, **settings: Any) -> Any:
@@ -59,26 +48,6 @@ def drafted_requests(mode: str, method: str, shared: int = 0) -> list[Request]:
     ]
 
 
-def check_tokens(setting: str, method: str, mode: str) -> None:
-    """Alone is a batch of one: all spans, chunks and preemptions of the batch are there too."""
-    noisy_draft()
-    results = write(drafted_requests(mode, method), **SETTINGS[setting])
-    assert texts_of(results) == plain(mode)
-    outcomes = {kind for result in results.values() for kind in result.stats.outcomes}
-    assert {SpanOutcome.FULL, SpanOutcome.TAIL, SpanOutcome.EARLY} <= outcomes
-
-
-@pytest.mark.parametrize(("setting", "method", "mode"), CHOSEN)
-def test_no_token_changes(setting: str, method: str, mode: str) -> None:
-    check_tokens(setting, method, mode)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_draft_that_knows_nothing_changes_nothing(mode: str) -> None:
-    use_draft(tiny_target("llama", 1))
-    assert texts_of(write(drafted_requests(mode, "draft_model"))) == plain(mode)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_the_target_as_its_own_draft_is_always_right(mode: str) -> None:
     """Keyed noise is shared: where q is p, every sampled draft is the target's own token."""
@@ -88,26 +57,6 @@ def test_the_target_as_its_own_draft_is_always_right(mode: str) -> None:
     for result in results.values():
         done = result.stats.speculation()
         assert done is None or done.rejected == 0
-
-
-def test_a_prefix_hit_in_the_middle_of_writing() -> None:
-    """Pages that others filled hold no keys of the draft for this text: it catches up from the ids."""
-    noisy_draft(error_rate=0.1)
-    made = engine()
-    results: dict[Key, Result] = {}
-    for request in drafted_requests("greedy", "draft_model", shared=24):
-        made.add_request(request.prompt, request.params, request.speculation, request.id)
-        for event in [event for _ in range(3) for event in made.step()]:
-            results.setdefault((event.request_id, event.sample), Result()).take(event)
-    assert texts_of(drain(made, results)) == plain("greedy", 24)
-
-
-def test_several_samples_of_one_prompt() -> None:
-    noisy_draft()
-    params = SamplingParams(temperature=0.9, seed=3, n=4, max_tokens=24, ignore_eos=True)
-    prompt = list(range(3, 30))
-    truth = run(tiny_target("llama"), [Request(prompt, params, OFF)])
-    assert texts_of(write([Request(prompt, params, {"method": "draft_model"})])) == texts_of(truth)
 
 
 def test_a_lag_of_five_hundred_tokens_is_caught_up_in_one_call() -> None:
@@ -277,17 +226,6 @@ class Steps:
         }
 
 
-def test_aborts_between_drafts_leave_the_pool_whole() -> None:
-    noisy_draft()
-    steps = Steps(num_blocks=60, max_num_seqs=8)
-    aborted = [f"q{i}" for i in range(0, 8, 2)]
-    for name in aborted:
-        steps.take(steps.engine.step())
-        steps.take(steps.engine.abort(name))
-        steps.engine.check_integrity()
-    assert steps.finish() == {key: text for key, text in plain("greedy").items() if key[0] not in aborted}
-
-
 def test_an_interrupt_in_the_middle_of_a_draft_leaves_the_engine_whole() -> None:
     model = noisy_draft()
     steps, forward = Steps(), NoisyModel.forward
@@ -307,24 +245,6 @@ def test_an_interrupt_in_the_middle_of_a_draft_leaves_the_engine_whole() -> None
             del model.forward
             steps.engine.check_integrity()
     assert interrupted > 3 and steps.finish() == plain("greedy")
-
-
-def test_a_step_that_fails_leaves_the_draft_where_it_was() -> None:
-    """What a failed step has drafted is forgotten: the next one drafts again and the text is the same."""
-    noisy_draft(error_rate=0.1)
-    steps = Steps()
-    made, forward = steps.engine, steps.engine.target.forward
-    failed = 0
-    while made.has_work:
-        made.target.forward = lambda *args, **kwargs: [][0]
-        with pytest.raises(IndexError):
-            made.step()
-        made.target.forward = forward
-        made.check_integrity()
-        failed += 1
-        steps.take(made.step())
-    del made.target.forward
-    assert failed > 5 and steps.finish() == plain("greedy")
 
 
 # planted errors

@@ -35,7 +35,7 @@ from tests.tiny.language_drafts import (
     write_draft,
     write_same,
 )
-from tests.tiny.requests import accepted_lengths, plain, requests_of
+from tests.tiny.requests import plain, requests_of
 from tests.tiny.scripted import Request, proposer_of, texts_of
 
 LACKING = 8
@@ -93,30 +93,6 @@ def test_tokens_that_are_read_under_their_own_ids_are_seen(
     results = write(engine_of(drafts(home / "byte-level")), asking("greedy", 5, "draft_model")[:3])
     drafted_tokens, accepted = drafted(results)
     assert texts_of(results) == some("greedy", results) and accepted < drafted_tokens / 4
-
-
-@pytest.mark.parametrize("mode", ["greedy", "sampled"])
-@pytest.mark.parametrize("k", [1, 3, 7])
-def test_no_token_changes_where_some_are_lacking(k: int, mode: str, home: Path) -> None:
-    results = write(engine_of(drafts(home / "lacking")), asking(mode, k, "draft_model"))
-    assert texts_of(results) == plain(mode)
-    assert accepted_lengths(results) >= {*range(min(k, 4) + 1), k}
-    assert all(not result.stats.reasons[Reason.ERROR] for result in results.values())
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_whatever_happens_to_its_pages(setting: str, home: Path) -> None:
-    engine = engine_of(drafts(home / "lacking"), **SETTINGS[setting])
-    assert texts_of(write(engine, asking("greedy", 4, "draft_model", "off", "auto"))) == plain("greedy")
-
-
-def test_alone_and_behind_a_found_prefix(home: Path) -> None:
-    engine, found = engine_of(drafts(home / "lacking")), {}
-    requests = asking("greedy", 4, "draft_model", shared=24)[5:]
-    for request in requests:
-        found |= write(engine, [request])
-    assert texts_of(found) == off(requests)
-    assert found["q7", 0].stats.cached_tokens >= 24
 
 
 def test_a_pard_model_may_have_another_tokenizer(tmp_path: Path) -> None:
