@@ -44,7 +44,7 @@ from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.drafting import DRAFT, use_draft
 from tests.tiny.heads import deep_model, write_eagle3
 from tests.tiny.kernels import Multiply, by_place, one_by_one, plant, where_invariant
-from tests.tiny.scripted import Request, Result, drain, make_engine, script
+from tests.tiny.scripted import Request, Result, drain, make_engine
 from tests.tiny.test_captured import replayed
 
 ARCHITECTURES = ("llama", "qwen2", "gemma3", "phi3", "qwen3_moe", "gpt_neox", "deepseek_v3")
@@ -121,36 +121,6 @@ def test_rows_of_an_adapter_are_together_after_those_of_the_base() -> None:
 
 
 # together, and under drafts
-
-
-@pytest.mark.parametrize(
-    ("setting", "mode"),
-    [
-        ("roomy", "seeded"),
-        ("prompts in chunks", "greedy"),
-        ("a small pool", "greedy"),
-        ("no prefix cache", "seeded"),
-    ],
-)
-def test_a_batch_of_two_adapters_and_the_base_writes_what_each_writes_alone(setting: str, mode: str) -> None:
-    target, truth = adapted("llama"), alone(mode)
-    assert len({tuple(text) for text in truth.values()}) == len(truth)
-    assert texts_of(write(target, list(requests_of(mode)), **SETTINGS[setting])) == truth
-    script({(name, 0): text for name, text in truth.items()})
-    for method in ("scripted", "ngram"):
-        results = write(target, drafting(mode, method), **SETTINGS[setting])
-        assert texts_of(results) == truth, method
-        assert any(result.stats.accepted for result in results.values()) or method == "ngram"
-    if setting == "a small pool":
-        assert any(result.stats.preemptions for result in results.values()), "nobody waited for pages"
-
-
-def test_an_adapter_of_another_row_is_seen() -> None:
-    """The planted error: the rows of one adapter take the updates of the other."""
-    wrong = [(r, {"one": "two", "two": "one"}.get(a, a)) for r, a in requests_of("greedy")]
-    texts, truth = texts_of(write(adapted("llama"), wrong)), alone("greedy")
-    same = {name for name in truth if texts[name] == truth[name]}
-    assert same == {request.id for request, adapter in requests_of("greedy") if not adapter}
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ from speculon.loading.memory import model_needs
 from speculon.target import vision
 from speculon.target.quantized import layers_of
 from speculon.target.target import Output, Target
-from tests.tiny.heads import write_eagle3
 from tests.tiny.scripted import Key, Result, drain, make_engine, script, texts_of
 from tests.tiny.vision_models import (
     FAMILIES,
@@ -123,18 +122,6 @@ def test_the_text_is_that_of_generate(family: str, images: tuple[int, ...]) -> N
 def test_an_image_changes_the_text(family: str) -> None:
     results = texts(family, (ImageRequest("a", (1,)), ImageRequest("b", (2,))))
     assert results["a", 0].tokens != results["b", 0].tokens
-
-
-@pytest.mark.parametrize("settings", [{}, {"max_batch_tokens": 24, "max_num_seqs": 4}, {"num_blocks": 46}])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_texts_of_a_batch_are_those_written_alone(family: str, settings: dict[str, Any]) -> None:
-    """With drafts of all accepted lengths; in chunks; and preempted, with few pages."""
-    script(alone(family))
-    results = texts(family, drafting(4), **settings)
-    assert texts_of(results) == alone(family)
-    preempted = sum(result.stats.preemptions for result in results.values())
-    assert (preempted > 0) == ("num_blocks" in settings)
-    assert sum(result.stats.accepted for result in results.values()) > 20
 
 
 def row_error(family: str, engine: Engine, requests: tuple[ImageRequest, ...]) -> float:
@@ -275,44 +262,6 @@ def test_blocks_are_never_cut() -> None:
         ImageRequest("r", (1,)).add(
             make_engine(target_of(family), max_batch_tokens=5, max_num_seqs=2), family
         )
-
-
-@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "eagle3"])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
-def test_drafters_leave_the_text(family: str, method: str, tmp_path: Path) -> None:
-    draft: dict[str, Any] = {}
-    if method == "draft_model":  # itself, which reads placeholders as tokens
-        draft = {"draft_model": vision_model(family)}
-    elif method == "eagle3":
-        config = stock(family).config.get_text_config()
-        draft = {"eagle3": str(write_eagle3(tmp_path, config, taps=(0, 1, 2)))}
-    engine = make_engine(
-        target_of(family), speculation={"method": method, **({"draft": draft} if draft else {})}
-    )
-    for request in REQUESTS:
-        request.add(engine, family)
-    results = drain(engine)
-    assert texts_of(results) == alone(family)
-    if draft:
-        assert all(result.stats.drafted_at.total() > 0 for result in results.values())
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_in_bf16_rows_do_not_depend_on_the_batch(family: str, tmp_path: Path) -> None:
-    """Where batch_invariant holds: bitwise equal."""
-    target = load_target(write_vision(tmp_path, family), dtype="bfloat16", batch_invariant=None)
-    if not target.batch_invariant:
-        pytest.skip(target.invariance)
-    separate: dict[Key, list[int]] = {}
-    for request in REQUESTS:
-        engine = make_engine(target)
-        request.add(engine, family)
-        separate |= texts_of(drain(engine))
-    script(separate)
-    engine = make_engine(target, max_batch_tokens=24, max_num_seqs=4)
-    for request in drafting(4):
-        request.add(engine, family)
-    assert texts_of(drain(engine)) == separate
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
