@@ -20,13 +20,12 @@ from speculon.decoding import sampling
 from speculon.engine.async_engine import AsyncEngine
 from speculon.engine.messages import Add
 from speculon.server.schemas import ChatRequest
-from tests.builders import spread
 from tests.tiny import test_decoder
 from tests.tiny.checkpoint import write_checkpoint
 from tests.tiny.conftest import VOCAB, tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft
 from tests.tiny.forms import FORMS, engine_of
-from tests.tiny.requests import MODES, OFF, SETTINGS, accepted_lengths, assert_same, drafting, mixed
+from tests.tiny.requests import MODES, OFF, assert_same, drafting
 from tests.tiny.requests import requests_of as stock_requests
 from tests.tiny.scripted import (
     Key,
@@ -91,47 +90,6 @@ def test_it_is_applied_to_every_token() -> None:
         assert int(steer(list(text), logits).argmax()) == token != text[-1]
         text.append(token)
     assert output != run(tiny_target("llama"), [stock_requests("greedy")[0]])["q0", 0].tokens
-
-
-@pytest.mark.parametrize(("mode", "setting", "k"), spread(MODES, SETTINGS, (4, 16)))
-def test_in_a_batch_every_accepted_length_gives_the_plain_text(mode: str, setting: str, k: int) -> None:
-    truth = plain(mode)
-    script(truth)
-    results = run(tiny_target("llama"), drafting(requests_of(mode), k), **SETTINGS[setting])
-    assert_same(requests_of(mode), results, truth)
-    scarce = setting == "few pages"
-    assert accepted_lengths(results) >= set(range((min(k, 4) if scarce else k) + 1))
-    assert (sum(r.stats.preemptions for r in results.values()) > 0) == scarce
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_batch_of_different_methods_gives_the_plain_text(mode: str) -> None:
-    truth = plain(mode)
-    script(truth)
-    results = run(tiny_target("llama"), mixed(requests_of(mode), 4))
-    assert_same(requests_of(mode), results, truth)
-    assert {source for r in results.values() for source in r.stats.drafted_from} >= {"scripted", "ngram"}
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_drafts_of_a_model_give_the_plain_text(mode: str) -> None:
-    noisy_draft()
-    requests = [replace(r, speculation={"method": "draft_model"}) for r in requests_of(mode)]
-    results = run(tiny_target("llama"), requests, speculation=DRAFT)
-    assert_same(requests_of(mode), results, plain(mode))
-    assert accepted_lengths(results) >= set(range(5))
-
-
-def test_a_batch_of_requests_with_and_without_one() -> None:
-    truth = {
-        key: result.tokens
-        for r in stock_requests("sampled")
-        for key, result in run(tiny_target("llama"), [r]).items()
-    }
-    truth |= {key: tokens for key, tokens in plain("sampled").items() if int(key[0][1:]) % 2}
-    script(truth)
-    both = [requests_of("sampled")[i] if i % 2 else r for i, r in enumerate(stock_requests("sampled"))]
-    assert_same(tuple(both), run(tiny_target("llama"), drafting(tuple(both), 4)), truth)
 
 
 def blind(monkeypatch: pytest.MonkeyPatch, changed: Callable[[list[int], int], list[int]]) -> None:

@@ -31,8 +31,7 @@ def pools_of(engine: Any) -> Any:
     return proposer.pools
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "setting"), list(zip(MODES, ("roomy", "few pages"), strict=True)))
 def test_on_equals_off_with_cold_and_with_warm_pools(mode: str, setting: str) -> None:
     """Everybody's own pool, then one pool for all of the requests, drafts of every length."""
     engine = make_engine(tiny_target("llama"), **SETTINGS[setting])

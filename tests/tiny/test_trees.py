@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -73,9 +74,10 @@ def moved(results: dict[Key, Result]) -> int:
     return sum(result.stats.accepted for result in results.values())
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "setting", "depth"),
+    [(*place, depth) for place, depth in zip(product(MODES, SETTINGS), cycle((1, 2, 4)), strict=False)],
+)
 def test_trees_give_the_plain_output(mode: str, setting: str, depth: int) -> None:
     truth = plain(mode)
     use_trees(truth)
