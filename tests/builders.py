@@ -22,10 +22,7 @@ OF_REQUEST = {field.name for field in fields(Request)}
 
 
 def spread(first: Iterable[Any], second: Iterable[Any], *others: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Every pair of the first two, with all combinations of the others in turn, along the diagonals.
-
-    The rest of the product is for the soak.
-    """
+    """Every pair of the first two, with all combinations of the others in turn, along the diagonals."""
     rows, columns, ways = list(first), list(second), list(product(*others))
     assert len(ways) < len(rows) + len(columns), "some combinations would be left out"
     return [
@@ -33,12 +30,6 @@ def spread(first: Iterable[Any], second: Iterable[Any], *others: Iterable[Any]) 
         for i, row in enumerate(rows)
         for j, column in enumerate(columns)
     ]
-
-
-def left_out(chosen: Iterable[tuple[Any, ...]], *axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """The combinations that are not chosen: what the soak adds to `make test`."""
-    taken = list(chosen)
-    return [combination for combination in product(*axes) if combination not in taken]
 
 
 def make_sequence(

@@ -7,22 +7,19 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from speculon.core.config import SamplingParams
 from speculon.core.errors import InvalidRequest
-from speculon.core.types import Reason
 from speculon.decoding.sequence import Event
 from speculon.engine.engine import Engine
 from speculon.speculation.control.policies import POLICIES
 from speculon.target.target import Output
-from tests.tiny.blocks import watch_blocks, write_dflash
+from tests.tiny.account import check_account, unknown_to
 from tests.tiny.conftest import CONTEXT, tiny_target
 from tests.tiny.drafting import DRAFT, NoisyModel, use_draft
-from tests.tiny.heads import deep_model, deep_target, watch_heads, write_eagle3
 from tests.tiny.requests import TIE, gap
 from tests.tiny.scripted import (
     Key,
@@ -35,8 +32,6 @@ from tests.tiny.scripted import (
     script,
     spell,
 )
-from tests.tiny.test_policies import unknown_to
-from tests.tiny.test_requests import check_account
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
@@ -182,10 +177,7 @@ class Traffic:
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"max_batch_tokens": 6, "max_num_seqs": 30}),
-    ("llama", {"prefix_cache": False}),
-    ("gpt2", {"block_size": 1, "num_blocks": 4 * PAGES}),
     ("gemma3", {"block_size": 3, "num_blocks": 60}),
-    ("gpt_oss", {"block_size": 16, "num_blocks": 16}),
     ("deepseek_v3", {"max_num_seqs": 4}),
 ]
 
@@ -253,50 +245,3 @@ def test_every_request_is_answered_or_refused_and_the_pool_is_whole(
     assert total.totals.watched.total() > 5 and unknown_to(engine)
     assert_nothing_held(engine)
     print(f"\n{dict(ended)}, refused {dict(Counter(traffic.refused.values()))}, {ties} ties, {total}")
-
-
-SPARK: dict[str, Any] = {"markov": "rnn", "from_anchor": True, "draft_vocab": 64, "windows": (9, None)}
-
-
-@pytest.mark.parametrize("method", ["eagle3", "dflash"])
-def test_drafters_over_states_hold_in_a_small_pool(method: str, tmp_path: Path) -> None:
-    """Half of the requests draft with a drafter that reads the target's states, through preemptions, aborts
-    and failed steps.
-    """
-    chance = random.Random(11)
-    prompts = [[chance.randrange(3, 96) for _ in range(30)] for _ in range(5)]
-    requests = [with_drafter(method, random_request(i, chance, prompts), i) for i in range(REQUESTS)]
-    truth: dict[Key, Result] = {}
-    for request in requests:
-        truth |= run(deep_target(), [replace(request, speculation={"method": "off"})])
-    texts = {key: result.tokens for key, result in truth.items()}
-    script(texts)
-    if method == "eagle3":
-        watch_heads(texts)
-        path = write_eagle3(tmp_path, deep_model().config, draft_vocab=64)
-    else:
-        watch_blocks(texts)
-        path = write_dflash(tmp_path, deep_model().config, "speculators", **SPARK)
-    speculation = {"draft": {method: str(path)}}
-    sizes = {"num_blocks": PAGES, "max_num_seqs": 12, "max_batch_tokens": 40, "max_context": CONTEXT}
-    engine = make_engine(deep_target(), speculation=speculation, **sizes)
-    traffic = Traffic(engine, requests, chance)
-    traffic.run()
-    drain(engine)
-
-    assert set(traffic.refused) == traffic.spoiled
-    for key, result in traffic.results.items():
-        assert result.finish is not None
-        whole = texts[key]
-        assert result.tokens == (whole[: len(result.tokens)] if result.finish.reason == "abort" else whole), (
-            key
-        )
-    total = engine.counters.totals
-    assert total.accepted_from[method] > 100 and total.preemptions > 10 and total.cached_tokens > 200
-    assert not total.reasons[Reason.ERROR]
-
-
-def with_drafter(method: str, request: Request, number: int) -> Request:
-    speculation = request.speculation or {}
-    known = speculation.get("method") not in (None, "draft_model") and number % 2
-    return request if known else replace(request, speculation={**speculation, "method": method})
