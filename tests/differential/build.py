@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any
 
@@ -89,20 +90,14 @@ def target_of(name: str, dtype: str) -> Target:
 
 @cache
 def rounded(name: str, dtype: str) -> PreTrainedModel:
-    """The stock model with the target's weights: in its dtype, or from its packed layers."""
+    """The stock model in another dtype; treat it as read-only."""
     return copy.deepcopy(stock_model(name)).to(getattr(torch, dtype))
 
 
 def temporary(name: str) -> Path:
     folder = Path(mkdtemp(prefix=f"{name}-"))
-    atexit.register(remove, folder)
+    atexit.register(rmtree, folder, ignore_errors=True)
     return folder
-
-
-def remove(folder: Path) -> None:
-    from shutil import rmtree
-
-    rmtree(folder, ignore_errors=True)
 
 
 # drafters
@@ -387,10 +382,16 @@ def stock_logits(case: Case, asked: Asked, tokens: list[int], model: PreTrainedM
         return model(torch.tensor([tokens]), use_cache=False, **more).logits[0].float()
 
 
-def error_of_dtype(case: Case, asked: Asked, tokens: list[int]) -> float:
-    """How far two ways of rounding may move the scores of two tokens apart, nat: four times as far as the
-    stock model in this dtype is from that in fp32.
+ROUNDED = 1e-3  # nat: ten times what another order of additions in fp32 has changed
+APART = 4  # times the error of a dtype, which two ways of rounding may be apart
+
+
+def tolerance(case: Case, asked: Asked, tokens: list[int]) -> float:
+    """How far apart two right log-probabilities after these tokens may be, nat: in a coarser dtype by how far
+    the stock model in it is from that in fp32.
     """
     name, dtype = case.shared["target"], case.shared["dtype"]
-    exact, coarse = (stock_logits(case, asked, tokens, model)[-1] for model in (None, rounded(name, dtype)))
-    return 4 * float((exact - coarse).abs().max()) / min(1.0, asked.params.temperature or 1.0)
+    if dtype == "float32":
+        return ROUNDED
+    exact, coarse = (stock_logits(case, asked, tokens, model) for model in (None, rounded(name, dtype)))
+    return APART * float((exact.log_softmax(-1) - coarse.log_softmax(-1)).abs().max())
