@@ -89,7 +89,7 @@ def test_auto_takes_them_where_they_are(tmp_path: Path) -> None:
 
 
 def test_layers_that_cannot_be_used_do_not_stop_auto(tmp_path: Path) -> None:
-    folder = unknown_layout(tmp_path)
+    folder = unknown_layout(tmp_path / "model")
     chosen = with_drafts(EngineConfig(model=str(folder), speculation={"draft": "auto"}))
     assert chosen.speculation.drafts == {}
 
@@ -155,7 +155,7 @@ def test_inspect_names_them(tmp_path: Path) -> None:
         return json.loads(out.stdout)["mtp"]
 
     assert line(written("mimo").folder).startswith("MTP, 1 module named as MiMo's")
-    assert "not supported: " in line(unknown_layout(tmp_path))
+    assert "not supported: " in line(unknown_layout(tmp_path / "model"))
 
 
 def test_a_target_whose_logits_are_scaled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
