@@ -30,6 +30,7 @@ def better_of_two(seeds: range) -> int:
 def test_a_run_of_rejections_at_the_beginning_does_not_decide_between_two_models(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert better_of_two(range(30, 90)) >= 58
+    seeds = range(56, 72)  # in three of these the better one is rejected first
+    assert better_of_two(seeds) >= 15
     monkeypatch.setattr(module, "TRIED", 0)
-    assert better_of_two(range(30, 90)) < 58, "the first rejected draft would put the better one out of use"
+    assert better_of_two(seeds) < 15, "the first rejected draft would put the better one out of use"
