@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_running_streams_are_finished_after_term(tmp_path: Path) -> None:
         server.wait_for(lambda: all(reader.begun() for reader in readers))
         (engine,) = server.children()
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        server.wait_for(lambda: "\nfinishing 8 requests\n" in server.stderr)
         with pytest.raises(httpx.ConnectError):
             httpx.get(url + "/health", **LOCAL_HTTP)
         assert server.process.poll() is None
@@ -83,7 +84,7 @@ def test_running_streams_are_finished_after_term(tmp_path: Path) -> None:
         ] * 8
         check_clean(server)
         assert gone(engine)
-        assert "\nfinishing 8 requests\n" in server.stderr and server.stderr.endswith("\nstopped\n")
+        assert server.stderr.endswith("\nstopped\n")
 
 
 def test_requests_beyond_the_drain_timeout_end_with_abort(tmp_path: Path) -> None:
@@ -92,7 +93,8 @@ def test_requests_beyond_the_drain_timeout_end_with_abort(tmp_path: Path) -> Non
         readers = [Reader(url, max_tokens=4000) for _ in range(3)]
         server.wait_for(lambda: all(reader.begun() for reader in readers))
         waiting = Reader(url, max_tokens=4000)
-        time.sleep(0.2)
+        metrics = partial(httpx.get, url + "/metrics", **LOCAL_HTTP)
+        server.wait_for(lambda: 'speculon_requests_open{model="demo"} 4' in metrics().text)
         began = time.monotonic()
         check_clean(server)
         assert time.monotonic() - began < 5
