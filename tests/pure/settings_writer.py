@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,7 @@ def main(folder: str) -> None:
     for number, (planted, task) in enumerate(TASKS):
         path = Path(folder) / str(number) / "speculon-models.toml"
         path.parent.mkdir()
-        with patch.multiple(models, **planted):
+        with patch.multiple(models, **planted) if planted else nullcontext():
             found.append(task(path))
     print(json.dumps({"found": found, "torch": "torch" in sys.modules}))
 

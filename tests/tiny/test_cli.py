@@ -294,13 +294,14 @@ def test_inspect_says_in_25_lines_what_the_model_is_and_does(
     assert len(lines) <= 25 and max(map(len, lines)) <= 100 and "…" not in shown
     words = " ".join(shown.split())
     for part in (
-        "model LlamaForCausalLM, 2 layers, ",
+        ": LlamaForCausalLM, 2 layers, ",
         "supported yes: equal to its stock forward",
         "takes text and chats, but no tools (its chat template has no known form of tool calls); "
         "no images (a text model); up to 1,024 tokens",
         "runs on cpu in float32; all 2 layers are fused and not compiled (set --compile)",
         "256 bytes each",
-        "methods by default auto, which asks suffix ngram, suffix: a lookup in tokens, without a model",
+        "methods by default auto, which asks suffix ",
+        "ngram, suffix: a lookup in tokens, without a model",
         "dflash, draft_model, eagle3, gemma4_assistant, pard: no drafter is configured (set --draft)",
         "mtp: the checkpoint has no MTP layers",
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -274,14 +275,17 @@ def summary(facts: Facts) -> Table:
 
 def summary_rows(facts: Facts) -> Iterator[tuple[str, str, str]]:
     """Labels, texts and their styles."""
-    yield "model", f"{facts['architecture']}, {model_size(facts)}", ""
-    yield "folder", facts["path"], ""
+    yield "model", f"{Path(facts['path']).name}: {facts['architecture']}, {model_size(facts)}", ""
+    yield "at", facts["path"], ""
     if facts.get("supported"):
         yield "supported", "yes: equal to its stock forward", "green"
     elif "error" in facts and "memory" not in facts:
         yield "supported", f"no: {facts['error']['message']}", "red"
     if "tokenizer" in facts:
         yield "takes", "; ".join(takes(facts)), ""
+    if "tokenizer" not in facts and "error" not in facts:
+        yield "takes", context_words(facts), ""
+        yield "runs", "not loaded, so the headers of its files are all that is known", ""
     if "fused" in facts:
         yield "runs", f"on {facts['device']} in {facts['dtype']}; {facts['speed']}", ""
         yield "weights", "; ".join(facts["packed"]) or size(facts["weight_bytes"]), ""
@@ -307,8 +311,8 @@ def summary_rows(facts: Facts) -> Iterator[tuple[str, str, str]]:
 
 def model_size(facts: Facts) -> str:
     parts = [f"{facts['num_layers']} layers" if facts["num_layers"] else ""]
-    if facts["num_parameters"]:
-        parts.append(f"{facts['num_parameters'] / 1e6:,.1f} million parameters")
+    if count := facts["num_parameters"]:
+        parts.append(f"{count / 1e6:,.1f} million parameters" if count >= 1e6 else f"{count:,} parameters")
     return ", ".join(filter(None, [*parts, f"{size(facts['num_bytes'])} of files"]))
 
 
@@ -325,7 +329,11 @@ def takes(facts: Facts) -> Iterator[str]:
         )
     if "fused" in facts:
         yield "images" if facts["images"] is None else f"no images ({facts['images']})"
-    yield f"up to {facts['max_context']:,} tokens" if facts["max_context"] else "a context of unknown length"
+    yield context_words(facts)
+
+
+def context_words(facts: Facts) -> str:
+    return f"up to {facts['max_context']:,} tokens" if facts["max_context"] else "a context of unknown length"
 
 
 def held_words(facts: Facts) -> str:
