@@ -33,7 +33,8 @@ TEST_SECONDS = {QUICK: 120, LONG: 1800}  # of one test; beyond, it hangs, and is
 RUN_SECONDS = {QUICK: 5400, LONG: 7200}
 PRELOADED = Path(__file__).with_name("preloaded.py")
 LIBRARIES = ("torch", "transformers.models.llama.modeling_llama", "fastapi", "openai", "llguidance")
-FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - (.*))?$", re.MULTILINE)
+# lines of pytest's summary; logged errors have more blanks
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - (.*))?$", re.MULTILINE)
 ARGUMENTS = ["-x", "-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", "-n", "0"]
 # plugins and libraries are imported before pytest could rewrite their asserts
 ARGUMENTS += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]

@@ -15,8 +15,8 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "mutants"
 TEXT = """# Planted errors: findings
 
-The first test that turned red, and the seconds until then: of the tests that the mutant names, and of the
-start of their process.
+The first test that turned red, and the seconds until then: of the tests that the mutant names, without the
+import of libraries.
 
 `python -m recipes.mutants.table` writes this page from the files beside it.
 """
