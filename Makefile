@@ -11,8 +11,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 # Each run ends with its slowest tests, so that nobody has to search for where the time goes.
 PYTEST := python -m pytest --durations 15 --durations-min 1
-# Of thousands of modules some hundreds are ever imported; those are compiled then.
-PIP := python -m pip install --quiet --no-compile
+PIP := python -m pip install --quiet
 STAMP := $(VENV)/.ready
 # Packages of the tested clients, whose pins differ from ours.
 CLIENTS := $(VENV)/clients
@@ -30,6 +29,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The small models of tests and recipes, by their names.
 export SPECULON_MODELS ?= $(CURDIR)/tests/models
 export TOKENIZERS_PARALLELISM := false
+# Tests start hundreds of processes: none is to compile again what another one has compiled.
+unexport PYTHONDONTWRITEBYTECODE
 
 # What is installed in ours, torch above all, is there in another environment, too.
 PACKAGES_OF = $$($(1)/bin/python -c 'import site; print(site.getsitepackages()[0])')
