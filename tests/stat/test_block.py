@@ -266,7 +266,7 @@ def test_equal_p_and_q_accept_everything() -> None:
 
 # noise: a later round must not draw what an earlier one was judged by
 
-RUNS, LENGTH = 2000, 4
+RUNS, LENGTH = 5000, 4
 P, Q = [0.4, 0.6], [0.8, 0.2]  # whatever stands before
 
 
