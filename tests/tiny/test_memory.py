@@ -75,7 +75,6 @@ def at_limit(folder: Path, policy: str, missing: int) -> LLM:
 @pytest.mark.parametrize("policy", ["allow", "fallback", "fail"])
 def test_a_limit_that_is_just_enough_is_enough(policy: str, folder: Path) -> None:
     llm = at_limit(folder, policy, missing=0)
-    assert llm.engine.memory.to_dict()["measured"] == budget.held_memory(torch.device("cpu"))
     assert llm.engine.memory.fits and llm.engine.memory.action == "use"
     assert llm.generate(PROMPT, PARAMS)[0].speculation is not None
 
@@ -274,6 +273,7 @@ def test_the_peak_of_a_process_is_what_was_estimated(folder: Path, tmp_path: Pat
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found["peak"] == pytest.approx(found["estimate"], rel=0.1), found
+    assert found["held"] + found["drafters"] < found["measured"] <= found["peak"], "once it was loaded"
     for part in ("drafters", "pages"):  # the estimate without this part
         assert found["peak"] != pytest.approx(found["estimate"] - found[part], rel=0.1), (
             f"{part} are too light to matter"
