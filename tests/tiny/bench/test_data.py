@@ -220,7 +220,7 @@ MODES = ("suffix:8", "suffix:4")
 def drafted(folder: Path, file: Path, workload: str, modes: tuple[str, ...]) -> Mapping[str, Any]:
     """What a mode's drafts came to, in a new engine."""
     llm = LLM(str(folder), prefix_cache=False, speculation={"policy": "fixed"})
-    sizes = {"prompts": 3, "max_tokens": 24, "repeats": 2}
+    sizes = {"prompts": 3, "max_tokens": 40, "repeats": 2}
     plan = small(data=read_prompts(file), workloads=(workload,), modes=modes, **sizes)
     cells: dict[str, Cell] = {cell.mode: cell for cell in run(llm, plan)[0]}
     last = cells[MODES[-1]]
