@@ -53,10 +53,12 @@ FOR_TESTS = ("synthetic",)  # methods that no user drafts with: they imitate an 
 # the fields of an attention layer's `LayerSpec` that are shown
 LAYER = ("heads", "k_dim", "v_dim", "window", "dtype", "chunk")
 
-DETAILS = (
-    "path architecture model_type num_layers hidden_size vocab_size max_context dtype num_parameters "
-    "num_bytes quantization tensor_types mtp kv_bytes_per_token layers states tokenizer fused "
-    "batch_invariant memory"
+HEADERS = (  # the facts of a `Checkpoint` that are told
+    "architecture model_type num_layers hidden_size vocab_size max_context dtype num_parameters num_bytes "
+    "pickled remote_code quantization tensor_types"
+).split()
+DETAILS = (  # what the summary leaves out
+    "model_type hidden_size vocab_size quantization tensor_types mtp layers states tokenizer fused memory"
 ).split()
 ADAPTER_ROWS = "path holds base rank targets layers_adapted num_parameters num_bytes supported".split()
 DRAFTER_ROWS = (
@@ -64,17 +66,13 @@ DRAFTER_ROWS = (
 ).split()
 LABELS = {  # where they are not the names
     "path": "folder",
-    "num_layers": "layers",
     "hidden_size": "hidden width",
     "vocab_size": "vocabulary",
-    "max_context": "context",
     "num_parameters": "parameters",
     "num_bytes": "weight files",
     "mtp": "MTP layers",
-    "kv_bytes_per_token": "KV per token",
     "layers": "attention",
     "states": "recurrent states",
-    "batch_invariant": "batch-invariant",
     "memory": "memory estimate",
     "found": "drafter",
     "base": "made for",
@@ -187,9 +185,8 @@ def headers(checkpoint: Checkpoint) -> Facts:
         mtp_words = f"{mtp.summary()}: method {MTP}" if mtp else None
     except ModelError as error:
         mtp_words = f"not supported: {error}"
-    names = [*(name for name in DETAILS if name in Checkpoint.__slots__), "pickled", "remote_code"]
-    facts = {name: getattr(checkpoint, name) for name in names}
-    return {**facts, "mtp": mtp_words, "path": str(checkpoint.path)}
+    facts = {name: getattr(checkpoint, name) for name in HEADERS}
+    return {"path": str(checkpoint.path), **facts, "mtp": mtp_words}
 
 
 def target_facts(target: Target) -> Facts:
@@ -312,8 +309,10 @@ def summary_rows(facts: Facts) -> Iterator[tuple[str, str, str]]:
 def model_size(facts: Facts) -> str:
     parts = [f"{facts['num_layers']} layers" if facts["num_layers"] else ""]
     if count := facts["num_parameters"]:
-        parts.append(f"{count / 1e6:,.1f} million parameters" if count >= 1e6 else f"{count:,} parameters")
-    return ", ".join(filter(None, [*parts, f"{size(facts['num_bytes'])} of files"]))
+        parts.append(f"{count / 1e6:,.1f} M parameters" if count >= 1e6 else f"{count:,} parameters")
+    return ", ".join(
+        filter(None, [*parts, f"{size(facts['num_bytes'])} of {'pickles' if facts['pickled'] else 'files'}"])
+    )
 
 
 def takes(facts: Facts) -> Iterator[str]:
@@ -445,12 +444,6 @@ def detail_words(name: str, value: Any, facts: Facts) -> str:
             for mixer, rows in value["single_rows"].items()
         )
         return f"{value['mixers']} mixers, {size(value['bytes_per_sequence'])} per sequence\n{ways}"
-    if name == "num_bytes":
-        return size(value) + (" of pickles" if facts["pickled"] else "")
-    if name == "kv_bytes_per_token":
-        return f"{size(value)}, {size(value * facts['max_context'])} for a full context"
-    if isinstance(value, list):
-        return "\n".join(value)
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
