@@ -13,9 +13,10 @@ from speculon import LLM, SamplingParams
 from speculon.decoding.batch import joined
 from speculon.loading.batch_check import PROMPT, differing
 from speculon.target import target as target_module
-from speculon.target.linear import Linear, Packed, packable
-from speculon.target.pieces import InPieces, Pieces, PromptsApart, with_prompts
+from speculon.target.linear import packable
+from speculon.target.pieces import InPieces, InvariantProducts, Pieces, PromptsApart, with_prompts
 from tests.tiny.checkpoint import write_checkpoint
+from tests.tiny.kernels import plant, where_invariant
 
 FEW = 32  # rows up to which the kernel of these tests adds in another order
 PROMPTS = [[*range(3, 3 + n)] * 2 for n in (60, 5, 33, 1, 48)]
@@ -72,13 +73,7 @@ def test_a_size_with_which_the_order_of_rows_matters_is_not_taken() -> None:
 @pytest.fixture(scope="module")
 def patched() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        for cls in (Packed, Linear):
-            inner = cls.__call__
-
-            def call(self: Any, x: Tensor, inner: Any = inner) -> Tensor:
-                return inner(self, x) * (1 + (x.size(0) > FEW) / 64)
-
-            patch.setattr(cls, "__call__", call)
+        plant(patch, lambda multiply, x: multiply(x) * (1 + (len(x) > FEW) / 64))
         yield
 
 
@@ -90,7 +85,8 @@ def llm(patched: None, tmp_path_factory: pytest.TempPathFactory) -> LLM:
 def load(folder: Path, **settings: Any) -> LLM:
     path = str(write_checkpoint(folder / "model"))
     speculation = {"policy": "fixed", "draft": path}
-    return LLM(path, dtype="bfloat16", batch_invariant=True, speculation=speculation, **settings)
+    with where_invariant():
+        return LLM(path, dtype="bfloat16", batch_invariant=True, speculation=speculation, **settings)
 
 
 def written(llm: LLM, prompts: list[list[int]], params: SamplingParams, **speculation: Any) -> list[Any]:
@@ -102,6 +98,19 @@ def written(llm: LLM, prompts: list[list[int]], params: SamplingParams, **specul
 def test_logits_of_both_are_equal_in_every_batch(llm: LLM) -> None:
     target = llm.engine.target
     assert target.prompts_apart and 0 < PROMPT and differing(target) is None
+
+
+@in_bf16
+def test_where_all_layers_are_fused_no_product_is_cut_twice(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mode over the whole forward would cut those of prompts into the pieces of generated tokens."""
+
+    def cut_again(*_: Any) -> None:
+        raise AssertionError("a product of a fused layer ran in a mode")
+
+    monkeypatch.setattr(InvariantProducts, "__enter__", cut_again)
+    assert llm.engine.target.prompts_apart and written(llm, PROMPTS[:1], GREEDY)
 
 
 @in_bf16

@@ -123,6 +123,8 @@ def put_products_in_pieces(target: Target, undo: ExitStack) -> None:
     loop = target.runner.run
     loop = loop.loop if isinstance(loop, Captured) else loop
     blocks, differ = list(fused_blocks(target.model)), False
+    # decided before an MLP in pieces takes the place of a gated one
+    all_fused = isinstance(loop, Loop) and all(isinstance(block.mlp, Gated) for block in blocks)
     for block in blocks:
         attention, mlp = block.attention, block.mlp
         heads = attention.heads * attention.head_dim
@@ -141,7 +143,7 @@ def put_products_in_pieces(target: Target, undo: ExitStack) -> None:
         if isinstance(owner, Loop | Fused):  # a packed head: the mode does not see its product
             product = getattr(owner, name)
             put(undo, owner, name, pieces.of(product, num_outputs(product, width, target), width, dtype))
-    if not isinstance(loop, Loop) or any(not isinstance(block.mlp, Gated) for block in blocks):
+    if not all_fused:
         put(undo, target.runner, "run", InMode(target.runner.run, InvariantProducts(pieces)))
         if (experts := target.model.get_experts_implementation()) is not None:
             undo.callback(target.model.set_experts_implementation, experts)
