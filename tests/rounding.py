@@ -29,7 +29,7 @@ def rounding(layers: int, dtype: torch.dtype = torch.float32) -> float:
 def assert_near(found: Tensor, expected: Tensor, layers: int = 1) -> None:
     """That both are the same up to the rounding of so many layers."""
     assert found.shape == expected.shape
-    off, limit = difference(found, expected), rounding(layers, found.dtype)
+    off, limit = difference(found.detach(), expected.detach()), rounding(layers, found.dtype)
     assert off <= limit, (
         f"off by {off:.1e} of the largest value; after {layers} layers {limit:.1e} is rounding"
     )

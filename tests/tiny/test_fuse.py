@@ -31,6 +31,7 @@ from speculon.target.linear import (
     plain,
 )
 from speculon.target.target import Target
+from tests.rounding import assert_near
 from tests.tiny.conftest import TINY, build, tiny_model
 
 # one loop, none of their own code
@@ -98,9 +99,7 @@ def test_joined_layers_compute_what_each_computes(
                 "what that lies in may be a mapped file"
             )
         for found in (beside(x), one(x)):
-            torch.testing.assert_close(
-                found, expected, rtol=0, atol=1e-5 if dtype is torch.float32 else 2**-7
-            )
+            assert_near(found, expected)
 
 
 @pytest.mark.parametrize("times, layout", [([2.0, 1.0], packed), ([1.0, 2.0], Linear)])
