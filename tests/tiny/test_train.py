@@ -20,7 +20,6 @@ from speculon.cli import app
 from speculon.cli.train import length
 from speculon.core.errors import ConfigError, DataError, InvalidParameter
 from speculon.drafters.families import read_eagle3_config
-from speculon.engine import warm_up
 from speculon.loading.reading import quiet
 from speculon.train import losses
 from speculon.train.data import Rows
@@ -48,11 +47,6 @@ FORMS = [
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_world(tmp_path_factory.mktemp("train"))
-
-
-@pytest.fixture(autouse=True)
-def short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm_up, "SECONDS", 0.1)
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ PROMPT, GREEDY = [1, 2, 3, 1, 2, 3], SamplingParams(temperature=0.0, max_tokens=
 
 
 @pytest.fixture(autouse=True)
-def drafting() -> None:
+def drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warming, "SECONDS", 60.0)  # a full machine measures slowly
     use_draft(tiny_target("llama", seed=1))
 
 
@@ -37,8 +38,7 @@ def goodput_of(engine: Engine) -> Goodput:
     return policy
 
 
-def test_afterwards_costs_are_known_and_nothing_of_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warming, "SECONDS", 60.0)  # a full machine measures slowly
+def test_afterwards_costs_are_known_and_nothing_of_sequences() -> None:
     new = engine()
     assert not goodput_of(new).costs.known
     warm_up(new)
