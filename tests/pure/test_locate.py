@@ -58,7 +58,7 @@ def test_without_its_package_a_model_is_refused_with_the_way_to_get_it(absent: P
             look("smollm2")
 
 
-@pytest.mark.parametrize("name", ["Makefile", "README.md", "tests/real/requirements.txt"])
+@pytest.mark.parametrize("name", ["Makefile", "README.md"])
 def test_the_version_is_the_same_everywhere(name: str) -> None:
     assert PACKAGE.requirement in (Path(__file__).parents[2] / name).read_text(encoding="utf-8")
 
