@@ -122,7 +122,7 @@ def checkpoint(drafter: str, target: str) -> Path:
             layout: dict[str, Any] = {"from_anchor": True, "windows": (9, None), "markov": "rnn"}
             return write_dflash(folder, config, "speculators", **layout)
         case "dflash2":
-            return write_dflash(folder, config, group=8)
+            return write_dflash(folder, config, "dflash2")
     raise ValueError(drafter)
 
 
