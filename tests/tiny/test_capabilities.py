@@ -23,6 +23,7 @@ from speculon.speculation.proposers.registry import known_methods, register
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft
 from tests.tiny.forms import engine_of
+from tests.tiny.kernels import one_by_one, plant
 from tests.tiny.recurrent import recurrent_target
 from tests.tiny.scripted import Result, drain
 
@@ -282,7 +283,8 @@ def test_a_plug_in_that_cannot_be_made_is_refused() -> None:
     assert refused.value.feature == "methods.broken"
 
 
-def test_reasons_are_those_of_the_model_and_the_settings() -> None:
+def test_reasons_are_those_of_the_model_and_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, one_by_one)
     few = ENGINES["few pages"]().capabilities()
     assert (
         few["limits.pool"].reason == "set by num_blocks"

@@ -26,6 +26,7 @@ from speculon.target.pieces import CannotBeInvariant
 from speculon.target.target import Target
 from speculon.target.trial import Trial
 from tests.tiny.conftest import tiny_model
+from tests.tiny.kernels import where_invariant
 from tests.tiny.test_captured import replayed
 
 pytestmark = pytest.mark.skipif(
@@ -48,7 +49,8 @@ def made(name: str = "llama") -> Target:
 def test_logits_are_bitwise_equal_in_every_bucket(name: str) -> None:
     target = made(name)
     first = target.runner.run
-    make_invariant(target)
+    with where_invariant():
+        make_invariant(target)
     assert isinstance(target.runner.run, Captured) and target.runner.run is not first, (
         "captured with products in pieces"
     )
@@ -108,7 +110,8 @@ def test_prompts_that_take_other_products_are_not_replayed(
     apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = made()
-    make_invariant(target)
+    with where_invariant():
+        make_invariant(target)
     captured: Any = target.runner.run
     captured.prompts_in_loop = apart
     captured.loop = noted = Noted(captured.loop)

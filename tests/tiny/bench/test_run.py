@@ -193,5 +193,5 @@ def test_the_gap_where_two_outputs_differ(llm: LLM) -> None:
     assert output.logprobs is not None
     (_, best), (second, less) = output.logprobs[3].top
     other = [*output.token_ids[:3], second, 9, 9]
-    assert tie_gap(llm, case, other, output.token_ids) == pytest.approx(best - less, abs=1e-5)
+    assert tie_gap(llm, case, other, output.token_ids) == pytest.approx(best - less, abs=1e-4)
     assert tie_gap(llm, case, output.token_ids[:4], output.token_ids) is None

@@ -21,6 +21,7 @@ from speculon.measure.check.exact import Margin
 from speculon.measure.check.plan import QUICK, CheckPlan
 from speculon.measure.check.run import Findings, check
 from tests.tiny.check.plans import SMALL, TINY, credulous
+from tests.tiny.kernels import plant
 
 pytestmark = pytest.mark.soak
 match = verifying.match
@@ -157,7 +158,11 @@ def test_a_margin_that_says_nothing_is_no_pass() -> None:
     assert gate.margin_gaps(Margin([1.5], half=True)) and not gate.margin_gaps(Margin([0.5], half=True))
 
 
-def test_half_precision_is_judged_by_what_was_measured(folder: Path, draft: Path) -> None:
+def test_half_precision_is_judged_by_what_was_measured(
+    folder: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # half a rounding, of more rows than the load check has
+    plant(monkeypatch, lambda multiply, x: multiply(x) * (1 + (len(x) > 16) * 2**-8))
     fixed = {"method": "draft_model", "policy": "fixed", "draft": str(draft)}
     coarse = LLM(str(folder), dtype="bfloat16", batch_invariant=False, speculation=fixed)
     found = check(
