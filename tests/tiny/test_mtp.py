@@ -20,6 +20,7 @@ from speculon.drafters.mtp import load as mtp_load
 from speculon.drafters.mtp.network import Module as MtpModule
 from speculon.drafters.mtp.network import MtpHead
 from speculon.drafters.mtp.proposer import Mtp
+from tests.rounding import assert_near
 from tests.tiny.mtp_forms import FORMS, Texts, target_of, true_states, watch_mtp, written, wrong_rows
 from tests.tiny.requests import GREEDY, MODES, OFF, accepted_lengths
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, texts_of
@@ -212,7 +213,7 @@ def test_drafts_and_logits_are_those_of_transformers(form: str) -> None:
         rows = torch.arange(1, len(ids))[None]
         drafts, logits, _ = model(torch.tensor([ids[1:]]), true_states(at, ids)[None, :-1], None, rows, cache)
     assert tuple(drafts[0].tolist()) == made.drafts
-    torch.testing.assert_close(logits[0], made.logits, atol=1e-3, rtol=1e-3)
+    assert_near(made.logits, logits[0], len(target_of(form).layers) + at.form.modules)
 
 
 # planted errors: each must show in the rows or in the drafts

@@ -28,6 +28,7 @@ from speculon.train.eagle3 import Eagle3Head, Eagle3Training
 from speculon.train.run import train
 from speculon.train.settings import DraftSettings, HeadSettings
 from speculon.train.teacher import Dataset, Teacher
+from tests.rounding import assert_near
 from tests.tiny.conftest import TINY, tiny_model
 from tests.tiny.eagle_reference import forward, fuse
 from tests.tiny.loss_reference import attention_reference, kl_reference
@@ -187,12 +188,12 @@ def test_taps_and_logits_are_the_targets(teacher: Teacher) -> None:
     states = teacher.states(ids)
     with torch.no_grad():
         out = teacher.model(ids, output_hidden_states=True)
-    torch.testing.assert_close(
-        states, torch.cat([out.hidden_states[0], out.hidden_states[1], out.hidden_states[-1]], -1)
-    )
+    expected = torch.cat([out.hidden_states[0], out.hidden_states[1], out.hidden_states[-1]], -1)
+    assert_near(states, expected, len(teacher.layers))
     batch = teacher.batch(ids, torch.ones(ids.shape), states, best_of(teacher, states))
-    torch.testing.assert_close(batch.p, out.logits.softmax(-1))
-    torch.testing.assert_close(batch.entropy, torch.distributions.Categorical(logits=out.logits).entropy())
+    assert_near(batch.p.log(), out.logits.log_softmax(-1), len(teacher.layers))
+    entropy = torch.distributions.Categorical(logits=out.logits).entropy()
+    assert_near(batch.entropy, entropy, len(teacher.layers))
     assert torch.equal(batch.best, out.logits.argmax(-1))
 
 
@@ -206,10 +207,10 @@ def test_every_architecture_can_be_a_teacher(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         out = teacher.model(ids, output_hidden_states=True)
     states = teacher.states(ids)
-    torch.testing.assert_close(teacher.logits(states[..., -teacher.width :]), out.logits)
+    assert_near(teacher.logits(states[..., -teacher.width :]), out.logits, len(teacher.layers))
     for tap, found in zip(teacher.taps, states.split(teacher.width, -1), strict=False):
         if tap + 1 < len(teacher.layers):  # the last of them has been normed
-            torch.testing.assert_close(found, out.hidden_states[tap + 1])
+            assert_near(found, out.hidden_states[tap + 1], len(teacher.layers))
     for method in (Eagle3Training(HeadSettings(ttt=2)), DraftModelTraining(DraftSettings(layers=2))):
         drafter = method.drafter(teacher, rows)
         drafter.loss(Dataset(teacher, rows, tmp_path / "none", 0).batch([0, 1])).backward()
@@ -226,7 +227,7 @@ def test_a_small_vocabulary_learns_only_draftable_tokens(teacher: Teacher) -> No
     assert torch.equal(part.weights > 0, torch.isin(whole.best, teacher.used))
     expected = whole.p[..., teacher.used] / whole.p[..., teacher.used].sum(-1, keepdim=True)
     learned = part.weights > 0
-    torch.testing.assert_close(part.p[learned], expected[learned])
+    assert_near(part.p[learned].log(), expected[learned].log(), len(teacher.layers))
     assert not part.p[~learned].any()
 
 
@@ -246,12 +247,11 @@ def test_states_are_cached_within_the_limit_and_reused(
     )
     batch = again.batch([0, 1, 2])
     assert seen == [2]  # row 0, which nobody had asked for, and row 2, which had no room
-    torch.testing.assert_close(batch.taps, fresh.taps)
-    torch.testing.assert_close(batch.p, fresh.p)
+    assert_near(batch.taps, fresh.taps, len(teacher.layers))
+    assert_near(batch.p.log(), fresh.p.log(), len(teacher.layers))
     (tmp_path / "states").unlink()  # to make room
-    torch.testing.assert_close(
-        Dataset(teacher, rows, tmp_path / "states", 2 * row_bytes).batch([0, 1, 2]).taps, fresh.taps
-    )
+    made_again = Dataset(teacher, rows, tmp_path / "states", 2 * row_bytes).batch([0, 1, 2])
+    assert_near(made_again.taps, fresh.taps, len(teacher.layers))
     monkeypatch.setattr(
         "speculon.train.teacher.shutil.disk_usage", lambda folder: SimpleNamespace(free=1.2 * row_bytes)
     )
