@@ -37,7 +37,7 @@ PACKAGES_OF = $$($(1)/bin/python -c 'import site; print(site.getsitepackages()[0
 SHARE = echo $(call PACKAGES_OF,$(VENV)) > $(call PACKAGES_OF,$(1))/shared.pth
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models demo bench docs test long soak real clients cluster-test browser gpu vllm-test lint types check clean
+.PHONY: help setup models demo bench docs test older-chip long soak real clients cluster-test browser gpu vllm-test lint types check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -73,6 +73,18 @@ test: export HF_HUB_OFFLINE := 1
 test: export OMP_NUM_THREADS := 1
 test: $(STAMP) ## all tests but the long ones, in two processes of one thread
 	$(BIN)/$(PYTEST) $(SUITES) -m "not soak and not gpu" $(IN_TWO) $(ARGS)
+
+# Files that compare numbers: the chip decides in which order its kernels add.
+NUMBERS := $(patsubst %,tests/tiny/test_%.py,adapters architectures captured compare compiled fuse \
+  gemma4_assistant invariant logprobs other_attention prompts_apart quantized taps train)
+
+older-chip: export HF_HUB_OFFLINE := 1
+older-chip: export OMP_NUM_THREADS := 1
+older-chip: export ATEN_CPU_CAPABILITY := avx2
+older-chip: export MKL_ENABLE_INSTRUCTIONS := AVX2
+older-chip: export ONEDNN_MAX_CPU_ISA := AVX2
+older-chip: $(STAMP) ## the tests that compare numbers, as a chip with nothing newer than AVX2 runs them
+	$(BIN)/$(PYTEST) $(NUMBERS) -m "not soak and not gpu" $(IN_TWO) $(ARGS)
 
 long: export HF_HUB_OFFLINE := 1
 long: export OMP_NUM_THREADS := 1
