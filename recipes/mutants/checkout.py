@@ -52,7 +52,7 @@ class Run:
     """One run of pytest."""
 
     seconds: float
-    red: str = ""  # the first test that failed; empty: none has
+    red: tuple[str, ...] = ()  # the first test that failed, or all that ran where they had to be killed
     hung: bool = False  # whether it failed by its time limit
 
 
@@ -111,12 +111,12 @@ class Checkout:
         if status in (PASSED, NOTHING_COLLECTED):
             return Run(seconds)
         if status == -signal.SIGKILL:
-            return Run(seconds, " ".join(tests), hung=True)
+            return Run(seconds, tuple(tests), hung=True)
         output = self._output.read_text(encoding="utf-8", errors="replace")
         failure = FAILED.search(output)
         if failure is None:
             raise TestsFailed(f"pytest {' '.join(tests)} ended with {status}:\n{output[-2000:]}")
-        return Run(seconds, failure[1], "Timeout" in (failure[2] or ""))
+        return Run(seconds, (failure[1],), "Timeout" in (failure[2] or ""))
 
     def stop(self) -> None:
         """Kills the tests that run, with the servers that they have started."""

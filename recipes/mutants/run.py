@@ -1,13 +1,12 @@
 """Plants each error of mutants.toml in a copy of the checkout, and says which test turns red, and how fast.
 
     python -m recipes.mutants.run --json build/mutants.json
-    python -m recipes.mutants.run --only 'lease-*' grammar-one-late --suite hints
+    python -m recipes.mutants.run --only 'prefix-*' top-p-off-by-one --suite hints
     python -m recipes.mutants.run --tests tests/pure    # what does this suite see?
 
 The tests that a mutant names run first, up to the first that fails. Where none fails, all of `make test`
 follow, and with `--suite soak` the long tests. A mutant that no test sees has survived, which is a finding.
-Before all that, the named tests run without any error: a test that is red then would say nothing about a
-mutant, so the command ends.
+A test that is red without the mutant, too, says nothing about it, so the command ends there.
 """
 
 from __future__ import annotations
@@ -110,10 +109,6 @@ def run_all(
             mutant.place(copies[0].sources)  # a stale one ends the command before hours of tests
         if not copies[0].imports_itself():
             raise TestsFailed("tests would import another speculon than that of the copy")
-        named = dict.fromkeys(test for mutant in mutants for test in mutant.tests)
-        files = copies[0].existing(tuple(named))
-        for _ in in_turns(check_clean, files, copies, bars.add_task("clean", total=len(files)), bars):
-            pass
         found = {}
         task = bars.add_task("mutants", total=len(mutants))
         for finding in in_turns(partial(judge, suite=suite), mutants, copies, task, bars):
@@ -153,13 +148,6 @@ def in_turns(
             raise
 
 
-def check_clean(file: str, copy: Checkout) -> None:
-    """Raises `TestsFailed` where a named test is red without an error."""
-    for marks, tests in by_marks([file]):
-        if red := copy.test(tests, marks).red:
-            raise TestsFailed(f"{red} is red without any error planted, so it would say nothing")
-
-
 def by_marks(tests: list[str]) -> Iterator[tuple[str, list[str]]]:
     """Tests of seconds, then long ones."""
     for marks, some in (
@@ -185,18 +173,18 @@ def judge(mutant: Mutant, copy: Checkout, suite: str) -> Finding:
             seconds += run.seconds
             if run.red:
                 break
-    if run.red and not any(run.red.startswith(test) for test in named):
-        check = copy.test([run.red], marks)
-        if check.red:
-            raise TestsFailed(f"{mutant.name}: {run.red} is red without it, too")
+    if run.red and copy.test([*run.red], marks).red:
+        raise TestsFailed(f"{mutant.name}: {' '.join(run.red)} is red without it, too, so it says nothing")
     missing = [test for test in mutant.tests if test not in named]
-    suite_name = "soak" if marks == LONG else run.red.split("/")[1] if run.red else None
+    suite_name = None
+    if run.red:
+        suite_name = "soak" if marks == LONG else run.red[0].split("/")[1]
     return Finding(
         mutant.name,
         mutant.what,
         str(place),
-        suite_name if run.red else None,
-        run.red or None,
+        suite_name,
+        " ".join(run.red) or None,
         round(seconds, 1),
         run.hung,
         missing,
