@@ -101,9 +101,9 @@ class Checkout:
     def test(self, tests: list[str], marks: str = QUICK) -> Run:
         """Runs tests up to the first that fails. Raises `TestsFailed` where pytest cannot run them."""
         arguments = [*ARGUMENTS, "-m", marks, "--timeout", str(TEST_SECONDS[marks]), *tests]
-        began, late = perf_counter(), Timer(RUN_SECONDS[marks], self.stop)
         self._send({"arguments": arguments, "output": str(self._output)})
-        self._child = int(self._answer())
+        self._child = int(self._answer())  # once the libraries are there
+        began, late = perf_counter(), Timer(RUN_SECONDS[marks], self.stop)
         late.start()
         status = int(self._answer())
         late.cancel()
