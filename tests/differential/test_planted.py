@@ -25,7 +25,7 @@ from tests.differential.compare import run
 from tests.differential.factors import RECURRENT, Case, cases
 
 Patch = pytest.MonkeyPatch
-TRIED = 3  # cases in which a mistake could show
+TRIED = 4  # cases in which a mistake could show
 
 
 def one_draft_too_many(patch: Patch) -> None:
@@ -144,7 +144,10 @@ def drafts(case: Case) -> bool:
 def with_own(name: str, *values: Any) -> Callable[[Case], bool]:
     def wanted(case: Case) -> bool:
         return any(
-            own[name] in values and own["method"] in ("scripted", "draft_model") and own["policy"] != "shadow"
+            own[name] in values
+            and own["method"] in ("scripted", "prediction", "draft_model")
+            and own["policy"] == "fixed"
+            and own["drafts"] > 1
             for own in case.requests
         )
 
