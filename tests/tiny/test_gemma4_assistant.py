@@ -149,7 +149,7 @@ def test_rows_are_those_of_transformers(form: str) -> None:
     """From equal keys and values, in a batch, within the window and beyond it; each draft reads the state of
     the one before.
     """
-    layers = len(DRAFTS) * len(FORMS[form].layer_types)
+    layers = len(DRAFTS) * read_assistant_config(folder_of(form)).layers
     assert largest_distance(form, own_rows(form)) < rounding(layers)
 
 
