@@ -139,7 +139,7 @@ RULES = (
         ("gpt2",),
         "dtype",
         ("float32",),
-        "to be mended: its load promises equal bits in every batch, and its log-probabilities differ in the last",
+        "to be mended: its load promises equal bits, and its log-probabilities differ in the last one",
     ),
     Rule("target", ("packed llama",), "dtype", ("bfloat16",), "packed products are of bf16"),
     Rule(
