@@ -158,4 +158,5 @@ def test_an_answer_that_is_not_as_described_is_seen(monkeypatch: pytest.MonkeyPa
         for planted in (lambda *_: whole, lambda *_: 1 / 0):
             monkeypatch.setattr("speculon.server.answer.Answer.whole", planted)
             with pytest.raises((FailureGroup, ExceptionGroup)):
-                fuzz(fuzzed, "post", "/v1/completions", GenerationMode.POSITIVE, EXAMPLES["post"])
+                # ends at the first body that shows it
+                fuzz(fuzzed, "post", "/v1/completions", GenerationMode.POSITIVE, 200)
