@@ -204,6 +204,7 @@ class ScriptedEngine:
                 finish = Finish("length")
             elif text.ends and at >= len(text.answer):
                 finish = Finish("stop")
+                text.stats.stop_tokens += 1
             else:
                 new.append(text.answer[at % len(text.answer)])
                 if found := text.stops.find(text.written, tuple(new)):

@@ -154,20 +154,29 @@ def test_a_stream_that_differs_is_seen(inside: Inside, fault: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "more", "text", "reason", "matched"),
+    ("prompt", "more", "text", "reason", "matched", "tokens"),
     [
-        pytest.param("x", {"max_tokens": 3}, "abc", "length", None, id="length"),
-        pytest.param("say:yes", {}, "yes", "stop", None, id="end of text"),
-        pytest.param("say:yes and no", {"stop": "and"}, "yes ", "stop", "and", id="stop string"),
-        pytest.param("say:no 🙂 no", {"stop": ["🙂"]}, "no ", "stop", "🙂", id="stop emoji"),
-        pytest.param("x", {}, "abcdefghijklmnop", "length", None, id="16 tokens by default"),
+        pytest.param("x", {"max_tokens": 3}, "abc", "length", None, 3, id="length"),
+        pytest.param("say:yes", {}, "yes", "stop", None, 3, id="end of text"),
+        pytest.param("say:yes and no", {"stop": "and"}, "yes ", "stop", "and", 7, id="stop string"),
+        pytest.param("say:no 🙂 no", {"stop": ["🙂"]}, "no ", "stop", "🙂", 7, id="stop emoji"),
+        pytest.param("x", {}, "abcdefghijklmnop", "length", None, 16, id="16 tokens by default"),
     ],
 )
-def test_finish_reasons_are_true(
-    inside: Inside, prompt: str, more: dict[str, Any], text: str, reason: str, matched: str | None
+def test_finish_reasons_and_token_counts_are_true(
+    inside: Inside,
+    prompt: str,
+    more: dict[str, Any],
+    text: str,
+    reason: str,
+    matched: str | None,
+    tokens: int,
 ) -> None:
-    (choice,) = inside.post("completions", prompt=prompt, **more).json()["choices"]
+    """A stop token is no part of the text, so it does not count; the tokens of a stop string do."""
+    answer = inside.post("completions", prompt=prompt, **more).json()
+    (choice,) = answer["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (text, reason, matched)
+    assert answer["usage"]["completion_tokens"] == tokens
 
 
 def test_offsets_point_at_what_they_are_of(inside: Inside) -> None:

@@ -68,6 +68,13 @@ def test_the_survivors_are_those_of_the_definitions_also_beyond_the_head() -> No
     assert mistakes(range(150)) == 0
 
 
+@pytest.mark.parametrize(("top_p", "survivors"), [(0.4, [0]), (0.6, [0, 1]), (0.9, [0, 1, 2])])
+def test_top_p_keeps_the_token_that_crosses_the_limit(top_p: float, survivors: list[int]) -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    kept = keep_likely(logits, [SamplingParams(top_p=top_p)])
+    assert (kept[0] > -torch.inf).nonzero().flatten().tolist() == survivors
+
+
 def test_what_is_kept_keeps_its_logit() -> None:
     logits, params = draw_rows(1)
     kept = keep_likely(logits, params)
