@@ -199,6 +199,46 @@ def test_without_pages_the_youngest_gives_way_and_comes_back():
     assert spans[0].seq is young and spans[0].samples
 
 
+def test_a_sequence_that_gave_way_comes_back_before_younger_ones():
+    """More of them wait than may run at once, so the order of the queue decides."""
+    scheduler = Scheduler(BlockPool(6, 4), 2, 100)
+    old, young, *later = [make_sequence([1 + i] * 8, max_tokens=16) for i in range(5)]
+    for seq in (old, young, *later):
+        scheduler.add([seq])
+    while not young.stats.preemptions:
+        run(scheduler, scheduler.plan())
+    assert scheduler.running == [old] and list(scheduler.waiting) == [young, *later]
+    run(scheduler, scheduler.plan(), finish={old})
+    run(scheduler, scheduler.plan())
+    assert scheduler.running[0] is young
+
+
+def test_nobody_starts_while_an_older_prompt_waits_for_pages():
+    scheduler = Scheduler(BlockPool(20, 4), 8, 100)
+    old, long, short = make_sequence([1] * 40), make_sequence([2] * 60), make_sequence([3] * 8)
+    scheduler.add([old])
+    run(scheduler, scheduler.plan())
+    for seq in (long, short):  # 9 pages are free: the first needs 15, the second 2
+        scheduler.add([seq])
+    run(scheduler, scheduler.plan())
+    assert scheduler.running == [old]
+    run(scheduler, scheduler.plan(), finish={old})
+    run(scheduler, scheduler.plan())
+    assert long.num_output == short.num_output == 1
+
+
+def test_a_start_leaves_pages_to_the_prompts_that_run():
+    """The third needs 11 pages, and as many are free when the fourth, a shorter one, has begun: it waits."""
+    scheduler = Scheduler(BlockPool(24, 4), 8, STEP)
+    seqs = [make_sequence([1 + i] * length) for i, length in enumerate((33, 7, 41, 32))]
+    for seq in seqs:
+        scheduler.add([seq])
+    for _ in range(8):
+        run(scheduler, scheduler.plan())
+    assert [seq.num_output > 0 for seq in seqs] == [True, True, False, True]
+    assert not any(seq.stats.preemptions for seq in seqs)
+
+
 def test_samples_start_from_the_first_one_s_pages():
     scheduler = Scheduler(BlockPool(32, 4), 8, 100)
     samples = [make_sequence([1] * 9, request_id="r") for _ in range(3)]
