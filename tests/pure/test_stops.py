@@ -15,7 +15,7 @@ from speculon.core.config import SpeculationConfig
 from speculon.core.types import NO_DRAFT, Draft, Needs, Reason, Stop, no_draft
 from speculon.decoding.sequence import Sequence
 from speculon.speculation.proposers.base import Proposer, TargetFacts
-from speculon.speculation.proposers.compose import Proposers
+from speculon.speculation.proposers.compose import Proposers, fit
 from speculon.speculation.proposers.pools import key_of
 from speculon.speculation.proposers.prediction import LONGEST, Cursor, spell
 from speculon.speculation.proposers.registry import TABLE, find_factory
@@ -254,6 +254,15 @@ def test_what_the_engine_cuts_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         [(0, 7, Stop.GRAMMAR)],
         Reason.NO_MATCH,
     )
+
+
+def test_a_grammar_reads_a_continuation_after_the_draft_that_it_continues() -> None:
+    def allows(tokens: tuple[int, ...]) -> int:
+        return next((i for i, token in enumerate(tokens) if token != TEN[i]), len(tokens))
+
+    seq = make_sequence([5], grammar=SimpleNamespace(allows=allows))
+    assert fit(Draft((3, 4, 9), ("b",) * 3), 3, seq, ahead=(1, 2)).tokens == (3, 4)
+    assert fit(Draft((1, 2), ("b",) * 2), 3, seq, ahead=(1, 2)).tokens == ()
 
 
 def test_an_empty_draft_gives_the_round_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

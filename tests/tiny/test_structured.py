@@ -16,9 +16,9 @@ from speculon import LLM
 from speculon.core.config import SamplingParams
 from speculon.speculation.proposers import compose
 from tests.tiny import demo_forms
-from tests.tiny.conftest import tiny_model
+from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.demo_texts import MISSING
-from tests.tiny.drafting import DRAFT, noisy_draft
+from tests.tiny.drafting import DRAFT, noisy_draft, use_draft
 from tests.tiny.forms import ENDLESS, FORMS, check, engine_of, words
 from tests.tiny.scripted import Key, Request, Result, drain, script
 
@@ -104,6 +104,25 @@ def test_forced_tokens_are_drafted_and_save_calls() -> None:
                 result.stats.target_calls < 0.7 * alone[key].stats.target_calls
                 and result.tokens == alone[key].tokens
             )
+
+
+def test_a_drafter_knows_what_the_grammar_allows_after_its_own_drafts() -> None:
+    """The target as its own drafter is always right, though every second token is of other letters."""
+    use_draft(tiny_target("llama"))
+    engine = engine_of(speculation=DRAFT)
+    params = SamplingParams(temperature=0, structured={"regex": "([ab][cd]){8}"})
+    engine.add_request([1, 30, 31], params, {"method": "draft_model", "num_speculative_tokens": 4}, "r")
+    (result,) = drain(engine).values()
+    assert len(spell(result)) == 16
+    assert result.stats.target_calls == 4  # the prompt's token, and three times five
+
+
+def test_samples_have_a_place_of_their_own_in_the_grammar() -> None:
+    request = next(one for one in requests_of("sampled", n=3) if one.id.startswith("nested"))
+    texts = {spell(result) for result in write([request]).values()}
+    assert len(texts) == 3
+    for text in texts:
+        check("nested", text)
 
 
 @pytest.mark.parametrize("speculation", [OFF, {"num_speculative_tokens": 0}], ids=str)
