@@ -52,6 +52,23 @@ def reference_chain(
     return drafts, torch.stack(hiddens)
 
 
+def reference_path(
+    tensors: Tensors,
+    head: Any,
+    ids: list[int],
+    taps: Tensor,
+    path: tuple[int, ...],
+    embed: Tensor | None = None,
+    lm_head: Tensor | None = None,
+) -> Tensor:
+    """Logits [Vd] after x_n and the drafts of `path`, which are the target's ids."""
+    tokens, u = list(ids[1:]), fuse(tensors, head, taps)
+    for draft in path:
+        hidden, _ = forward(tensors, head, tokens, u, embed, lm_head)
+        tokens, u = [*tokens, draft], torch.cat([u, hidden[-1:]])
+    return forward(tensors, head, tokens, u, embed, lm_head)[1][-1]
+
+
 def as_target_id(tensors: Tensors, j: int) -> int:
     return j + int(tensors["d2t"][j]) if "d2t" in tensors else j
 

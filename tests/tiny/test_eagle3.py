@@ -14,10 +14,11 @@ from torch import Tensor
 
 from speculon import LLM
 from speculon.core.config import SamplingParams
-from speculon.core.types import Reason
+from speculon.core.types import Draft, Reason
 from speculon.drafters import layers as drafter_layers
 from speculon.drafters.eagle3 import network as eagle3
 from speculon.drafters.eagle3.network import Eagle3Network, FirstLayer
+from tests.tiny.eagle_reference import reference_path
 from tests.tiny.heads import (
     CONTEXT,
     FORMATS,
@@ -29,6 +30,7 @@ from tests.tiny.heads import (
     deep_target,
     folder_of,
     head_of,
+    true_taps,
     watch_heads,
     write_eagle3,
     wrong_rows,
@@ -210,6 +212,38 @@ def test_drafts_of_a_reduced_vocabulary_carry_a_whole_distribution(sampling: str
     for probs in seen if sampling != "matching" else ():
         torch.testing.assert_close(probs[:, inside].sum(-1), torch.ones(len(probs)))
         assert probs.shape[1] == 96
+
+
+def test_nodes_of_trees_are_those_of_the_formula(tmp_path: Path) -> None:
+    """The share that the head gives each node is its probability after the drafts on its path."""
+    certain = {"logit_scale": 4.0}  # of a head in doubt all nodes would follow the same token
+    head, model = head_of(**certain), deep_model()
+    folder = folder_of(write_eagle3(tmp_path, model.config, **certain))
+    engine = make_engine(deep_target(), speculation=folder)
+    drafter: Any = proposer_of(engine, "eagle3")
+    propose, trees = drafter.propose_trees, dict[tuple[int, ...], Draft]()
+
+    def note(seqs: Any, *args: Any) -> Any:
+        drafts = propose(seqs, *args)
+        trees.update(zip((tuple(seq.tokens) for seq in seqs), drafts, strict=True))
+        return drafts
+
+    drafter.propose_trees = note
+    params = SamplingParams(max_tokens=6, ignore_eos=True, **GREEDY)
+    for request in requests_of("greedy")[:2]:
+        engine.add_request(request.prompt, params, {**ask(6), "draft_depth": 3}, request.id)
+    drain(engine)
+    shared = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    depths = set()
+    for tokens, draft in trees.items():
+        ids = [*tokens]
+        taps = true_taps(ids, head.taps)[:-1]
+        for (*path, token), share in zip(draft.prefixes[1:], draft.confidence or (), strict=True):
+            with torch.inference_mode():
+                logits = reference_path(head.tensors, head, ids, taps, tuple(path), *shared)
+            assert share == pytest.approx(float(logits.softmax(-1)[token]), rel=1e-3), (ids, path, token)
+            depths.add(len(path))
+    assert depths == {0, 1, 2}
 
 
 def test_a_prefix_hit_loses_no_block_and_no_draft(tmp_path: Path) -> None:
