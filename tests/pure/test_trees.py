@@ -40,6 +40,13 @@ def test_branches_of_a_preorder_are_all_paths(parents: tree.Parents) -> None:
     assert rows == {node: path(ordered, node) for node in range(len(parents))}
 
 
+@pytest.mark.parametrize("right", range(4))
+def test_of_a_chain_all_drafts_before_the_first_wrong_one_are_accepted(right: int) -> None:
+    samples = [5, 6, 7, 8]
+    samples[right] = 9  # the last of them follows the whole draft
+    assert list(Draft((5, 6, 7), ("x",) * 3).accepted(samples)) == list(range(right))
+
+
 def test_an_order_changes_no_path() -> None:
     chance = random.Random(3)
     for _ in range(200):
