@@ -35,7 +35,7 @@ from rich.table import Table
 from speculon.measure.bench.provenance import commit, machine, versions
 
 ROOT = Path(__file__).resolve().parents[2]
-SUITES = ["tests/pure", "tests/server", "tests/tiny", "tests/stat"]  # of `make test`
+SUITES = ["tests/pure", "tests/differential", "tests/server", "tests/tiny", "tests/stat"]  # of `make test`
 SOAK = "tests/soak"
 
 Item, Result = TypeVar("Item"), TypeVar("Result")

@@ -22,6 +22,11 @@ def test_a_mutant_changes_one_place_of_the_package_and_compiles(mutant: Mutant) 
     compile(changed, str(place), "exec")
 
 
+def test_the_tests_that_mutants_name_are_there() -> None:
+    named = {test for mutant in MUTANTS for test in mutant.tests}
+    assert [test for test in sorted(named) if not (ROOT / test.partition("::")[0]).is_file()] == []
+
+
 def planted(old: str, new: str = "0", tests: tuple[str, ...] = ("tests/tiny/test_sum.py",)) -> Mutant:
     return Mutant(f"{old} is {new}", "a wrong sum", old, new, tests)
 
