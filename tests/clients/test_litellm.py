@@ -49,15 +49,12 @@ def test_a_refusal_names_the_field(given: dict[str, Any]) -> None:
         litellm.completion(**given, top_p=7)
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["whole", "streamed"])
-def test_hints_for_caches_change_nothing(given: dict[str, Any], whole: bool) -> None:
+def test_hints_for_caches_change_nothing(given: dict[str, Any]) -> None:
     hint = {"type": "ephemeral"}
     part = {"type": "text", "text": ASK[0]["content"], "cache_control": hint}
     hinted = {**given, "messages": [{"role": "user", "content": [part]}]}
     plain = litellm.completion(**given).choices[0].message.content
-    if whole:
-        more = {"extra_body": {"cache_control": hint, "num_ctx": 2048, "cache_prompt": True}}
-        assert litellm.completion(**hinted, **more).choices[0].message.content == plain
-    else:
-        chunks = litellm.completion(**hinted, stream=True)
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == plain
+    more = {"extra_body": {"cache_control": hint, "num_ctx": 2048, "cache_prompt": True}}
+    assert litellm.completion(**hinted, **more).choices[0].message.content == plain
+    chunks = litellm.completion(**hinted, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == plain

@@ -32,28 +32,16 @@ def test_the_address_comes_from_the_environment(
     assert only_this_machine_is_contacted == {"127.0.0.1"}, "what is contacted is noticed"
 
 
-def test_a_stream_is_the_whole_text(client: openai.OpenAI) -> None:
-    def ask(**fields: bool):  # type: ignore[no-untyped-def]
-        given = {"model": "demo", "prompt": "def add(a, b):\n", "max_tokens": 16, "temperature": 0}
-        return client.completions.create(**given, **fields)
-
-    assert "".join(chunk.choices[0].text for chunk in ask(stream=True)) == ask().choices[0].text
-
-
-def test_responses(client: openai.OpenAI) -> None:
-    answer = client.responses.create(model="demo", input=QUESTION, max_output_tokens=16, temperature=0)
-    assert answer.object == "response" and answer.output_text
-    assert answer.status == "incomplete" and answer.incomplete_details.reason == "max_output_tokens"
-    assert answer.usage.output_tokens == 16
-
-
-def test_streamed_responses(client: openai.OpenAI) -> None:
+def test_responses_whole_and_streamed(client: openai.OpenAI) -> None:
     given = {"model": "demo", "input": QUESTION, "max_output_tokens": 16, "temperature": 0}
     events = list(client.responses.create(**given, stream=True))
     assert events[0].type == "response.created" and events[-1].type == "response.incomplete"
     assert [event.sequence_number for event in events] == list(range(len(events)))
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
-    assert text == client.responses.create(**given).output_text
+    answer = client.responses.create(**given)
+    assert answer.object == "response" and text == answer.output_text
+    assert answer.status == "incomplete" and answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.usage.output_tokens == 16
 
 
 ADD = {

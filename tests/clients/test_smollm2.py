@@ -1,4 +1,4 @@
-"""A published model, SmolLM2, with openai and litellm."""
+"""A published model, SmolLM2, with openai."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import litellm
 import openai
 import pytest
 
@@ -51,14 +50,3 @@ def test_a_tool_is_called(client: openai.OpenAI) -> None:
     )
     for call in message.tool_calls or [None]:
         assert call.function.name == "add" and json.loads(call.function.arguments).keys() == {"a", "b"}
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_hints_for_caches_change_nothing(client: openai.OpenAI, smollm2_url: str, stream: bool) -> None:
-    part = {"type": "text", "text": CAPITAL[0]["content"], "cache_control": {"type": "ephemeral"}}
-    place = {"model": f"openai/{MODEL}", "api_base": smollm2_url, "api_key": "none"}
-    hinted = {**GREEDY, "messages": [{"role": "user", "content": [part]}]}
-    answer = litellm.completion(**place, **hinted, stream=stream)
-    chunks = [chunk.choices[0].delta for chunk in answer] if stream else [answer.choices[0].message]
-    plain = client.chat.completions.create(model=MODEL, **GREEDY).choices[0].message.content
-    assert "".join(one.content or "" for one in chunks) == plain
