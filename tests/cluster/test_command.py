@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
-import pytest
 
 from speculon.operations.cluster import app
 from tests.cluster.conftest import FILE
@@ -87,12 +86,3 @@ def test_the_file_of_the_document_builds() -> None:
     assert application["import_path"] == "speculon.operations.cluster:app"
     made = app({**application["args"], "state": None})
     assert made._bound_deployment.name == "Ingress"
-
-
-@pytest.mark.parametrize(("value", "message"), [("models_dir", "several models"), ("admin", "dashboard")])
-def test_what_replicas_do_not_have_is_refused(value: str, message: str, tmp_path: Path) -> None:
-    from speculon.core.errors import ConfigError
-
-    given = {"models_dir": str(tmp_path), "admin": True}[value]
-    with pytest.raises(ConfigError, match=message):
-        app({f"serve.{value}": given})
