@@ -81,12 +81,6 @@ def test_numbers_and_charts_move_under_load(browser: Browser, server: Outside) -
     grown, fastest = moves_of(page, load)
     assert grown == 32 and fastest > 0
     assert moves_of(page, lambda: None) == (0, 0)  # the twin: without load nothing moves
-    page.context.close()
-
-
-def test_memory_and_costs_are_charts(browser: Browser, server: Outside) -> None:
-    page = browser.new_context(locale="en-GB").new_page()
-    log_in(page, server.url())
     for name in ("Memory by part, MB (estimate)", "Sequences in a plain step, and its ms"):
         expect(page.get_by_label(name).locator("svg")).to_be_visible()
     page.context.close()
@@ -139,6 +133,11 @@ CONTRAST = """shown => {
   return Math.max(a, b) / Math.min(a, b) }"""
 
 
+CHART_CONTRAST = CONTRAST.replace("style.color", "style.fill").replace(
+    "style.backgroundColor", "getComputedStyle(shown.closest('.q-card')).backgroundColor"
+)
+
+
 def has_contrast(shown: Locator, script: str = CONTRAST) -> bool:
     """WCAG 2.2, 1.4.3: 4.5 to 1, soon: the colours come once the page is connected."""
     for _ in range(20):
@@ -157,32 +156,7 @@ def white_on_light_blue(page: Page) -> None:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_text_of_buttons_and_badges_has_enough_contrast(
-    theme: Literal["light", "dark"], browser: Browser, server: Outside
-) -> None:
-    page = browser.new_context(color_scheme=theme, locale="en-GB").new_page()
-    log_in(page, server.url())
-    page.goto(server.url() + "/admin/playground")
-    button = page.locator("button.bg-primary").first
-    expect(page.locator(".body--dark")).to_have_count(int(theme == "dark"))
-    assert has_contrast(button)
-    white_on_light_blue(page)
-    assert not has_contrast(button)
-    page.goto(server.url() + "/admin/models")
-    badge = page.locator(".q-badge.bg-primary").first
-    assert has_contrast(badge)
-    white_on_light_blue(page)
-    assert not has_contrast(badge)
-    page.context.close()
-
-
-CHART_CONTRAST = CONTRAST.replace("style.color", "style.fill").replace(
-    "style.backgroundColor", "getComputedStyle(shown.closest('.q-card')).backgroundColor"
-)
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_text_of_charts_has_enough_contrast(
+def test_the_text_of_charts_buttons_and_badges_has_enough_contrast(
     theme: Literal["light", "dark"], browser: Browser, server: Outside
 ) -> None:
     page = browser.new_context(color_scheme=theme, locale="en-GB").new_page()
@@ -193,6 +167,16 @@ def test_the_text_of_charts_has_enough_contrast(
     grey = {"light": "#808080", "dark": "#6a6a6a"}[theme]
     page.add_style_tag(content=f"svg text {{ fill: {grey} !important }}")
     assert not has_contrast(text, CHART_CONTRAST)  # the twin: one grey for both themes
+    page.goto(server.url() + "/admin/playground")
+    button = page.locator("button.bg-primary").first
+    assert has_contrast(button)
+    white_on_light_blue(page)
+    assert not has_contrast(button)
+    page.goto(server.url() + "/admin/models")
+    badge = page.locator(".q-badge.bg-primary").first
+    assert has_contrast(badge)
+    white_on_light_blue(page)
+    assert not has_contrast(badge)
     page.context.close()
 
 
