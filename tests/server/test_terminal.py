@@ -81,18 +81,6 @@ def test_which_server_is_open_to_others(host: str, keys: tuple[str, ...], is_ope
     assert open_to_others(host, ServeConfig(api_key=keys)) == is_open
 
 
-def test_an_open_server_warns_on_a_terminal(tmp_path: Path) -> None:
-    terminal = Terminal(tmp_path, "--host", "0.0.0.0")
-    try:
-        terminal.wait_for("listens on")
-    finally:
-        terminal.process.kill()
-        terminal.process.wait()
-    assert "WARNING: 0.0.0.0 without an API key" in terminal.text
-    frame = [line for line in terminal.lines if line[:1] in tuple("╭│╰")]
-    assert len(frame) >= 4 and all(len(line) <= WIDTH for line in frame), frame
-
-
 def test_an_open_server_warns_on_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     warn_of_open_server("0.0.0.0", as_json=False)
     lines = capsys.readouterr().err.splitlines()
@@ -103,24 +91,27 @@ def test_an_open_server_warns_on_a_pipe(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_lines_end_between_words(tmp_path: Path) -> None:
+    """From the warning of an open server to the end by Ctrl-C."""
     folder = tmp_path / "captured"
-    terminal = Terminal(tmp_path, "--capture", str(folder), "--capture-gb", "0.5")
+    terminal = Terminal(tmp_path, "--host", "0.0.0.0", "--capture", str(folder), "--capture-gb", "0.5")
     try:
         terminal.wait_for("ready in")
         found = LISTENS.search(terminal.text)
         assert found
+        url = found[1].replace("0.0.0.0", "127.0.0.1")
         body = {"prompt": "say:one two", "speculation": {"pool": "a"}}
-        response = httpx.post(found[1] + "/v1/completions", json=body, **LOCAL_HTTP)
-        refused = httpx.post(
-            found[1] + "/v1/completions", json={"prompt": "x", "max_tokens": -1}, **LOCAL_HTTP
-        )
+        response = httpx.post(url + "/v1/completions", json=body, **LOCAL_HTTP)
+        refused = httpx.post(url + "/v1/completions", json={"prompt": "x", "max_tokens": -1}, **LOCAL_HTTP)
         assert (response.status_code, refused.status_code) == (200, 400)
-        terminal.process.send_signal(signal.SIGTERM)
+        terminal.process.send_signal(signal.SIGINT)
         assert terminal.process.wait(PATIENCE) == 0
     finally:
         terminal.process.kill()
     long = [line for line in terminal.lines if len(line) > WIDTH]
     assert all(" " not in line.strip() for line in long), f"only a word longer than a line may be: {long}"
+    assert "WARNING: 0.0.0.0 without an API key" in terminal.text
+    frame = [line for line in terminal.lines if line[:1] in tuple("╭│╰")]
+    assert len(frame) >= 4, frame
     # a folder longer than a line is folded: compared without spaces
     capturing = f"capturing requests and answers of every API key in {folder}, at most 0.5 GB"
     assert capturing.replace(" ", "") in terminal.text.replace(" ", "")
@@ -130,4 +121,4 @@ def test_lines_end_between_words(tmp_path: Path) -> None:
         in terminal.text
     )
     assert any(line.startswith("  ") for line in terminal.lines), "no message was longer than a line"
-    assert terminal.lines[-1] == "stopped"
+    assert terminal.lines[-1] == "stopped" and "finishing" not in terminal.text
