@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from tests.server.inside import served, wait_until
 from tests.server.outside import LOCAL_HTTP, started
 from tests.server.test_abuse import refusal
 from tests.server.test_capture import ROUTE, by, read, settle, write
+from tests.server.test_life import Reader, gone
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -92,9 +92,12 @@ def test_a_slow_disk_loses_lines_and_delays_no_request(
     assert len(read(tmp_path)) == 4
 
 
-def test_what_was_answered_before_a_kill_is_there_after_it(tmp_path: Path) -> None:
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks processes up in /proc")
+def test_what_was_answered_before_a_kill_is_there_after_it_and_the_engine_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = tmp_path / "texts"
-    with started(tmp_path / "first", "--capture", str(folder), "--capture-gb", "0.5") as server:
+    with started(tmp_path, "--capture", str(folder), "--capture-gb", "0.5") as server:
         url = server.ready()
         for number in range(5):
             body = {"prompt": f"say:{number}"}
@@ -103,32 +106,21 @@ def test_what_was_answered_before_a_kill_is_there_after_it(tmp_path: Path) -> No
         assert (
             f"capturing requests and answers of every API key in {folder}, at most 0.5 GB\n" in server.stderr
         )
-        server.process.send_signal(signal.SIGKILL)
+        running = Reader(url, max_tokens=4000)
+        server.wait_for(running.begun)
+        (engine,) = server.children()
+        server.process.kill()
         server.process.wait()
+        wait_until(lambda: gone(engine))
+        assert "Traceback" not in server.stderr, server.stderr
     (path,) = folder.glob("*/*.jsonl")
     with path.open("ab") as file:
         file.write(b'{"prompt": "hal')
-    environment = {"SPECULON_SERVE__CAPTURE": str(folder), "SPECULON_SERVE__CAPTURE_KEY": "one\ntwo"}
-    with started(tmp_path / "second", **environment) as server:
-        url = server.ready()
-        assert (
-            "capturing requests and answers of 2 API keys in " in server.stderr
-            and "half a line" in server.stderr
-        )
+    with served(capture=str(folder), capture_key=["one", "two"]) as inside:
+        assert "half a line" in caplog.text
         for key in ("one", "three"):
-            body = {"prompt": f"say:{key}"}
-            assert (
-                httpx.post(url + "/v1/completions", json=body, headers=by(key), **LOCAL_HTTP).status_code
-                == 200
-            )
-        assert server.end() == 0, server.stderr
+            write(inside, key, f"say:{key}")
     assert [line["completion"] for line in sorted(read(folder), key=lambda line: line["time"])] == [
         *"01234",
         "one",
     ]
-
-
-def test_a_folder_that_cannot_be_ends_the_start(tmp_path: Path) -> None:
-    with started(tmp_path, "--capture", str(tmp_path / "no" / "folder")) as server:
-        assert server.process.wait(30) == 2
-        assert "serve.capture" in server.stderr and "a folder" in server.stderr
