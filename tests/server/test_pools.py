@@ -32,10 +32,19 @@ PROMPT = "say:one two three four five"
 ROUTE = "/v1/speculation/pools"
 
 
-@pytest.fixture
-def inside() -> Iterator[Inside]:
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[Inside]:
     with served(api_key=KEYS) as inside:
         yield inside
+
+
+@pytest.fixture
+def inside(keyed: Inside) -> Inside:
+    """The server of all tests, without a pool."""
+    for key in KEYS:
+        forget(keyed, key)
+    assert not keyed.engine.pools.sizes
+    return keyed
 
 
 def by(key: str) -> dict[str, str]:
@@ -152,11 +161,10 @@ def test_a_caller_has_a_pool_of_his_own(inside: Inside) -> None:
     assert inside.client.post("/v1/completions", content=odd, headers=headers).status_code == 200
 
 
-def test_a_request_may_have_no_pool(inside: Inside) -> None:
+def test_a_request_may_have_no_pool(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
     assert pools_of(inside, speculation={"pool": ""}, user="alice") == set()
-    with served(api_key=KEYS) as nothing:
-        nothing.engine.pools.max_pools = 0
-        assert pools_of(nothing, user="alice") == set()
+    monkeypatch.setattr(inside.engine.pools, "max_pools", 0)
+    assert pools_of(inside, user="alice") == set()
 
 
 def test_a_chat_has_its_caller_too(inside: Inside) -> None:
@@ -167,16 +175,16 @@ def test_a_chat_has_its_caller_too(inside: Inside) -> None:
     assert inside.engine.pools.sizes[alice] > before
 
 
-@pytest.mark.parametrize("pool", [5, ["a"], "p" * 257])
-def test_a_bad_pool_is_refused_by_name(pool: Any, inside: Inside) -> None:
-    response = inside.client.post("/v1/completions", json={"prompt": "x", "speculation": {"pool": pool}})
-    assert refusal(response, 400)["param"] == "speculation.pool"
+def test_a_bad_pool_is_refused_by_name(inside: Inside) -> None:
+    for pool in (5, "p" * 257):
+        response = inside.client.post("/v1/completions", json={"prompt": "x", "speculation": {"pool": pool}})
+        assert refusal(response, 400)["param"] == "speculation.pool"
 
 
 # deletion
 
 
-def test_a_user_is_forgotten_and_the_others_are_not(inside: Inside) -> None:
+def test_a_user_or_all_of_a_key_is_forgotten_and_the_others_are_not(inside: Inside) -> None:
     for key in KEYS:
         for user in ("alice", "bob"):
             write(inside, key, user=user)
@@ -185,40 +193,25 @@ def test_a_user_is_forgotten_and_the_others_are_not(inside: Inside) -> None:
     assert forget(inside, query="?pool=alice") == 204 and forget(inside, query="?pool=alice") == 404
     assert forget(inside, KEYS[1], "?pool=alice") == 204, "the other key's alice was another"
     assert len(inside.engine.pools.sizes) == 2
-
-
-def test_all_of_a_key_is_forgotten(inside: Inside) -> None:
-    for key in KEYS:
-        for fields in NAMES:
-            write(inside, key, **fields)
-    assert forget(inside) == 204 and len(inside.engine.pools.sizes) == 3
+    for fields in NAMES:
+        write(inside, **fields)
+    assert forget(inside) == 204 and len(inside.engine.pools.sizes) == 1
     assert forget(inside) == 404 and forget(inside, KEYS[1]) == 204 and not inside.engine.pools.sizes
 
 
-@pytest.mark.parametrize("query", ["?user=alice", "?pool=alice&pool=bob", "?pool=alice&x=1", "?x"])
-def test_a_misspelt_query_deletes_nothing(query: str, inside: Inside) -> None:
+def test_a_misspelt_query_and_the_empty_name_delete_nothing(inside: Inside) -> None:
     write(inside, user="alice")
-    refused = refusal(inside.client.delete(ROUTE + query, headers=by(KEYS[0])), 400)
-    assert refused["param"] == "query" and len(inside.engine.pools.sizes) == 1
+    for query in ("?user=alice", "?pool=alice&pool=bob", "?pool=alice&x=1", "?x"):
+        refused = refusal(inside.client.delete(ROUTE + query, headers=by(KEYS[0])), 400)
+        assert refused["param"] == "query"
+    assert forget(inside, query="?pool=") == forget(inside, query="?pool=%20") == 404
+    assert len(inside.engine.pools.sizes) == 1
 
 
-def test_the_empty_name_has_no_pool(inside: Inside) -> None:
-    write(inside, user="alice")
-    assert (
-        forget(inside, query="?pool=") == forget(inside, query="?pool=%20") == 404
-        and len(inside.engine.pools.sizes) == 1
-    )
-
-
-def test_who_may_not_enter_deletes_nothing(inside: Inside) -> None:
-    write(inside, user="alice")
-    assert forget(inside, "key-of-c") == 401 and inside.engine.pools.sizes
-
-
-def test_after_the_engine_has_ended_deletion_fails(inside: Inside) -> None:
-    engine = inside.state.pool.default.engine
-    engine.fail(EngineError("planted"))
-    assert refusal(inside.client.delete(ROUTE, headers=by(KEYS[0])), 503)["code"] == "not_ready"
+def test_after_the_engine_has_ended_deletion_fails() -> None:
+    with served() as inside:
+        inside.state.pool.default.engine.fail(EngineError("planted"))
+        assert refusal(inside.client.delete(ROUTE), 503)["code"] == "not_ready"
 
 
 # several keys
