@@ -12,7 +12,6 @@ import pytest
 from pydantic import ValidationError
 
 from speculon.core.config import EngineConfig
-from speculon.core.errors import ConfigError
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.server.schemas import ChatRequest, CompletionRequest
 from tests.server.inside import Inside, served, wait_until
@@ -44,44 +43,29 @@ BAD: dict[str, tuple[str | bytes, str | None]] = {
     "half a body": ('{"prompt": "x', None),
     "nothing": ("", None),
     "no object": ("[1, 2]", None),
-    "null": ("null", None),
-    "a number": ("17", None),
     "no text at all": (b"\xff\xfe\x00{", None),
     "utf-16": ('{"prompt": "x"}'.encode("utf-16")[:-1], None),
     "nested without end": ("[" * 100_000, None),
-    "nested and closed": ('{"prompt":' + "[" * 5000 + "]" * 5000 + "}", None),
     "NaN": ('{"prompt": "x", "temperature": NaN}', "temperature"),
-    "infinite": ('{"prompt": "x", "temperature": Infinity}', "temperature"),
-    "minus infinity": ('{"prompt": "x", "presence_penalty": -Infinity}', "presence_penalty"),
     "beyond floats": ('{"prompt": "x", "temperature": 1e999}', "temperature"),
     "NaN as a bias": ('{"prompt": "x", "logit_bias": {"5": NaN}}', "logit_bias.5"),
     "negative": ('{"prompt": "x", "max_tokens": -1}', "max_tokens"),
     "huge": ('{"prompt": "x", "max_tokens": 1' + "0" * 300 + "}", "max_tokens"),
     "huger than numbers are read": ('{"prompt": "x", "seed": 1' + "0" * 6000 + "}", None),
-    "a huge seed": ('{"prompt": "x", "seed": ' + str(2**64) + "}", "seed"),
     "a huge top_k": ('{"prompt": "x", "top_k": ' + str(2**70) + "}", "top_k"),
-    "n = 0": ('{"prompt": "x", "n": 0}', "n"),
     "n = 65": ('{"prompt": "x", "n": 65}', "n"),
-    "text for a number": ('{"prompt": "x", "max_tokens": "5"}', "max_tokens"),
     "truth for a number": ('{"prompt": "x", "max_tokens": true}', "max_tokens"),
-    "a number for truth": ('{"prompt": "x", "stream": 1}', "stream"),
     "half a surrogate": ('{"prompt": "\\ud800"}', "prompt"),
-    "half a surrogate to stop at": ('{"prompt": "x", "stop": ["\\ud800"]}', "stop"),
-    "half a surrogate to choose": ('{"prompt": "x", "guided_choice": ["a\\ud800"]}', "guided_choice"),
     "half a surrogate in a schema": ('{"prompt": "x", "guided_json": {"const": "\\ud800"}}', "guided_json"),
     "half a surrogate as a name": ('{"prompt": "x", "\\ud800": 1}', None),
     "10,000 stop strings": (json.dumps({"prompt": "x", "stop": ["s"] * 10_000}), "stop"),
-    "a huge stop string": (json.dumps({"prompt": "x", "stop": "s" * 100_000}), "stop"),
     "5,000 biases": (
         json.dumps({"prompt": "x", "logit_bias": {str(i): 1 for i in range(5000)}}),
         "logit_bias",
     ),
-    "a bias of no token": ('{"prompt": "x", "logit_bias": {"the": 1}}', "logit_bias"),
     "an empty prompt": ('{"prompt": ""}', "prompt"),
-    "no prompts": ('{"prompt": []}', "prompt"),
     "no ids": ('{"prompt": [[]]}', "prompt.0"),
     "65 prompts": (json.dumps({"prompt": ["x"] * 65}), "prompt"),
-    "mixed prompts": ('{"prompt": ["x", 1]}', "prompt.1"),
     "an unknown token": ('{"prompt": [999]}', "prompt"),
     "a negative token": ('{"prompt": [-1]}', "prompt.0"),
     "no prompt": ("{}", "prompt"),
@@ -91,8 +75,6 @@ BAD: dict[str, tuple[str | bytes, str | None]] = {
     "more sequences than places": ('{"prompt": ["a","b","c","d","e"], "n": 64}', "n"),
     "longer than the context": (json.dumps({"prompt": "x" * 5000}), None),
     "more tokens than allowed": ('{"prompt": "x", "max_tokens": 4001}', "max_tokens"),
-    "min above max": ('{"prompt": "x", "max_tokens": 3, "min_tokens": 4}', "min_tokens"),
-    "best_of": ('{"prompt": "x", "best_of": 2}', "best_of"),
 }
 
 
@@ -106,6 +88,7 @@ def test_bad_bodies_are_refused_by_name(inside: Inside, caplog: pytest.LogCaptur
         wait_until(lambda: caplog.messages)
     assert error["type"] == "invalid_request_error"
     assert param is None or error["param"] == param, error
+    assert case != "a negative token" or "greater than or equal to 0" in error["message"]
     (line,) = caplog.messages
     assert line.startswith(response.headers["x-request-id"] + " 400 /v1/completions ") and "\n" not in line
     assert inside.metric('speculon_http_requests_total{route="/v1/completions",status="400"}') == counted + 1
@@ -200,10 +183,6 @@ def test_what_exceeds_the_context_does_not_travel(
     assert error["code"] == "context_length_exceeded" and not sent
 
 
-def test_a_negative_token_is_named(inside: Inside) -> None:
-    assert "greater than or equal to 0" in refusal(inside.post("completions", prompt=[-1]), 400)["message"]
-
-
 def nested(depth: int) -> Any:
     value: Any = {}
     for _ in range(depth):
@@ -211,7 +190,7 @@ def nested(depth: int) -> Any:
     return value
 
 
-@pytest.mark.parametrize("depth", [200, 400, 900])
+@pytest.mark.parametrize("depth", [200, 900])
 @pytest.mark.parametrize(
     "place", ["tools", "response_format", "chat_template_kwargs", "metadata", "message", "prediction"]
 )
@@ -241,19 +220,14 @@ def test_prompts_of_any_characters_are_written(inside: Inside) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "content_type",
-    ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", None],
-)
+@pytest.mark.parametrize("content_type", ["text/plain", "multipart/form-data; boundary=x", "", None])
 def test_other_content_types_are_refused(inside: Inside, content_type: str | None) -> None:
     headers = {} if content_type is None else {"content-type": content_type}
     error = refusal(inside.client.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers), 400)
     assert "content-type" in error["message"]
 
 
-@pytest.mark.parametrize(
-    "content_type", ["application/json", "application/json; charset=utf-8", "Application/JSON"]
-)
+@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "Application/JSON"])
 def test_json_is_json(inside: Inside, content_type: str) -> None:
     response = inside.client.post(
         "/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": content_type}
@@ -276,8 +250,7 @@ def test_other_models_are_not_found(inside: Inside, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["/", "/v1", "/v1/nothing", "/v1/completions/", "/%0Aforged", "/../etc/passwd", "/v1/models/other"],
+    "path", ["/", "/v1/completions/", "/%0Aforged", "/../etc/passwd", "/v1/models/other"]
 )
 def test_unknown_routes_are_not_found(inside: Inside, caplog: pytest.LogCaptureFixture, path: str) -> None:
     counted = inside.metric("speculon_http_requests_total")
@@ -290,34 +263,26 @@ def test_unknown_routes_are_not_found(inside: Inside, caplog: pytest.LogCaptureF
     assert "forged" not in labels and "passwd" not in labels, "clients must not invent labels"
 
 
-METHODS = [
-    ("GET", "/v1/completions", "POST"),
-    ("PUT", "/v1/chat/completions", "POST"),
-    ("POST", "/v1/models", "GET, HEAD"),
-    ("DELETE", "/health", "GET, HEAD"),
-    ("POST", "/v1/speculation/capabilities", "GET, HEAD"),
-]
-
-
-@pytest.mark.parametrize(("method", "path", "allowed"), METHODS)
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [("GET", "/v1/completions", "POST"), ("POST", "/v1/models", "GET, HEAD")],
+)
 def test_other_methods_are_refused(inside: Inside, method: str, path: str, allowed: str) -> None:
     response = inside.client.request(method, path)
     refusal(response, 405)
     assert response.headers["allow"] == allowed
 
 
-@pytest.mark.parametrize(
-    ("sent", "kept"),
-    [("abc-1.2:3_x", True), ("x" * 64, True), ("x" * 65, False), ("a b", False), ("é", False)],
-)
-def test_request_ids_are_echoed(inside: Inside, sent: str, kept: bool) -> None:
-    for path in ("/health", "/v1/nothing"):
-        answered = inside.client.get(path, headers={"x-request-id": sent.encode()}).headers["x-request-id"]
-        assert (answered == sent) == kept and answered
+def test_request_ids_are_echoed_or_each_answer_has_one_of_its_own(inside: Inside) -> None:
+    def answered(sent: str, path: str = "/health") -> str:
+        headers = {"x-request-id": sent.encode()}
+        return inside.client.get(path, headers=headers).headers["x-request-id"]
 
-
-def test_every_answer_has_an_id_of_its_own(inside: Inside) -> None:
-    assert len({inside.client.get("/health").headers["x-request-id"] for _ in range(5)}) == 5
+    for sent in ("abc-1.2:3_x", "x" * 64):
+        assert answered(sent) == answered(sent, "/v1/nothing") == sent
+    refused = ["x" * 65, "a b", "é"]
+    own = {answered(sent) for sent in refused}
+    assert len(own) == 3 and not own & {"", *refused}
 
 
 def test_what_may_fall_is_no_counter(inside: Inside) -> None:
@@ -362,10 +327,9 @@ def test_only_the_key_opens() -> None:
             assert response.headers["www-authenticate"] == "Bearer"
         for right in ("Bearer secret", "bearer secret", "BEARER  secret"):
             assert inside.client.get("/v1/models", headers={"authorization": right}).status_code == 200
-        for path in ("/health", "/ready", "/live"):
+        for path in ("/health", "/ready", "/live", "/ping"):
             assert inside.client.get(path, headers={"authorization": ""}).status_code == 200
-        closed = ("/metrics", "/v1/nothing", "/openapi.json", "/docs", "/v1/speculation/capabilities")
-        for path in closed:
+        for path in ("/metrics", "/v1/nothing", "/openapi.json", "/docs", "/version"):
             assert inside.client.get(path, headers={"authorization": ""}).status_code == 401
         assert inside.metric('speculon_http_requests_total{route="/v1/models",status="401"}') == 8
 
@@ -375,20 +339,6 @@ def test_a_key_may_be_any_text() -> None:
         for token, status in (("schlüssel 🔑", 200), ("schlüssel", 401)):
             headers = {"authorization": ("Bearer " + token).encode()}
             assert inside.client.get("/v1/models", headers=headers).status_code == status
-
-
-def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[Any] = []
-    monkeypatch.setattr("hmac.compare_digest", lambda a, b: compared.append((a, b)) or a == b)
-    with served(api_key="secret") as inside:
-        assert inside.client.get("/v1/models").status_code == 200
-        assert (b"secret", b"secret") in compared
-
-
-def test_an_empty_key_is_no_key() -> None:
-    """As from a variable that was never set: the server must not stand open for it."""
-    with pytest.raises(ConfigError, match="api_key"):
-        EngineConfig(serve={"api_key": ""})
 
 
 def test_the_key_is_never_shown() -> None:

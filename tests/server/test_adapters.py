@@ -70,7 +70,7 @@ def test_models_list_their_adapters(client: openai.OpenAI) -> None:
     assert client.models.retrieve("tiny:two") == cards[2]
 
 
-@pytest.mark.parametrize("name", ["tiny:three", "tiny:", "other:one", ":one", "tiny:one:two"])
+@pytest.mark.parametrize("name", ["tiny:three", "tiny:", "other:one"])
 def test_an_unknown_adapter_is_an_unknown_model(name: str, client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.completions.create(model=name, **BODY)

@@ -68,7 +68,7 @@ def test_what_the_table_denies_is_refused_with_its_key(inside: Inside, feature: 
     assert feature in table_of(inside)
 
 
-@pytest.mark.parametrize("body", [{"temperature": -1}, {"n": 0}, {"n": "x"}, {"unknown": 1}, {"prompt": ""}])
+@pytest.mark.parametrize("body", [{"temperature": -1}, {"n": 0}, {"unknown": 1}])
 def test_other_refusals_have_openai_s_shape(inside: Inside, body: dict[str, Any]) -> None:
     assert set(error_of(inside, **body)) == {"message", "type", "param", "code"}
 

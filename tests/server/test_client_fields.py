@@ -44,7 +44,7 @@ def test_a_seed_of_minus_one_is_no_seed(seed: Any) -> None:
     assert [request.params.seed for request in bodies] == [None] * 3
 
 
-@pytest.mark.parametrize("seed", [2**64 - 1, 2**63, -(2**63) - 1])
+@pytest.mark.parametrize("seed", [2**63, -(2**63) - 1])
 def test_seeds_beyond_the_range_are_refused_with_it(inside: Inside, seed: int) -> None:
     response = inside.post("completions", prompt="x", seed=seed)
     error = response.json()["error"]
@@ -112,15 +112,11 @@ TOOL = {"type": "function", "function": {"name": "now", **CACHED}, **CACHED}
 NEUTRAL: list[dict[str, Any]] = [
     {"best_of": 1},
     {"best_of": 2, "n": 2},
-    {"cache_prompt": True},
     {"cache_prompt": False},
     {"num_ctx": 4096},
     {"truncate_prompt_tokens": None},
     {"documents": None},
-    {"mm_processor_kwargs": None},
-    {"repeat_penalty": 1.0},
     {"repeat_penalty": 1.1, "repetition_penalty": 1.1},
-    {"max_completion_tokens": 9},
     {"max_completion_tokens": 9, "max_tokens": 9},
     {"think": False},
     {"enable_thinking": True, "think": "high"},
@@ -131,7 +127,6 @@ NEUTRAL: list[dict[str, Any]] = [
 OF_CHATS: list[dict[str, Any]] = [
     {"documents": []},
     {"logprobs": False, "top_logprobs": 0},
-    {"top_logprobs": 0},
     {"messages": [{"role": "user", "content": PARTS, **CACHED}]},
     {"messages": [*USER, {"role": "assistant", "content": [{"type": "output_text", "text": "x"}]}, *USER]},
     {"tools": [TOOL], "tool_choice": "none"},
@@ -165,10 +160,6 @@ def check_chat(inside: Inside, body: dict[str, Any]) -> None:
         ("completions", {"documents": [{"text": "x"}]}),
         ("completions", {"repeat_penalty": 1.1, "repetition_penalty": 1.2}),
         ("completions", {"max_completion_tokens": 3, "max_tokens": 4}),
-        ("completions", {"num_ctx": "many"}),
-        ("chat/completions", {"best_of": 3}),
-        ("chat/completions", {"truncate_prompt_tokens": -1}),
-        ("chat/completions", {"documents": [{"text": "x"}]}),
         ("chat/completions", {"echo": True}),
         ("chat/completions", {"top_logprobs": 2, "logprobs": False}),
         ("chat/completions", {"enable_thinking": True, "think": False}),
