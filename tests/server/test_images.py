@@ -22,7 +22,7 @@ from speculon.core.media.prompts import Images, Processor
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.server import middleware
 from speculon.server.pool.catalogue import Catalogue
-from tests.images import animated, bomb, data_url, file_of, handing_out, only_a_header, pixels
+from tests.images import bomb, data_url, file_of, handing_out, pixels
 from tests.server.inside import Inside, ScriptedLoader, serving, wait_until
 from tests.server.scripted import Bytes
 from tests.server.test_abuse import refusal
@@ -188,20 +188,13 @@ def ten_thousand() -> dict[str, Any]:
 
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "truncated": (chat(image(data_url(file_of(pixels(200, 200))[:600]))), "image_url", "cannot be decoded"),
-    "100 megapixels": (chat(image(data_url(only_a_header()))), "image_url", "10000 x 10000 pixels"),
     "a bomb": (chat(image(data_url(bomb()))), "image_url", "12000 x 12000 pixels"),
-    "svg": (chat(image(data_url(b"<svg/>", "image/svg+xml"))), "image_url", "PNG, JPEG, WebP, GIF or BMP"),
-    "a pdf": (chat(image(data_url(b"%PDF", "application/pdf"))), "image_url", "must begin with data:image/"),
-    "animated": (chat(image(data_url(animated("GIF")))), "image_url", "an animated image"),
-    "no base64": (chat(image("data:image/png;base64,A")), "image_url", "no base64"),
     "a file": (chat(image("file:///etc/passwd")), "image_url", "must begin with data:"),
-    "a path": (chat(image("/etc/passwd")), "image_url", "must begin with data:"),
     "remote": (chat(image("http://127.0.0.1:1/a.png")), "image_url", "images are not fetched"),
     "too many": (chat(*[image()] * 5), "messages", "at most 4 in a request"),
     "10,000": (ten_thousand(), "messages", "10000 images': at most 4 in a request"),
     "in one message": (chat(*[image("data:image/png;base64,AAAA")] * 2000), "messages.0.content", "1024"),
     "audio": (chat({"type": "input_audio", "input_audio": {}}), "type", "only text and images are read"),
-    "a video": (chat({"type": "video_url", "video_url": {"url": "x"}}), "type", "only text and images"),
     "a stored file": (chat({"type": "input_image", "file_id": "f"}), "file_id", "no files are stored"),
     "no URL": (chat({"type": "image_url"}), "image_url", "is needed"),
     "a placeholder": (chat(image(), text("\x01")), "messages", "2 times '\\x01' in the text of 1 images"),
@@ -247,7 +240,6 @@ def test_refused_urls_are_not_logged(inside: Inside, caplog: pytest.LogCaptureFi
     [
         ([{"type": "input_image"}], "input.0.content.0.image_url"),
         ([{"type": "input_text", "text": "x"}, {"type": "input_audio"}], "input.0.content.1.type"),
-        ([{"type": "input_image", "file_id": "f"}], "input.0.content.0.file_id"),
         ([{"type": "input_image", "image_url": "x"}], "input"),
     ],
 )
@@ -335,8 +327,8 @@ def test_hostile_bodies_are_searched_quickly() -> None:
 
 
 def test_remote_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow one holds no text; one inside the network is not asked for."""
-    held, public = threading.Event(), "93.184.215.14"
+    """A slow one holds no text; one of another host is not asked for."""
+    held = threading.Event()
 
     def slow(handler: Any) -> None:
         held.wait(10)
@@ -344,33 +336,25 @@ def test_remote_images(monkeypatch: pytest.MonkeyPatch) -> None:
         handler.end_headers()
         handler.wfile.write(file_of(A))
 
-    def addresses(host: str, port: int, *_: Any, **__: Any) -> list[Any]:
-        return [(0, 0, 0, "", ("10.0.0.1" if host == "inside.test" else public, port))]
-
-    inside_the_network = (302, {"location": "http://inside.test/a.png"}, b"")
-    answers: dict[str, Any] = {"/a.png": (200, {}, file_of(A)), "/slow": slow, "/inside": inside_the_network}
+    answers: dict[str, Any] = {"/a.png": (200, {}, file_of(A)), "/slow": slow}
     with (
         handing_out(answers) as (port, paths),
-        seeing(remote_images=True, remote_image_hosts=["images.test", "inside.test"]) as inside,
+        seeing(remote_images=True, remote_image_hosts=["images.test"]) as inside,
     ):
-        connected: list[str] = []
 
         def connect(found: list[str], number: int, deadline: float) -> Any:
-            connected.extend(found)
             return remote.socket.create_connection(("127.0.0.1", port), 5)
 
         monkeypatch.setattr(remote, "connect", connect)
-        monkeypatch.setattr(remote, "public_addresses", lambda *at: checked(addresses(*at)))
+        monkeypatch.setattr(remote, "public_addresses", lambda *_: ["93.184.215.14"])
         url = "http://images.test"
         assert (
             inside.post("chat/completions", **chat(image(url + "/a.png"), text("say:x"))).status_code == 200
         )
         check_sent(inside, A)
-        error = refusal(inside.post("chat/completions", **chat(image(url + "/inside"))), 400)
-        assert "an address that is not public" in error["message"] and error["feature"] == "images"
         error = refusal(inside.post("chat/completions", **chat(image("http://other.test/a.png"))), 400)
-        assert "not among remote_image_hosts" in error["message"]
-        assert set(connected) == {public} and paths == ["/a.png", "/inside"]
+        assert "not among remote_image_hosts" in error["message"] and error["feature"] == "images"
+        assert paths == ["/a.png"]
         answer: list[int] = []
         body = chat(image(url + "/slow"), text("say:x"))
         waiting = threading.Thread(
@@ -383,14 +367,6 @@ def test_remote_images(monkeypatch: pytest.MonkeyPatch) -> None:
         held.set()
         waiting.join(10)
         assert answer == [200]
-
-
-def checked(found: list[Any]) -> list[str]:
-    """As `public_addresses`, of another resolver."""
-    names = [entry[4][0] for entry in found]
-    if not all(map(remote.is_public, names)):
-        raise remote.NotFetched("its host has an address that is not public")
-    return names
 
 
 # capture
