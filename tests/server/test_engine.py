@@ -20,7 +20,7 @@ from speculon.engine import async_engine, worker
 from speculon.engine.async_engine import AsyncEngine
 from speculon.engine.messages import Abort, Add, Admitted, Outputs, Refused, Shutdown, Statistics
 from speculon.engine.waiting import OutputQueue
-from tests.server.inside import ThreadEngine, cut, process_of
+from tests.server.inside import ThreadEngine, process_of
 from tests.server.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.timeout(30)
@@ -127,20 +127,6 @@ async def test_closing_a_queue_ends_its_sequences() -> None:
         assert engine.inner.aborted == ["r"] * 3
 
 
-@running
-async def test_abort_all_ends_every_queue() -> None:
-    async with begun(step_seconds=0.01, settings={"model": "scripted", "max_num_seqs": 2}) as engine:
-        queues = [await engine.submit([ask(f"r-{i}", max_tokens=2000)]) for i in range(4)]
-        await queues[0].take()
-        engine.abort_all()
-        for queue in queues:
-            ends = []
-            while events := await queue.take():
-                ends += [event.finish.reason for event in events if event.finish]
-            assert ends == ["abort"]
-            queue.close()
-
-
 # ends
 
 
@@ -170,17 +156,6 @@ async def test_submitting_while_it_stops_is_refused_by_name() -> None:
         await engine.stop()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(result, EngineError | OutputQueue), result
-
-
-@running
-async def test_a_dead_pipe_is_an_error_of_ours() -> None:
-    async with begun() as engine:
-        cut(engine)
-        with pytest.raises(EngineError):
-            for i in range(3):
-                queue = await engine.submit([ask(f"r-{i}")])
-                await all_of(queue)
-        await asyncio.wait_for(engine.ended.wait(), 5)
 
 
 @running

@@ -8,45 +8,21 @@ from typing import Any
 
 import pytest
 
-from speculon.core.config.serve import ServeConfig
 from speculon.core.types import Finish, TokenLogprobs
 from speculon.decoding.sequence import Event
-from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.server.answer import Answer
 from speculon.server.completions import read_completion
-from speculon.server.model import ServedModel
 from speculon.server.schemas import CompletionRequest
+from tests.server.test_client_fields import MODEL
 
 ASK: dict[str, Any] = {
-    "prompt": [5, 6, 7],
+    "prompt": [*b"fgh"],
     "max_tokens": 1,
     "temperature": 0,
     "logprobs": 1,
     "echo": True,
     "seed": 1234,
 }
-
-
-class Letters:
-    """One letter per token."""
-
-    def __len__(self) -> int:
-        return 26
-
-    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
-        return {"input_ids": [ord(letter) - ord("a") for letter in text]}
-
-    def decode(self, ids: list[int], **options: Any) -> str:
-        return "".join(chr(ord("a") + token) for token in ids)
-
-    def convert_ids_to_tokens(self, token: int) -> str:
-        return self.decode([token])
-
-    def convert_tokens_to_ids(self, token: str) -> int:
-        return ord(token) - ord("a")
-
-
-MODEL = ServedModel("m", Tokenizer(Letters()), 100, 256, "off", ServeConfig())
 
 
 @pytest.mark.parametrize(
@@ -60,15 +36,15 @@ def test_the_one_token_is_there_even_where_it_ends_the_text(change: dict[str, An
 
 def test_the_table_has_an_entry_for_every_token_and_none_before_the_first() -> None:
     answer = Answer("cmpl-1", read_completion(CompletionRequest(**ASK), MODEL), MODEL)
-    scored = tuple(TokenLogprobs(token, -token / 10, 2, ((9, -0.1),)) for token in (6, 7))
-    last = TokenLogprobs(0, -0.5, 1, ((0, -0.5),))
+    scored = tuple(TokenLogprobs(token, -token / 10, 2, ((ord("j"), -0.1),)) for token in b"gh")
+    last = TokenLogprobs(ord("a"), -0.5, 1, ((ord("a"), -0.5),))
     events = [
         Event("cmpl-1-0", 0, (), prompt_logprobs=scored),
-        Event("cmpl-1-0", 0, (0,), logprobs=(last,), finish=Finish("length")),
+        Event("cmpl-1-0", 0, (ord("a"),), logprobs=(last,), finish=Finish("length")),
     ]
     deltas = [delta for event in events if (delta := answer.push(event)) is not None]
     table = answer.whole(deltas)["choices"][0]["logprobs"]
     assert table["tokens"] == ["f", "g", "h", "a"]
-    assert table["token_logprobs"] == [None, -0.6, -0.7, -0.5]
-    assert table["top_logprobs"] == [None, {"g": -0.6, "j": -0.1}, {"h": -0.7, "j": -0.1}, {"a": -0.5}]
+    assert table["token_logprobs"] == [None, -10.3, -10.4, -0.5]
+    assert table["top_logprobs"] == [None, {"g": -10.3, "j": -0.1}, {"h": -10.4, "j": -0.1}, {"a": -0.5}]
     assert table["text_offset"] == [0, 1, 2, 3]

@@ -130,22 +130,8 @@ def check_that_figures_move(inside: Inside) -> None:
     assert view == account
 
 
-def test_figures_move_while_an_answer_is_written(tmp_path: Path) -> None:
-    with slow_server(tmp_path) as inside:
-        check_that_figures_move(inside)
-
-
-def test_counters_that_move_at_the_end_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twin."""
-    monkeypatch.setattr(Engine, "current_counters", lambda engine: engine.counters)
-    with slow_server(tmp_path) as inside, pytest.raises(AssertionError, match="generated_tokens"):
-        check_that_figures_move(inside)
-
-
-def test_what_a_row_has_so_far_is_what_the_account_tells(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The events tell all of it: no message is sent for it."""
+def test_figures_move_while_an_answer_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a row has so far is what the account tells; it comes with the events, without a message more."""
     seen: list[Choice] = []
     push = Choice.push
 
@@ -153,11 +139,19 @@ def test_what_a_row_has_so_far_is_what_the_account_tells(
         seen.append(choice)
         return push(choice, event)
 
-    monkeypatch.setattr(Choice, "push", kept)
     with slow_server(tmp_path) as inside:
+        check_that_figures_move(inside)
+        monkeypatch.setattr(Choice, "push", kept)
         body = {"prompt": "import os\n", "max_tokens": 40, "ignore_eos": True, "n": 2, "seed": 3}
         assert inside.post("completions", **body).status_code == 200
     for choice in set(seen):
         assert choice.stats is not None and choice.stats.rounds
         so_far, whole = choice.so_far.account(), choice.stats.account()
         assert all(getattr(so_far, name) == getattr(whole, name) for name in IN_PROGRESS)
+
+
+def test_counters_that_move_at_the_end_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin."""
+    monkeypatch.setattr(Engine, "current_counters", lambda engine: engine.counters)
+    with slow_server(tmp_path) as inside, pytest.raises(AssertionError, match="generated_tokens"):
+        check_that_figures_move(inside)

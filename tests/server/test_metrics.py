@@ -75,11 +75,3 @@ def test_proposals_are_counted_by_method_and_stop_and_matches_are_a_histogram() 
     assert buckets == {**{float(n): (n >= 2) + 2 * (n >= 5) for n in MATCH_TOKENS}, float("inf"): 3}
     beyond = [s.value for s in samples if s.labels["method"] == "plug-in" and "le" in s.labels]
     assert beyond == [*[0] * len(MATCH_TOKENS), 1], "a match beyond the last bound"
-
-
-def test_before_any_proposal_there_are_no_samples_of_them() -> None:
-    found = page(RequestStats())
-    assert found["speculon_proposal_stops"] == ("counter", []) and found["speculon_match_tokens"] == (
-        "histogram",
-        [],
-    )

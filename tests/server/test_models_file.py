@@ -19,7 +19,7 @@ from speculon.server.pool.catalogue import Catalogue
 from speculon.server.pool.loader import GB
 from speculon.speculation.proposers.registry import methods
 from tests.server.inside import ScriptedLoader, serving
-from tests.server.test_several_models import PATHS, Pool, several
+from tests.server.test_several_models import PATHS, Pool
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -98,12 +98,6 @@ def test_a_name_of_two_models_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'c' is a name of two models: c and a"):
         with with_tables(tmp_path, '[models.a]\naliases = ["c"]\n'):
             pass
-
-
-def test_without_the_file_nothing_of_it_holds() -> None:
-    with several() as pool:
-        assert pool.ask("first").status_code == 404
-        assert answered(pool, "b") != ("abc", "stop") and not pool.model("b").pinned
 
 
 def test_the_file_names_the_models_unless_the_command_line_does(

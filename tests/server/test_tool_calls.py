@@ -225,8 +225,7 @@ def test_a_recogniser_that_loses_text_is_seen() -> None:
     assert read(Forgetful, ["a<tool_ca"]) != (("a<tool_ca", []), False)
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_calls_that_the_model_makes_by_itself(stream: bool) -> None:
+def test_calls_that_the_model_makes_by_itself() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     fields: dict[str, Any] = {"tools": tools, "max_tokens": 300}
     with served(template=HERMES) as inside:
@@ -240,9 +239,8 @@ def test_calls_that_the_model_makes_by_itself(stream: bool) -> None:
             (choice,) = whole["choices"]
             assert choice["finish_reason"] == reason and len(choice["message"].get("tool_calls", ())) == count
             assert choice["message"]["content"] == ("Well: " if count else text)
-            if stream:
-                more = {"stream": True, "stream_options": {"include_usage": True}}
-                check_alike(whole, events_of(inside.post("chat/completions", **body, **more)))
+            more = {"stream": True, "stream_options": {"include_usage": True}}
+            check_alike(whole, events_of(inside.post("chat/completions", **body, **more)))
 
 
 TOOLS: list[Any] = [
