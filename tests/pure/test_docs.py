@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,13 @@ def test_the_example_of_a_proposer_drafts_what_followed(example: Any) -> None:
         example.release(seq)
 
 
-@pytest.mark.parametrize("folder", sorted({path.parent for path in DOCUMENTS}), ids=named)
-def test_links_and_anchors_lead_somewhere(folder: Path) -> None:
-    found = {named(path): lost(path) for path in DOCUMENTS if path.parent == folder}
-    assert {name: links for name, links in found.items() if links} == {}
+def faulty(documents: Iterable[Path], faults_of: Callable[[Path], list[str]]) -> dict[str, list[str]]:
+    """The documents that have faults, and which."""
+    return {named(path): faults for path in documents if (faults := faults_of(path))}
+
+
+def test_links_and_anchors_lead_somewhere() -> None:
+    assert faulty(DOCUMENTS, lost) == {}
 
 
 def lost(document: Path) -> list[str]:
@@ -100,12 +104,8 @@ def faults(document: Path) -> list[str]:
     return [f"{command}: {fault}" for command, fault in found if fault]
 
 
-@pytest.mark.parametrize("document", GUIDES, ids=named)
-def test_commands_parse(document: Path) -> None:
-    assert faults(document) == []
-
-
-def test_there_are_commands_to_parse() -> None:
+def test_commands_parse() -> None:
+    assert faulty(GUIDES, faults) == {}
     shown = [call[:2] for document in GUIDES for command in commands(document) for call in calls_in(command)]
     names = {call[1] for call in shown if call[0] == "speculon" and len(call) > 1}
     assert {"generate", "chat", "serve", "bench", "check", "inspect", "train"} <= names
@@ -135,15 +135,18 @@ def test_a_planted_wrong_command_is_found(planted: str, fault: str, tmp_path: Pa
     assert fault in "\n".join(faults(page))
 
 
-@pytest.mark.parametrize("document", [path for path in GUIDES if "recipes" not in path.parts], ids=named)
-def test_flags_exist(document: Path) -> None:
-    assert [flag for flag in flags_shown(document) if flag not in flags()] == []
+def unknown_flags(document: Path) -> list[str]:
+    return [flag for flag in flags_shown(document) if flag not in flags()]
+
+
+def test_flags_exist() -> None:
+    assert faulty((path for path in GUIDES if "recipes" not in path.parts), unknown_flags) == {}
 
 
 def test_a_planted_wrong_flag_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("set `--block-size 32`, `--policy` or `--polizy NAME`", encoding="utf-8")
-    assert [flag for flag in flags_shown(page) if flag not in flags()] == ["--polizy"]
+    assert unknown_flags(page) == ["--polizy"]
 
 
 def test_the_wheel_has_the_version() -> None:
@@ -167,10 +170,12 @@ def load(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> EngineCo
     return EngineConfig()
 
 
-@pytest.mark.parametrize("document", GUIDES, ids=named)
-def test_settings_load(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for source in blocks(document, "toml"):
-        load(source, tmp_path, monkeypatch)
+def test_settings_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, document in enumerate(GUIDES):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for source in blocks(document, "toml"):
+            load(source, folder, monkeypatch)
 
 
 def test_a_planted_wrong_setting_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,25 +185,27 @@ def test_a_planted_wrong_setting_is_found(tmp_path: Path, monkeypatch: pytest.Mo
         load('[models.a]\npolizy = "fixed"\n', tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("document", GUIDES, ids=named)
-def test_variables_exist(document: Path) -> None:
+def unknown_variables(document: Path) -> list[str]:
     shown = re.findall(r"\bSPECULON_[A-Z_]+[A-Z]", document.read_text(encoding="utf-8"))
-    assert [name for name in shown if name not in variables()] == []
+    return [name for name in shown if name not in variables()]
 
 
-def test_a_planted_variable_is_none() -> None:
-    assert {"SPECULON_BLOCK_SIZE", "SPECULON_SERVE__PORT"} <= variables()
-    assert "SPECULON_BLOCK_SIZES" not in variables()
+def test_variables_exist(tmp_path: Path) -> None:
+    assert faulty(GUIDES, unknown_variables) == {}
+    planted = tmp_path / "page.md"
+    planted.write_text("SPECULON_BLOCK_SIZE, SPECULON_SERVE__PORT and SPECULON_BLOCK_SIZES", encoding="utf-8")
+    assert unknown_variables(planted) == ["SPECULON_BLOCK_SIZES"]
 
 
 # Python
 
 
-@pytest.mark.parametrize("document", GUIDES, ids=named)
-def test_python_in_documents_compiles_and_its_names_exist(document: Path) -> None:
-    for source in blocks(document, "python"):
-        compile(source, str(document), "exec")
-        assert faults_in_python(source) == []
+def python_faults(document: Path) -> list[str]:
+    return [fault for source in blocks(document, "python") for fault in faults_in_python(source)]
+
+
+def test_python_in_documents_parses_and_its_names_exist() -> None:
+    assert faulty(GUIDES, python_faults) == {}
 
 
 @pytest.mark.parametrize(
@@ -237,13 +244,10 @@ def modes_of(document: str) -> list[str]:
     return [mode for some in re.findall(r"--modes ([^\s`]+)", document) for mode in some.split(",")]
 
 
-@pytest.mark.parametrize("document", ["docs/guide.md", "docs/bench.md"])
-def test_modes_in_commands_are_modes(document: str) -> None:
-    modes = modes_of((ROOT / document).read_text(encoding="utf-8"))
-    assert modes and [parse_mode(mode).label for mode in modes] == modes
-
-
-def test_a_planted_mode_of_another_form_is_found() -> None:
+def test_modes_in_commands_are_modes() -> None:
+    for document in ("docs/guide.md", "docs/bench.md"):
+        modes = modes_of((ROOT / document).read_text(encoding="utf-8"))
+        assert modes and [parse_mode(mode).label for mode in modes] == modes
     with pytest.raises(InvalidParameter):
         [parse_mode(mode) for mode in modes_of("`speculon bench --modes suffix:8,auto+adaptive`")]
 
@@ -282,13 +286,10 @@ def test_the_site_has_every_guide() -> None:
     assert pages_in("  - Chat: nowhere.md\n") == {"nowhere.md"}
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "reference").glob("*.md")), ids=named)
-def test_the_reference_shows_what_exists(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    assert objects_without_source(text) == [] and "\n::: " in text
-
-
-def test_a_planted_object_without_source_is_found() -> None:
+def test_the_reference_shows_what_exists() -> None:
+    for page in sorted((ROOT / "docs" / "reference").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        assert objects_without_source(text) == [] and "\n::: " in text, named(page)
     assert objects_without_source("::: speculon.engine.llm.LLMs\n::: speculon.core.errors\n") == [
         "speculon.engine.llm.LLMs"
     ]
