@@ -20,10 +20,8 @@ from speculon.measure.bench.against import Against, MeanRatio, against_best_fixe
 from speculon.measure.bench.cell import Cell
 from speculon.measure.bench.diagnosis import GATES, diagnose, gated
 from speculon.measure.bench.plan import AGAIN
-from speculon.measure.bench.report import AGAINST_ALL, Report, against_table
-from speculon.measure.bench.tables import markdown, texts
+from speculon.measure.bench.report import Report
 from tests.pure.cells import make_cell
-from tests.pure.screens import on_screen
 
 PLAIN = [100.0] * 4
 
@@ -65,26 +63,6 @@ def test_a_planted_choice_on_the_same_half_gives_another_figure(monkeypatch: pyt
     honest = one(cells).over_best
     monkeypatch.setattr(against, "fastest_fixed", fastest_on_the_same_half)
     assert (honest.ratio, one(cells).over_best.ratio) == (pytest.approx(2), pytest.approx(0.5))
-
-
-def test_sampling_noise_is_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twelve fixed modes and a policy differ by noise alone; picked on the same half, one seems better."""
-    monkeypatch.setattr(against, "DRAWS", 20)
-    ratios: dict[str, list[float]] = {"honest": [], "planted": []}
-    for seed in range(40):
-        rng = random.Random(seed)
-        modes = {
-            name: [100 * rng.lognormvariate(0, 0.1) for _ in range(8)] for name in [*"abcdefghijkl", "auto"]
-        }
-        cells = cells_of(**{"again": [100.0] * 8, **modes})
-        cells[0].speeds = [[100.0] * 8]
-        ratios["honest"].append(one(cells).over_best.ratio)
-        with monkeypatch.context() as patch:
-            patch.setattr(against, "fastest_fixed", fastest_on_the_same_half)
-            ratios["planted"].append(one(cells).over_best.ratio)
-    mean = {name: sum(values) / len(values) for name, values in ratios.items()}
-    assert abs(mean["honest"] - 1) < 0.03
-    assert mean["planted"] < 0.95
 
 
 def test_plain_decoding_is_a_fixed_mode_and_the_control_is_none() -> None:
@@ -194,16 +172,6 @@ def test_the_report_says_who_is_slower(auto: list[float], verdict: str, tmp_path
     assert saved[0]["over_best"]["ratio"] == pytest.approx(sum(auto) / 800, rel=0.02)
 
 
-def test_the_table_is_complete_and_the_terminal_has_the_verdict() -> None:
-    rows = [*against_best_fixed(cells_of(**{"draft_model:4": [200.0] * 4, "auto": [300.0] * 4}))]
-    lines = markdown(AGAINST_ALL, rows).splitlines()
-    assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
-    figures = ["code", "1", "auto", "draft_model:4", "1.50 (1.50-1.50)", "faster"]
-    assert texts(AGAINST_ALL, rows)[0][:6] == figures
-    words = on_screen([against_table(rows)], 80).split()
-    assert words.count("1.50-1.50") == 2 and words.count("faster") == 2
-
-
 # diagnosis
 
 NOISE = (0.97, 1.03)
@@ -250,7 +218,6 @@ PLAIN_STEP = part(0, 5)
             "low acceptance",
             id="few drafts, and wrong ones",
         ),
-        pytest.param(stats(100, 4, 1), part(3, 8), 0.7, "low acceptance", id="three of four rejected"),
         pytest.param(
             stats(100, 4, 3.8), part(20, 6), 0.9, "draft cost", id="right, but as dear as the target"
         ),
@@ -281,6 +248,6 @@ def test_the_noise_decides_what_pays() -> None:
     assert diagnose(stats(100, 4, 2), part(1, 6), PLAIN_STEP, 1.04, (0.95, 1.05)) == "even"
 
 
-@pytest.mark.parametrize("reason", Reason)
-def test_a_policy_may_decide_against_all_drafts_and_a_drafter_may_not_have_none(reason: Reason) -> None:
-    assert gated(RequestStats(reasons=Counter({reason.value: 3, "max_tokens": 1}))) is (reason in GATES)
+def test_a_policy_may_decide_against_all_drafts_and_a_drafter_may_not_have_none() -> None:
+    for reason in Reason:
+        assert gated(RequestStats(reasons=Counter({reason.value: 3, "max_tokens": 1}))) is (reason in GATES)

@@ -20,19 +20,15 @@ FIXED_4 = {"method": "draft_model", "num_speculative_tokens": 4, "policy": "fixe
     [
         ("off", {"method": "off", "policy": "fixed"}, ("fixed", "fixed")),
         ("draft_model:4", FIXED_4, ("fixed", "fixed")),
-        ("draft_model:4/fixed", FIXED_4, ("fixed", "fixed")),
         ("draft_model:4/rejection", {**FIXED_4, "acceptance": "rejection"}, ("fixed", "fixed")),
-        ("draft_model:4/block", {**FIXED_4, "acceptance": "block"}, ("fixed", "fixed")),
         ("auto", {"method": "auto"}, ("goodput", "adaptive")),
         ("auto/matching", {"method": "auto", "acceptance": "matching"}, ("goodput", "adaptive")),
-        ("auto/solo", {"method": "auto", "policy": "solo"}, ("solo", "solo")),
         ("auto:8/solo", {"method": "auto", "num_speculative_tokens": 8, "policy": "solo"}, ("solo", "solo")),
         (
             "auto/goodput/rejection",
             {"method": "auto", "policy": "goodput", "acceptance": "rejection"},
             ("goodput", "goodput"),
         ),
-        ("suffix/fixed", {"method": "suffix", "policy": "fixed"}, ("fixed", "fixed")),
     ],
 )
 def test_a_mode_is_a_method_with_a_number_a_policy_and_a_rule(
@@ -44,42 +40,22 @@ def test_a_mode_is_a_method_with_a_number_a_policy_and_a_rule(
     RequestSpeculation(**options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("policy", USUAL_DRAFTS)
-def test_a_mode_may_name_any_policy_there_is(policy: str) -> None:
-    # K is the policy's own
-    assert parse_mode(f"auto/{policy}").speculation == {"method": "auto", "policy": policy}
-    whole = {
-        "method": "draft_model",
-        "num_speculative_tokens": 4,
-        "policy": policy,
-        "acceptance": "rejection",
-    }
-    assert parse_mode(f"draft_model:4/{policy}/rejection").speculation == whole
-
-
 @pytest.mark.parametrize(
     "text",
     [
-        "ngram:",
         "ngram:0",
         f"ngram:{MAX_DRAFTS + 1}",
         "ngram:x",
-        "ngram:-1",
         "ngram:4:4",
         f"ngram:{'9' * 5000}",
         ":4",
-        "/fixed",
-    ]
-    + [
         "ngram/random",
-        "ngram/",
-        "ngram:4/",
         "ngram//fixed",
         "ngram/fixed:4",
-        "ngram:4/matching/x",
         "ngram:4/matching/matching",
-    ]
-    + ["ngram/rejection/fixed", "auto/solo/adaptive", "auto+adaptive", "auto:8+solo", "auto+auto"],
+        "ngram/rejection/fixed",
+        "auto+adaptive",
+    ],
 )
 def test_a_mode_that_is_none_is_named_with_the_form(text: str) -> None:
     with pytest.raises(InvalidParameter) as error:
@@ -90,7 +66,7 @@ def test_a_mode_that_is_none_is_named_with_the_form(text: str) -> None:
     assert f"{form}, {policies}" in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["off:4", "off/matching", "off/fixed", "off:4/fixed"])
+@pytest.mark.parametrize("text", ["off:4", "off/matching", "off/fixed"])
 def test_plain_decoding_has_neither_a_number_nor_a_policy_nor_a_rule(text: str) -> None:
     with pytest.raises(
         InvalidParameter, match=f"modes = '{text}': off has neither K nor a policy nor a rule"
@@ -110,10 +86,7 @@ def test_plain_decoding_runs_under_no_policy_that_learns() -> None:
     ("text", "temperature"),
     [
         ("code", 0),
-        ("prose", 1),
         ("prose@0.7", 0.7),
-        ("code@1", 1),
-        ("prose@0", 0),
         ("mixed", None),
         ("mixed@1", 1),
         ("warm", 0),
@@ -157,25 +130,11 @@ def test_a_plan_that_cannot_be(fields: dict[str, object], error: type[Exception]
         BenchPlan(**fields)  # type: ignore[arg-type]
 
 
-def test_plain_decoding_is_measured_twice() -> None:
-    compared = BenchPlan(modes=("ngram:4",)).compared
-    assert [mode.label for mode in compared] == ["off", "ngram:4", AGAIN]
-    assert [mode.speculates for mode in compared] == [False, True, False]
-
-
-def test_modes_alternate_and_nobody_is_always_first() -> None:
-    modes = [Mode("a"), Mode("b"), Mode("c")]
-    order = [(repeat, group, mode.label) for repeat, group, mode in alternate(2, 3, modes)]
-    assert len(set(order)) == len(order) == 18
-    blocks = ["".join(label for _, _, label in order[i : i + 3]) for i in range(0, 18, 3)]
-    assert blocks == ["acb", "bac", "cba", "bca", "cab", "abc"]
-
-
 def followers(blocks: list[str]) -> Counter[str]:
     return Counter(block[i : i + 2] for block in blocks for i in range(len(block) - 1))
 
 
-@pytest.mark.parametrize("n", range(2, 12))
+@pytest.mark.parametrize("n", [2, 3, 8, 11])
 def test_every_mode_follows_every_other_one_equally_often(n: int) -> None:
     rows = 2 * n if n % 2 else n
     labels = "abcdefghijk"[:n]
@@ -199,7 +158,7 @@ def test_the_bar_knows_how_many_measurements_there_will_be() -> None:
     assert plan.measurements == 2 * (3 * (1 + 2 * 10) + 3 * (1 + 2 * 2))
 
 
-@pytest.mark.parametrize("prompts", [16, 30, 33, 40])
+@pytest.mark.parametrize("prompts", [16, 33])
 def test_users_of_a_loop_are_written_side_by_side_and_their_edits_one_after_the_other(prompts: int) -> None:
     plan = BenchPlan(workloads=("warm",), prompts=prompts, repeats=1)
     edits = plan.size(context=1000).edits

@@ -7,9 +7,6 @@ from random import Random
 import pytest
 from recipes.cluster.simulate import (
     Costs,
-    Replica,
-    Running,
-    User,
     by_chance,
     by_load,
     by_routing,
@@ -37,7 +34,7 @@ def test_throughput_and_waiting_times_scale() -> None:
     assert all(row["blocks"] <= MAX_BLOCKS for row in rows)
 
 
-@pytest.mark.parametrize("planted", [to_the_first, by_chance, by_load])
+@pytest.mark.parametrize("planted", [to_the_first, by_load])
 def test_a_planted_router_does_not_scale(planted: object) -> None:
     rows = [scaled(COSTS, 1, by_routing, MS), scaled(COSTS, 4, planted, MS)]  # type: ignore[arg-type]
     assert not linear(rows), rows
@@ -51,12 +48,3 @@ def test_conversations_keep_the_prefix_hits_of_one_engine() -> None:
 
 def test_two_ingresses_route_by_what_each_has_seen() -> None:
     assert conversations(COSTS, 4, by_routing, ingresses=2) > conversations(COSTS, 4, by_chance)
-
-
-def test_a_step_takes_what_was_measured() -> None:
-    costs = Costs({1: 10.0, 3: 20.0}, prompt_token=0.5, max_num_seqs=2)
-    assert [costs.step(n) for n in (1, 2, 3)] == [10.0, 15.0, 20.0]
-    replica = Replica("r", costs)
-    replica.waiting.extend(Running(User(f"u{i}"), (f"u{i}", 1), 100, 0.0) for i in range(3))
-    assert replica.begin_step(0.0) == 15.0 + 0.5 * (100 + 100 - 64), "the second finds the system prompt"
-    assert replica.open == 3 and len(replica.batch) == 2

@@ -82,7 +82,6 @@ def test_a_text_ends_before_its_first_stop_token():
     ("method", "k", "options"),
     [
         ("off", None, {"method": "off", "policy": "fixed"}),
-        ("ngram", 8, {"method": "ngram", "num_speculative_tokens": 8, "policy": "fixed"}),
         (
             "draft_model",
             4,
