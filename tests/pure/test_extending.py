@@ -36,12 +36,12 @@ def drafted(proposer: Proposer, seq: Sequence) -> tuple[int, ...]:
 
 
 def check(name: str, extend: Callable[[Made, tuple[int, ...]], tuple[int, ...]]) -> int:
-    """How many of 300 texts had a chained draft.
+    """How many of 100 texts had a chained draft.
 
     Raises AssertionError where that differs from a draft of the written text.
     """
     found = 0
-    for seed in range(300):
+    for seed in range(100):
         chance = Random(seed)
         text = [chance.randrange(LETTERS) for _ in range(40)]
         # no match lies in it: none of it can be indexed
@@ -65,7 +65,7 @@ def ask(made: Made, ahead: tuple[int, ...]) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_a_lookup_goes_on_as_if_the_draft_were_written(name: str) -> None:
-    assert check(name, ask) > 100
+    assert check(name, ask) > 33
 
 
 @pytest.mark.parametrize("name", LOOKUPS)

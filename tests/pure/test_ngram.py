@@ -4,10 +4,7 @@ import random
 
 import pytest
 
-from speculon.core.config import SpeculationConfig
-from speculon.speculation.proposers.base import TargetFacts
 from speculon.speculation.proposers.ngram import Index, NGram
-from speculon.speculation.proposers.synthetic import Synthetic
 from tests.builders import make_sequence
 
 
@@ -37,7 +34,7 @@ def test_lookup(tokens: list[int], expected: tuple[int, ...]):
     assert index.lookup(tokens, 3)[0] == expected
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_index_equals_a_scan_however_the_text_grows(seed: int):
     chance = random.Random(seed)
     tokens: list[int] = []
@@ -67,19 +64,3 @@ def test_a_longer_match_is_believed_more():
         ngram.admit(seq)
     drafts = ngram.propose([a, b], [2, 1], lease=None)  # type: ignore[arg-type]
     assert [d.confidence for d in drafts] == [(0.5, 0.5), (0.75,)] and [d.match for d in drafts] == [1, 3]
-
-
-def test_synthetic_hits_the_wanted_acceptance_of_a_text_it_has_seen():
-    synthetic = Synthetic.build(SpeculationConfig(synthetic_acceptance=0.7), TargetFacts(50, 10_000))
-    text = [i % 50 for i in range(4000)]
-    first = make_sequence([1], output=text, max_tokens=5000)
-    synthetic.admit(first)
-    synthetic.release(first)
-    again = make_sequence([1], max_tokens=5000)
-    synthetic.admit(again)
-    right = 0
-    for token in text:
-        (draft,) = synthetic.propose([again], [1], lease=None)  # type: ignore[arg-type]
-        right += draft.tokens == (token,)
-        again.tokens.append(token)
-    assert 0.66 < right / len(text) < 0.74

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import random
 import sys
 from array import array
 from collections.abc import Callable
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -244,13 +242,6 @@ def test_no_pools_by_settings() -> None:
     assert not proposer.pools.sizes and not draft(proposer, "me", [1, 2, 3, 5, 6], 3)
 
 
-def test_a_deleted_key_is_gone() -> None:
-    proposer = Suffix.build(SpeculationConfig(), FACTS)
-    write(proposer, "me", [1, 2, 3], [5, 6, 7, 8])
-    assert proposer.pools.forget("", "me") == 1 and proposer.pools.forget("", "me") == 0
-    assert not draft(proposer, "me", [1, 2, 3, 5, 6], 3)
-
-
 # what is written, to be kept
 
 
@@ -291,7 +282,6 @@ def test_a_date_that_is_still_to_come_is_now() -> None:
         pytest.param(lambda key, at, tokens: [key, at, [True, 2]], id="truth for tokens"),
         pytest.param(lambda key, at, tokens: [key, at, [VOCAB]], id="a token too large"),
         pytest.param(lambda key, at, tokens: [key, at, [END - 1]], id="a token too small"),
-        pytest.param(lambda key, at, tokens: [key, at, "tokens"], id="no tokens"),
         pytest.param(lambda key, at, tokens: [key, float("nan"), tokens], id="no date"),
         pytest.param(lambda key, at, tokens: [key, 10**400, tokens], id="a date that is no number of ours"),
         pytest.param(lambda key, at, tokens: [5, at, tokens], id="no key"),
@@ -387,38 +377,3 @@ def test_nothing_is_touched_without_the_lock(monkeypatch: pytest.MonkeyPatch) ->
             patch.setattr(Pools, name, wrong)
             with pytest.raises(AssertionError):
                 use_all(make(pools=3))
-
-
-def test_threads_leave_a_store_whole() -> None:
-    clock, errors = Clock(), list[BaseException]()
-    pools = make(pools=3, tokens=40, clock=clock)
-
-    def work(number: int) -> None:
-        chance = random.Random(number)
-        try:
-            for i in range(300):
-                name = f"k{chance.randrange(5)}"
-                key = str(key_of(name, ()))
-                pools.add(key, [number] * chance.randrange(1, 12))
-                for _, what in pools.after(key, [number, number], 4):
-                    assert set(what) <= set(range(8))
-                if chance.random() < 0.2:
-                    pools.forget("", name if chance.random() < 0.8 else None)
-                if chance.random() < 0.1:
-                    clock.now += 3  # of ten: some expire
-                if i % 100 == 0:
-                    pools.restore(told(pools))
-        except BaseException as error:
-            errors.append(error)
-
-    before, _ = sys.getswitchinterval(), sys.setswitchinterval(1e-5)
-    try:
-        threads = [Thread(target=work, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
-    assert not errors, errors
-    assert len(pools.sizes) <= 3 and all(size <= 40 for size in pools.sizes.values())

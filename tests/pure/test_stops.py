@@ -12,14 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculon.core.config import SpeculationConfig
-from speculon.core.types import NO_DRAFT, Draft, Needs, Reason, Stop, no_draft
+from speculon.core.types import Draft, Needs, Reason, Stop, no_draft
 from speculon.decoding.sequence import Sequence
 from speculon.speculation.proposers.base import Proposer, TargetFacts
 from speculon.speculation.proposers.compose import Proposers, fit
-from speculon.speculation.proposers.pools import key_of
 from speculon.speculation.proposers.prediction import LONGEST, Cursor, spell
 from speculon.speculation.proposers.registry import TABLE, find_factory
-from speculon.speculation.proposers.suffix import Suffix
 from tests.builders import draft_once, make_sequence
 
 FACTS = TargetFacts(vocab_size=1000, max_context=4096)
@@ -55,28 +53,13 @@ LOOKUPS = [
     pytest.param("ngram", [1, 2, 3, 4], {}, NO_MATCH, id="ngram, nothing repeats"),
     pytest.param("ngram", [1, 2, 3, 4, 5, 1, 2, 3], {}, (4, 3, Stop.LIMIT), id="ngram"),
     pytest.param("ngram", [7, 7, 7], {}, (4, 2, Stop.LIMIT), id="ngram, a match at the end repeats itself"),
-    pytest.param("suffix", [1, 2, 3, 4], {}, NO_MATCH, id="suffix, nothing repeats"),
     pytest.param("suffix", [*TEN, 1, 2, 3], {}, (4, 3, Stop.LIMIT), id="suffix"),
-    pytest.param(
-        "suffix",
-        [*TEN, 1, 2, 3],
-        {"k": 3, "settings": {"suffix_max_factor": 1.0}},
-        (3, 3, Stop.LIMIT),
-        id="as many",
-    ),
     pytest.param(
         "suffix",
         [*TEN, 1, 2, 3],
         {"settings": {"suffix_max_factor": 1.0}},
         (3, 3, Stop.FACTOR),
         id="suffix, factor",
-    ),
-    pytest.param(
-        "suffix",
-        [1, 2, 8, 1, 2, 9, 1, 2],
-        {"settings": {"suffix_max_factor": 1.0}},
-        (2, 2, Stop.FACTOR),
-        id="factor, in doubt",
     ),
     pytest.param(
         "suffix",
@@ -88,23 +71,9 @@ LOOKUPS = [
     pytest.param(
         "suffix",
         [1, 2, 8, 3, 1, 2, 8, 4, 1, 2],
-        {"settings": {"suffix_min_hits": 2}},
-        (1, 2, Stop.MIN_HITS),
-        id="suffix, what follows was found once",
-    ),
-    pytest.param(
-        "suffix",
-        [1, 2, 8, 3, 1, 2, 8, 4, 1, 2],
         {"settings": {"suffix_min_probability": 0.6}},
         (1, 2, Stop.MIN_PROBABILITY),
         id="suffix, half of what follows",
-    ),
-    pytest.param(
-        "suffix",
-        [1, 2, 8, 1, 2, 9, 1, 2],
-        {"settings": {"suffix_min_probability": 0.6}},
-        (0, 2, Stop.MIN_PROBABILITY),
-        id="suffix, half of the matches",
     ),
     pytest.param("prediction", [5], {"output": [70], "prediction": (1, 2)}, NO_MATCH, id="prediction, lost"),
     pytest.param(
@@ -146,21 +115,6 @@ LOOKUPS = [
 @pytest.mark.parametrize(("method", "tokens", "fields", "expected"), LOOKUPS)
 def test_why_and_how_long(method: str, tokens: list[int], fields: dict[str, Any], expected: Outcome) -> None:
     assert looked_up(method, tokens, **fields) == expected
-
-
-@pytest.mark.parametrize(("k", "expected"), [(3, (3, 2, Stop.LIMIT)), (4, (3, 2, Stop.SOURCE_END))])
-def test_an_earlier_answer_ends(k: int, expected: Outcome) -> None:
-    suffix = cast(Suffix, find_factory("suffix")(SpeculationConfig(), FACTS))
-    suffix.pools.add(str(key_of("me", [])), [1, 2, 3, 4, 5])
-    assert drafted(suffix, make_sequence([1, 2], pool="me"), k) == expected
-
-
-def test_a_branch_of_earlier_answers_ends() -> None:
-    """Two answers continue with 3 and then differ; one of them ends after its 4."""
-    suffix = cast(Suffix, find_factory("suffix")(SpeculationConfig(), FACTS))
-    for answer in ([1, 2, 3, 5, 6], [1, 2, 3, 4], [1, 2, 3, 4]):
-        suffix.pools.add(str(key_of("me", [])), answer)
-    assert drafted(suffix, make_sequence([1, 2], pool="me"), 4) == (2, 2, Stop.SOURCE_END)
 
 
 @pytest.mark.parametrize(("k", "expected"), [(3, (3, 0, Stop.LIMIT)), (9, (5, 0, Stop.SOURCE_END))])
@@ -211,11 +165,6 @@ def test_a_joined_draft_is_of_its_first_proposal() -> None:
     tail = Draft((4,), ("b",), None, None, 2, Stop.SOURCE_END)
     assert outcome(WHOLE.chain(tail)) == (4, 7, Stop.FACTOR)
     assert outcome(no_draft(Stop.CHOICE).chain(tail)) == (1, 0, Stop.CHOICE)
-
-
-def test_an_empty_draft_is_the_same_object_each_time() -> None:
-    assert no_draft(Stop.NO_MATCH) is no_draft(Stop.NO_MATCH) is not no_draft(Stop.NO_MATCH, 3)
-    assert no_draft(Stop.NO_MATCH) == NO_DRAFT == Draft() and (NO_DRAFT.match, NO_DRAFT.stop) == (0, None)
 
 
 class Fixed:
@@ -272,7 +221,7 @@ def test_an_empty_draft_gives_the_round_its_reason(monkeypatch: pytest.MonkeyPat
         assert reason is (Reason.NOT_READY if stop is Stop.NOT_READY else Reason.NO_MATCH)
 
 
-WRONG = [{"match": 1.5}, {"match": -1}, {"match": True}, {"match": "3"}, {"stop": "limit"}, {"stop": 3}]
+WRONG = [{"match": 1.5}, {"match": -1}, {"match": True}, {"stop": "limit"}]
 
 
 @pytest.mark.parametrize("fields", WRONG, ids=str)
