@@ -38,7 +38,7 @@ def test_lines_of_nine_columns(text: str, expected: str) -> None:
     assert wrapped(text, 1000) == text
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_it_does_not_matter_in_which_pieces_a_text_arrives(seed: int) -> None:
     chance, width = random.Random(seed), random.Random(seed).choice([7, 20, 80])
     text = "".join(chance.choice(["ab", "cdefg", "日本", " ", " ", "\n", "x" * 9]) for _ in range(200))
