@@ -130,12 +130,11 @@ def test_large_images_are_refused_by_their_header(case: str, monkeypatch: pytest
     check_refused(case)
 
 
-@pytest.mark.parametrize("case", ["100 megapixels", "a bomb"])
-def test_a_missing_check_is_found_out(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_check_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "check_pixels", lambda *_: None)
     monkeypatch.setattr(files, "picture", lambda image, name, shown: files.Picture(image, ""))
     with pytest.raises((AssertionError, pytest.fail.Exception)):
-        check_refused(case)
+        check_refused("a bomb")
 
 
 def test_a_file_may_not_be_too_large(tmp_path: Path) -> None:
@@ -155,17 +154,12 @@ def test_what_is_too_large_is_not_even_decoded_from_base64(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("url", "limit"),
     [
-        ("", "must begin with data:"),
-        ("image.png", "must begin with data:"),
         ("file:///etc/passwd", "must begin with data:"),
-        ("ftp://example.org/a.png", "must begin with data:"),
         ("https://example.org/a.png", "images are not fetched"),
         ("HTTP://127.0.0.1/a.png", "images are not fetched"),
         ("data:image/png;base64", "a data URL must begin"),
         ("data:image/png,AAAA", "a data URL must begin"),
         ("data:text/plain;base64,AAAA", "a data URL must begin"),
-        ("data:;base64,AAAA", "a data URL must begin"),
-        ("data:application/pdf;base64,AAAA", "a data URL must begin"),
         ("data:image/png;base64,AAA", "no base64"),
         ("data:image/png;base64,A*=!", "no base64"),
         ("data:image/png;base64,\u00e4\u00e4\u00e4\u00e4", "no base64"),
@@ -176,7 +170,7 @@ def test_bad_urls_are_refused(url: str, limit: str) -> None:
     assert refusal(url).startswith(limit)
 
 
-@pytest.mark.parametrize("source", [None, 5, b"x", Path("/etc/passwd"), ["x"]], ids=repr)
+@pytest.mark.parametrize("source", [None, b"x", Path("/etc/passwd")], ids=repr)
 def test_clients_name_no_files(source: Any) -> None:
     assert refusal(source, CLIENT) == "must be a URL"
 

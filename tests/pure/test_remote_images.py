@@ -154,16 +154,9 @@ PRIVATE = (
 ).split()
 
 
-@pytest.mark.parametrize("address", PRIVATE)
-def test_an_address_that_is_not_public(address: str) -> None:
-    assert not is_public(address)
-
-
-@pytest.mark.parametrize(
-    "address", [PUBLIC, OTHER, "2606:4700:4700::1111", "::ffff:1.1.1.1", "64:ff9b::101:101"]
-)
-def test_an_address_that_is_public(address: str) -> None:
-    assert is_public(address)
+def test_addresses_are_public_or_not() -> None:
+    public = [PUBLIC, OTHER, "2606:4700:4700::1111", "::ffff:1.1.1.1", "64:ff9b::101:101"]
+    assert [address for address in (*PRIVATE, *public) if is_public(address)] == public
 
 
 def check_inside(network: Network, path: str) -> None:
@@ -219,18 +212,21 @@ def test_the_resolver_is_asked_once(network: Network, monkeypatch: pytest.Monkey
         ("http://images.test/short", "could not be fetched: IncompleteRead"),
         ("http://nobody.invalid/", "its host is not known"),
         ("http://user:secret@images.test/a.png", "has a user's name or password"),
-        ("http://images.test:99999/", "no URL"),
-        ("http://images.test:0/", "no URL of a host"),
-        ("http://images.test/a b", "no URL of a host"),
-        ("http://images.test/\r\nX: y", "no URL of a host"),
-        ("http:///a.png", "no URL of a host"),
-        ("http://[::1/", "no URL"),
         ("http://images.test/\u00e4", "no URL: it has characters beyond ASCII"),
     ],
 )
 def test_what_is_refused(network: Network, url: str, expected: str) -> None:
     assert reason(url) == expected
     assert len(network.paths) <= 4
+
+
+def test_what_is_no_url_is_not_asked(network: Network) -> None:
+    for url in ("http://images.test:99999/", "http://[::1/"):
+        assert reason(url) == "no URL"
+    for url in (":0/", "/a b", "/\r\nX: y"):
+        assert reason(f"http://images.test{url}") == "no URL of a host"
+    assert reason("http:///a.png") == "no URL of a host"
+    assert network.resolved == []
 
 
 @pytest.mark.parametrize("path", ["/drip", "/drip-headers"])
