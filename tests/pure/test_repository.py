@@ -79,7 +79,8 @@ def test_no_pickle_lies_about() -> None:
 
 def loaded_by(*modules: str) -> set[str]:
     """The heavy packages that importing these modules brings into a process."""
-    code = f"import {', '.join(modules)}, sys; print(*{{'torch', 'transformers', 'vllm'}} & set(sys.modules))"
+    heavy = {"torch", "transformers", "vllm", "ray"}
+    code = f"import {', '.join(modules)}, sys; print(*{heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
     return set(done.stdout.split())
 

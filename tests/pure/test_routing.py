@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from random import Random
 from typing import Any
-
-import pytest
 
 from speculon.operations.cluster.routing import LOAD, POOL, POOL_TOKENS, PREFIX, TOKENS_PER_REQUEST, Routing
 
@@ -122,48 +119,3 @@ def test_what_a_request_was_routed_by_is_counted() -> None:
     one.sent(A, prompt(2), "me")
     one.sent(B, prompt(2), "me")
     assert one.routed == {LOAD: 2, PREFIX: 1, POOL: 1}
-
-
-def conversations(choose: Any, users: int = 20, turns: int = 10, replicas: int = 4) -> float:
-    """Share of prompt blocks that the chosen replica had already, over growing conversations."""
-    caches: dict[str, set[tuple[int, ...]]] = {f"r{i}": set() for i in range(replicas)}
-    texts = {user: prompt(user, 64) for user in range(users)}
-    rng, hits, blocks = Random(1), 0, 0
-    one = routing()
-    for turn in range(turns):
-        for user in rng.sample(range(users), users):
-            text = texts[user] = texts[user] + prompt(user + 100 * (turn + 1), 16)
-            load = {replica: rng.randrange(4) for replica in caches}
-            replica = choose(one, text, load)
-            prefixes = [tuple(text[: 4 * (n + 1)]) for n in range(len(text) // 4)]
-            hits += sum(prefix in caches[replica] for prefix in prefixes)
-            blocks += len(prefixes)
-            caches[replica].update(prefixes)
-            one.sent(replica, text, None)
-    return hits / blocks
-
-
-def by_prefix(one: Routing, text: list[int], load: dict[str, int]) -> str:
-    return one.choose(text, None, load, LIMIT)
-
-
-def test_conversations_stay_where_their_prefix_is() -> None:
-    alone = conversations(by_prefix, replicas=1)
-    assert conversations(by_prefix) >= 0.95 * alone
-
-
-def test_a_planted_router_that_forgets_is_found() -> None:
-    """What the figure above would be if prefixes were hashed wrongly: that of chance."""
-
-    def blind(one: Routing, text: list[int], load: dict[str, int]) -> str:
-        return one.choose(text[::-1], None, load, LIMIT)
-
-    assert conversations(blind) < 0.8 * conversations(by_prefix, replicas=1)
-
-
-@pytest.mark.parametrize("module", ["speculon.operations.cluster", "speculon.operations.cluster.routing"])
-def test_it_imports_neither_torch_nor_ray(module: str) -> None:
-    import subprocess
-
-    code = f"import {module}, sys; sys.exit(', '.join({{'torch', 'ray'}} & set(sys.modules)) or None)"
-    subprocess.run([sys.executable, "-c", code], check=True)
