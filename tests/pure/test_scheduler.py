@@ -159,7 +159,6 @@ class CountedIndex(dict[Any, int]):
         return super().get(*args)
 
 
-@pytest.mark.parametrize("own", [4, 40], ids=["own tokens are few", "own tokens are many"])
 @pytest.mark.parametrize(
     ("pages", "places"),
     [
@@ -168,17 +167,17 @@ class CountedIndex(dict[Any, int]):
         pytest.param(999, 1, id="without places"),
     ],
 )
-def test_waiting_prompts_look_up_only_what_is_new(pages: int, places: int, own: int):
+def test_waiting_prompts_look_up_only_what_is_new(pages: int, places: int):
     scheduler, waiting = Scheduler(BlockPool(pages, 4), places, STEP), 12
     scheduler.pool._index = index = CountedIndex()
     scheduler.add([oldest := make_sequence([1] * LONG + [2] * 44)])
     for i in range(waiting):
-        scheduler.add([make_sequence([1] * LONG + [10 + i] * own)])
+        scheduler.add([make_sequence([1] * LONG + [10 + i] * 40)])
     while not oldest.num_output:
         index.lookups = 0
         spans = scheduler.plan()
         # pages of the last step, and one that is not there, for each; to start, one prompt looks again
-        assert index.lookups <= waiting * 2 * (STEP // 4 + 2) + (LONG + own) // 4
+        assert index.lookups <= waiting * 2 * (STEP // 4 + 2) + (LONG + 40) // 4
         run(scheduler, spans)
         scheduler.check_integrity()
 

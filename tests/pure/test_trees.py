@@ -9,7 +9,7 @@ import random
 import pytest
 
 from speculon.core import tree
-from speculon.core.tree import ROOT, branches, depths, descend, or_chain, path, preorder
+from speculon.core.tree import ROOT, branches, depths, descend, or_chain, path
 from speculon.core.types import Draft
 from speculon.speculation.control.trees import best_tree, judged_nodes, node_values
 
@@ -90,11 +90,6 @@ def test_the_accepted_path_is_the_only_one_whose_tokens_are_sampled() -> None:
             assert parents[node] == at and tokens[node] == samples[at + 1]
             at = node
         assert not any(p == at and tokens[n] == samples[at + 1] for n, p in enumerate(parents))
-
-
-def test_depths_and_preorder() -> None:
-    assert depths((-1, -1, 0, 2)) == [0, 0, 1, 2]
-    assert preorder((-1, -1, 0, 2)) == [0, 2, 3, 1]
 
 
 def test_values_of_nodes_are_the_chances_of_their_paths() -> None:
