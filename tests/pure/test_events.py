@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import json
 import logging
 import os
 import signal
@@ -132,10 +131,6 @@ def test_a_recorded_token_would_be_seen(path: Path) -> None:
     tell(events, make_sequence([1] * 4, request_id=f"r-{SECRET}"))
     events.close()
     assert str(SECRET) in path.read_text()
-
-
-def test_without_the_setting_there_is_none() -> None:
-    assert Events.of(EngineConfig(), **FACTS) is None
 
 
 # size
@@ -284,8 +279,3 @@ def test_nobody_holds_on_to_a_record(path: Path) -> None:
     gc.collect()
     assert gone() is None and not thread.is_alive()
     assert len(read(path).rounds) == 1
-
-
-def test_every_line_is_json(path: Path) -> None:
-    written(path)
-    assert all(json.loads(line) for line in path.read_text().splitlines())

@@ -5,8 +5,6 @@ from __future__ import annotations
 from time import thread_time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from speculon.speculation.control.gates import NO_SIGNAL, STRONG, WEAK, classify_prompt, prompt_shape
 
@@ -67,23 +65,8 @@ def test_nothing_is_made_of_ordinary_prompts(prompt: str) -> None:
     assert prompt_shape(prompt) == (False, NO_SIGNAL)
 
 
-def test_a_name_that_counts_by_its_endings_is_seen() -> None:
-    """The twin: markers counted as parts of a text, as a `.tsx` is a `.ts`, find two in one name."""
-    parts = (".ts", ".tsx", "src/")
-    prompt = "Tell me about src/app.tsx"
-    assert sum(part in prompt for part in parts) >= 2 and prompt_shape(prompt) == (False, NO_SIGNAL)
-
-
-@given(st.text(max_size=300))
-def test_any_text_has_an_answer_and_the_same_one_again(text: str) -> None:
-    favourable, reason = prompt_shape(text)
-    assert favourable == (reason != NO_SIGNAL) and prompt_shape(text) == (favourable, reason)
-
-
-@pytest.mark.parametrize(
-    "part", ["a/", "a.", "-", " ", "\n ", "select ", "./", "a", "1", ".tsx", "`", "warning:"]
-)
-def test_time_grows_with_the_length_and_no_faster(part: str) -> None:
+@pytest.mark.parametrize("part", ["a/", "\n ", "select ", ".tsx", "`", "warning:"])
+def test_a_long_prompt_cannot_keep_the_server_busy(part: str) -> None:
     began = thread_time()
     prompt_shape(part * (200_000 // len(part)))
     assert thread_time() - began < 2.0  # 0.2 s at the worst seen

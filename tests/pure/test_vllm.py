@@ -87,7 +87,7 @@ def confused(rounds: int, seed: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_requests_are_recognised_wherever_their_rows_are(seed: int) -> None:
     assert confused(300, seed) == []
 
@@ -296,7 +296,6 @@ def test_bad_settings_end_the_start(text: str, complaint: str) -> None:
         ("", ("suffix", "ngram"), 16),
         ('method = "off"', (), 16),
         ('method = "ngram"\nnum_speculative_tokens = 3', ("ngram",), 3),
-        ('options = {lookups = ["ngram"]}', ("ngram",), 16),
         ('method = "suffix"\npolicy = "fixed"', ("suffix",), 4),
     ],
 )

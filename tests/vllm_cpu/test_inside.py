@@ -89,15 +89,7 @@ def test_pipeline_stages_do_not_start_with_any_proposer(drafts: dict[str, Any]) 
     assert "object has no attribute 'drafter'" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("settings", "complaint"),
-    [
-        ('[speculation]\nmethod = "eagle3"\n', "speculation.method = 'eagle3'"),
-        ("[speculation]\nnum_speculative_tokens = 9\n", "vLLM was started with 8"),
-        ("[speculation]\nsuffix_min_hits = 0\n", "line 2: speculation.suffix_min_hits = 0"),
-    ],
-)
-def test_bad_settings_end_the_start(settings: str, complaint: str) -> None:
-    done = run(settings, drafts=OURS)
+def test_bad_settings_end_the_start() -> None:
+    done = run("[speculation]\nnum_speculative_tokens = 9\n", drafts=OURS)
     assert done.returncode != 0
-    assert complaint in done.stderr
+    assert "vLLM was started with 8" in done.stderr
