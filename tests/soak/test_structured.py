@@ -35,8 +35,6 @@ def plain(llm: LLM) -> list[RequestOutput]:
         {"method": "off"},
         {},
         {"policy": "fixed"},
-        {"policy": "fixed", "method": "ngram"},
-        {"policy": "fixed", "method": "draft_model"},
         {"policy": "fixed", "method": "draft_model", "num_speculative_tokens": 8},
     ],
     ids=str,
