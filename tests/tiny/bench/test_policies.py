@@ -116,7 +116,6 @@ def test_planted_policies_that_are_made_anew_each_time_are_seen(
     [
         pytest.param(["--modes", "ngram:4,suffix/fixed"], False, id="fixed modes alone"),
         pytest.param(["--modes", "ngram:4,suffix:4/goodput"], True, id="a mode with a policy"),
-        pytest.param(["--modes", "suffix", "--policy", "goodput"], True, id="the engine's policy"),
         pytest.param(["--modes", "suffix", "--policy", "goodput", "--no-warmup"], False, id="as set"),
     ],
 )

@@ -116,8 +116,6 @@ def test_the_command_does_not_pass_without_having_speculated(folder: Path) -> No
             "num_speculative_tokens = 0",
             id="no drafts",
         ),
-        pytest.param(["--method", "draft_model"], "ConfigError", "needs a drafter", id="no draft"),
-        pytest.param(["--method", "zzz"], "UnknownMethod", "known are", id="a method"),
         pytest.param(["--runs", "3"], "InvalidParameter", "runs = 3: must be at least 16", id="runs"),
         pytest.param(
             ["--sampler", '{"temperature": 0}'],
@@ -125,8 +123,6 @@ def test_the_command_does_not_pass_without_having_speculated(folder: Path) -> No
             "greedy texts are checked apart",
             id="greedy",
         ),
-        pytest.param(["--sampler", "[1]"], "InvalidParameter", "must be a JSON object", id="a sampler"),
-        pytest.param(["--prompt-file", "none.txt"], "InvalidParameter", "none.txt", id="no file"),
         pytest.param(["--max-tokens", "1020"], "TooLong", "max_tokens 1020", id="too long"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +14,8 @@ from speculon.measure.check.arms import ArmStats, watched, whole
 from speculon.measure.check.exact import Divergence, ExactResult, Margin, judge, row_after
 from speculon.measure.check.plan import QUICK, SAMPLERS, CheckPlan, named
 from speculon.measure.check.regret import token_regret
-from speculon.measure.check.report import chart_of, tables_of
+from speculon.measure.check.report import chart_of
 from speculon.measure.check.run import Findings, check, count_tokens
-from tests.pure.screens import cut_off, on_screen
 from tests.tiny.check.plans import PROMPTS, SMALL, TINY
 
 
@@ -149,16 +147,3 @@ def test_the_picture_shows_every_arm(sound: Findings) -> None:
 def test_too_long_a_prompt_is_refused_before_anything_is_written(llm: LLM) -> None:
     with pytest.raises(TooLong, match="positions 12 "):
         check(llm, CheckPlan(prompts=("x " * 510,), max_tokens=2, positions=12))
-
-
-@pytest.mark.parametrize("width", [80, 200])
-def test_no_table_is_cut_off(sound: Findings, width: int) -> None:
-    """With a repetition below what it repeats, and counts as wide as they get."""
-    exact = [replace(one, texts=12345, tokens=1234567) for one in sound.exact]
-    work = replace(sound.sampled[3].work, rounds=123456, accepted=1234567, wrong=123456, planted=123456)
-    sampled = [
-        replace(one, work=work, again=replace(one, label=f"{one.label}, again")) for one in sound.sampled
-    ]
-    tables = [table for table, _ in tables_of(replace(sound, exact=exact, sampled=sampled))]
-    assert [table.row_count for table in tables] == [6, 14, 17] and cut_off(tables, width) == []
-    assert "rejection, planted errors, again" in on_screen(tables, 200)
