@@ -121,14 +121,6 @@ def test_a_spoiled_page_is_seen() -> None:
     assert by_steps(decoder, GREEDY) != truth
 
 
-def test_rounds_without_the_prompts_length_draw_other_noise() -> None:
-    text = list(PROMPT)
-    decoder = make()
-    while len(text) < len(PROMPT) + 20:
-        text += decoder.step(text, SEEDED).emitted_tokens
-    assert text[len(PROMPT) : len(PROMPT) + 20] != plain(SEEDED)[:20]
-
-
 # acceptance
 
 
@@ -440,8 +432,3 @@ def test_without_policy_adaptive_there_is_no_controller() -> None:
     assert make().adaptive is None and make().lookahead == K
     assert make(policy="adaptive", num_speculative_tokens=0).adaptive is None
     assert make(policy="adaptive", num_speculative_tokens=3).lookahead == 3
-
-
-@pytest.mark.parametrize(("k", "drafted"), [(0, 0), (1, 1), (64, 29), (None, K)])
-def test_a_step_takes_its_own_k(k: int | None, drafted: int) -> None:
-    assert len(make().step(PROMPT, GREEDY, k=k).draft_tokens) == drafted
