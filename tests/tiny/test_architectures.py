@@ -86,8 +86,14 @@ def difference(
     return max(errors) / scale
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "stock"])
-@pytest.mark.parametrize("scattered", [False, True], ids=["consecutive", "scattered"])
+@pytest.mark.parametrize(
+    ("scattered", "fused"),
+    [
+        pytest.param(True, True, id="scattered, fused"),
+        pytest.param(False, True, id="consecutive, fused"),
+        pytest.param(True, False, id="scattered, stock"),
+    ],
+)
 @pytest.mark.parametrize("name", TINY)
 def test_ragged_spans_equal_the_stock_forward(name: str, scattered: bool, fused: bool) -> None:
     assert difference(name, scattered=scattered, fused=fused) < TOLERANCE
@@ -155,7 +161,7 @@ def foreign_page(target: Target, store: PageStore, pieces: list[Piece]) -> list[
 
 
 WINDOWED = ["mistral", "gemma2", "gemma3", "gpt_oss"]
-GROUPED = [name for name in TINY if name not in ("deepseek_v3", "gpt_neox", "gpt2")]
+DIFFERENT = ["llama", "gemma2", "gpt_oss", "deepseek_v3", "gpt2"]  # in how they attend
 VISIBLE = 20 * TOLERANCE
 
 
@@ -171,8 +177,8 @@ def test_a_wrong_window_is_found(name: str, window: int | None) -> None:
 @pytest.mark.parametrize(
     ("name", "change"),
     [("gpt_oss", without("s_aux")), ("gemma2", without("softcap"))]
-    + [(name, scaled) for name in TINY]
-    + [(name, regrouped) for name in GROUPED],
+    + [(name, scaled) for name in DIFFERENT]
+    + [(name, regrouped) for name in ("llama", "gpt_oss")],
 )
 def test_a_wrong_attention_argument_is_found(name: str, change: Callable[..., Any]) -> None:
     with attention_changed(change):
@@ -180,12 +186,12 @@ def test_a_wrong_attention_argument_is_found(name: str, change: Callable[..., An
 
 
 @pytest.mark.parametrize("run", [shifted_positions, foreign_page])
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", DIFFERENT)
 def test_a_wrong_position_or_page_is_found(name: str, run: Callable[..., list[Tensor]]) -> None:
     assert difference(name, run=run) > VISIBLE
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", DIFFERENT)
 def test_a_mask_off_by_one_row_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouping, "MASKS", ShiftedMasks())
     assert difference(name) > VISIBLE
@@ -210,17 +216,6 @@ def test_a_prompt_chunk_without_scored_rows_still_fills_its_pages() -> None:
     )
     assert out.logits.shape == (0, VOCAB)
     assert all(torch.equal(a[:9], b[:9]) for a, b in zip(chunk.k + chunk.v, scored.k + scored.v, strict=True))
-
-
-def test_wrapping_does_not_modify_the_model() -> None:
-    model = build("llama", attn_implementation="sdpa")
-    before = model(sequences[0][None]).logits
-    target = wrap_model(model)
-    assert model.config._attn_implementation != attention.NAME
-    assert target.model.config is not model.config
-    assert target.model.lm_head.weight is model.lm_head.weight
-    assert next(model.parameters()).requires_grad
-    assert torch.equal(model(sequences[0][None]).logits, before)
 
 
 def test_bf16_is_supported() -> None:
@@ -269,17 +264,16 @@ def test_a_class_that_keeps_its_own_attention_is_refused(monkeypatch: pytest.Mon
         wrap_model(model)
 
 
-@pytest.mark.parametrize("argument", ["position_bias", "indices", "head_mask", "s_aux_2"])
-def test_an_unsupported_tensor_is_refused_by_name(argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_tensor_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(tiny_model("llama"))
     layer = type(model.model.layers[1].self_attn)
     inner = layer.forward
     monkeypatch.setattr(
         layer,
         "forward",
-        lambda self, *args, **kwargs: inner(self, *args, **kwargs, **{argument: torch.ones(4)}),
+        lambda self, *args, **kwargs: inner(self, *args, **kwargs, position_bias=torch.ones(4)),
     )
-    with pytest.raises(UnsupportedModel, match=f"`{argument}`"):
+    with pytest.raises(UnsupportedModel, match="`position_bias`"):
         wrap_model(model)
 
 

@@ -27,29 +27,27 @@ def grouped(*sizes: tuple[int, int], window: int | None = None, token_bytes: int
     return [[span.first for span in bucket] for bucket in buckets(spans(*sizes), window, token_bytes, CPU)]
 
 
-def test_sequences_of_like_length_share_a_call() -> None:
-    assert grouped((1, 300), (1, 310), (1, 280)) == [[0, 1, 2]]
+LIKE, UNLIKE, TWO = ((1, 300), (1, 310), (1, 280)), ((1, 2000), (1, 100), (1, 110)), ((1, 100), (1, 200))
 
 
-def test_a_short_sequence_is_not_padded_to_a_long_one() -> None:
-    assert grouped((1, 2000), (1, 100), (1, 110)) == [[1, 2], [0]]
-
-
-def test_a_window_makes_long_and_short_alike() -> None:
-    assert grouped((1, 2000), (1, 100), (1, 110), window=64) == [[0, 1, 2]]
-
-
-def test_more_bytes_a_token_leave_less_room_for_padding() -> None:
-    sizes = ((1, 100), (1, 200))
-    assert grouped(*sizes) == [[0, 1]] and grouped(*sizes, token_bytes=8 * TOKEN) == [[0], [1]]
-
-
-def test_drafts_of_different_length_share_a_call() -> None:
-    assert grouped((5, 300), (1, 300), (4, 304)) == [[0, 5, 6]]
-
-
-def test_prompt_chunks_have_calls_of_their_own() -> None:
-    assert grouped((64, 64), (1, 60), (64, 64), (1, 64)) == [[64, 129], [0], [65]]
+@pytest.mark.parametrize(
+    ("sizes", "how", "calls"),
+    [
+        pytest.param(LIKE, {}, [[0, 1, 2]], id="sequences of like length share a call"),
+        pytest.param(UNLIKE, {}, [[1, 2], [0]], id="short ones are not padded to a long one"),
+        pytest.param(UNLIKE, {"window": 64}, [[0, 1, 2]], id="a window makes them alike"),
+        pytest.param(TWO, {}, [[0, 1]], id="padding of few bytes"),
+        pytest.param(TWO, {"token_bytes": 8 * TOKEN}, [[0], [1]], id="padding of many bytes"),
+        pytest.param(((5, 300), (1, 300), (4, 304)), {}, [[0, 5, 6]], id="drafts of different length"),
+        pytest.param(
+            ((64, 64), (1, 60), (64, 64), (1, 64)), {}, [[64, 129], [0], [65]], id="prompt chunks run apart"
+        ),
+    ],
+)
+def test_sequences_share_a_call_where_padding_pays(
+    sizes: tuple[tuple[int, int], ...], how: dict[str, int], calls: list[list[int]]
+) -> None:
+    assert grouped(*sizes, **how) == calls
 
 
 def test_a_prompt_chunk_is_cut_evenly_into_causal_pieces() -> None:
