@@ -20,7 +20,7 @@ from speculon.loading.load_check import paged_logits
 from speculon.loading.memory import model_needs
 from speculon.target import captured as capturing
 from speculon.target.block import CannotReplace, Loop
-from speculon.target.captured import BUCKETS, Captured, CaptureSizes, Piece, bucket_for, sizes
+from speculon.target.captured import BUCKETS, Captured, CaptureSizes, Piece, sizes
 from speculon.target.compare import alike, close
 from speculon.target.taps import Taps
 from speculon.target.target import Target
@@ -93,11 +93,6 @@ def test_outputs_are_those_of_the_loop(mode: str) -> None:
     assert_same(requests_of(mode), run(target, drafting(requests_of(mode), 4)), truth)
 
 
-def test_a_bucket_holds_its_rows_and_is_the_smallest_that_does() -> None:
-    for rows in range(1, BUCKETS[-1] + 1):
-        assert bucket_for(rows) == min(size for size in BUCKETS if size >= rows)
-
-
 def test_no_step_is_captured_short() -> None:
     target, captured, loop = both()
     ran: list[tuple[str, int]] = []
@@ -137,21 +132,6 @@ def test_a_step_that_scores_nothing_writes_its_pages() -> None:
             assert way(batch, view) is None
         pages.append([pool[view.slots] for pool in (*trial.store.k, *trial.store.v)])
     assert all(close(a, b) for a, b in zip(*pages, strict=True))
-
-
-@pytest.mark.parametrize("rows", [1, 5, 8])
-def test_taps_are_the_loops(rows: int) -> None:
-    target, captured, loop = both()
-    found = []
-    for way in (captured, loop):
-        taps = Taps(LAYERS)
-        batch, view, _ = step(target, rows)
-        logits(way, batch, view, taps)
-        found.append(taps.take())
-    assert found[0].keys() == found[1].keys() == set(LAYERS)
-    assert all(
-        found[0][layer].shape[0] == rows and close(found[0][layer], found[1][layer]) for layer in LAYERS
-    )
 
 
 def kept_after_another_step(target: Target, captured: Captured) -> bool:
@@ -301,11 +281,6 @@ def test_a_model_object_is_captured_where_its_weights_are() -> None:
     )
 
 
-def test_the_largest_are_captured_first() -> None:
-    _, captured, _ = both()
-    assert list(captured.pieces) == list(captured.scores) == sorted(BUCKETS, reverse=True)
-
-
 def test_in_fp32_rows_agree_up_to_the_rounding_of_other_kernels() -> None:
     exact = torch.randn(4, 96, generator=torch.Generator().manual_seed(0))
     assert alike(exact * (1 + 5e-5), exact) and not close(exact * (1 + 5e-5), exact)
@@ -322,7 +297,7 @@ def test_in_half_precision_rows_agree_within_the_tolerance() -> None:
     assert not alike(wrong.bfloat16(), exact.bfloat16())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["llama", "smollm3"])
 def test_buffers_are_counted(name: str) -> None:
     target, captured, _ = both(name)
     config = target.model.config.get_text_config()

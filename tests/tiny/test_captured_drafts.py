@@ -26,11 +26,10 @@ from tests.tiny.test_captured import deaf, failing, replayed
 from tests.tiny.test_dflash import SPARK
 from tests.tiny.test_eagle3 import VARIANTS, ask, plain, requests_of, whole
 
-HEADS = ("usual", "norm before residual", "newest", "two layers", "another width", "normed heads")
+HEADS = ("usual", "newest", "another width")
 BLOCKS: dict[str, dict[str, Any]] = {
     "usual": {},
     "window": {"windows": (5, None)},
-    "another width": {"hidden": 48, "heads": 6, "kv_heads": 3},
     "spark": SPARK,
     "convolutions": {"format": "dflash2"},
 }

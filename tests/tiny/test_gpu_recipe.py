@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from recipes.gpu.step import FORWARDS, WARM, Forward, covered, forward_of, main, weights_read
+from recipes.gpu.step import FORWARDS, WARM, covered, forward_of, main, weights_read
 
 from tests.tiny.conftest import tiny_target
 
@@ -23,10 +23,6 @@ from tests.tiny.conftest import tiny_target
 )
 def test_work_side_by_side_counts_once(intervals: list[tuple[float, float]], length: float) -> None:
     assert covered(intervals) == length
-
-
-def test_what_is_not_work_is_a_gap() -> None:
-    assert Forward(ms=5.0, busy_ms=3.5, launches=7).gaps_ms == 1.5
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available, disabling CUDA profiling")
