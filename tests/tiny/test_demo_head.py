@@ -1,4 +1,4 @@
-"""The EAGLE-3 head of the demo model: its drafts are accepted, and are not if the checkpoint is misread."""
+"""The drafters of the demo model: their drafts are accepted, and are not if the head is misread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from speculon.loading.locate import locate
 from speculon.measure.bench import corpus, workloads
 from speculon.measure.bench.measure import loops
 
-HEAD = "demo-eagle3"
+HEAD, BLOCKS = "demo-eagle3", "demo-dflash"
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +27,14 @@ def llm() -> LLM:
         dtype="float32",
         device="cpu",
         prefix_cache=False,
-        speculation={"policy": "fixed", "method": "off", "draft": HEAD},
+        speculation={"policy": "fixed", "method": "off", "draft": {"eagle3": HEAD, "dflash": BLOCKS}},
     )
 
 
 @pytest.mark.soak
-def test_it_brings_more_than_two_tokens_a_call_on_files_it_never_saw(llm: LLM) -> None:
+@pytest.mark.parametrize(("method", "k"), [("eagle3", 4), ("dflash", 7)])
+def test_it_brings_more_than_two_tokens_a_call_on_files_it_never_saw(llm: LLM, method: str, k: int) -> None:
+    """Greedy; texts that loop are left out."""
     find, temperature = workloads.parse("code")
     found = islice(find(llm.tokenizer, workloads.Size(0, 64, llm.engine.max_context)), 12)
     cases = [workloads.at(temperature, case, i) for i, case in enumerate(found)]
@@ -40,9 +42,8 @@ def test_it_brings_more_than_two_tokens_a_call_on_files_it_never_saw(llm: LLM) -
     tokens = calls = 0
     for case in (case for case, text in zip(cases, first, strict=True) if not loops(text.token_ids)):
         plain = llm.generate([case.prompt], case.params)[0]
-        out = llm.generate(
-            [case.prompt], case.params, speculation={"method": "eagle3", "num_speculative_tokens": 4}
-        )[0]
+        speculation = {"method": method, "num_speculative_tokens": k}
+        out = llm.generate([case.prompt], case.params, speculation=speculation)[0]
         assert out.token_ids == plain.token_ids
         assert out.speculation is not None
         tokens, calls = tokens + out.speculation.emitted, calls + out.speculation.target_calls

@@ -4,10 +4,8 @@ from.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculon.core.config import SamplingParams
 from speculon.drafters.dflash.dflash2 import BlockConvolution, CandidateSelector
 from speculon.drafters.dflash.network import DFlashNetwork, Drawing
-from speculon.drafters.dflash.proposer import DFlashDrafter
 from tests.tiny.blocks import MASK, ask, drafter_of, folder_of, watch_blocks, write_dflash, wrong_blocks
 from tests.tiny.heads import deep_model, deep_target
-from tests.tiny.requests import MODES, accepted_lengths
+from tests.tiny.requests import accepted_lengths
 from tests.tiny.scripted import drain, make_engine, texts_of
 from tests.tiny.test_dflash import KS, drafted_with
-from tests.tiny.test_eagle3 import SETTINGS, plain, requests_of, whole, write
+from tests.tiny.test_eagle3 import plain, requests_of, whole, write
 
 FLASH2: dict[str, Any] = {"format": "dflash2"}
 SCALES = {"input_embedding_scale": 1.5, "output_multiplier": 0.4, "final_logit_softcapping": 3.0}
-CHOSEN = list(zip(SETTINGS, cycle(MODES), cycle(KS[1:]), strict=False))
 VARIANTS: dict[str, dict[str, Any]] = {
     "scales": {"scales": SCALES},
     "windows": {"windows": (5, None), "causal": False},
@@ -61,16 +56,6 @@ def test_variants_are_those_of_the_formula(variant: str, tmp_path: Path) -> None
     assert len(watch.rounds) > 10
 
 
-@pytest.mark.parametrize(("setting", "mode", "k"), CHOSEN)
-def test_no_setting_changes_a_block(setting: str, mode: str, k: int, tmp_path: Path) -> None:
-    """In batches, with shared prefixes, few pages and prompts in chunks; greedy and with a seed."""
-    results, watch = drafted_with(tmp_path, k, mode, 9, SETTINGS[setting], **FLASH2)
-    assert texts_of(results) == plain(mode, 9)
-    if setting == "few pages":
-        assert any(result.stats.preemptions for result in results.values())
-    assert not wrong_blocks(watch, drafter_of(**FLASH2), whole(mode, 9), greedy=mode == "greedy")
-
-
 @pytest.mark.parametrize("acceptance", ["matching", "rejection", "block"])
 @pytest.mark.parametrize("number", [1, 4])  # with penalties, and without
 def test_q_is_that_of_the_path(number: int, acceptance: str, tmp_path: Path) -> None:
@@ -88,70 +73,6 @@ def test_q_is_that_of_the_path(number: int, acceptance: str, tmp_path: Path) -> 
         assert (made.draft.probs is None) == (acceptance == "matching")
         if made.draft.probs is not None:
             assert int((made.draft.probs > 0).sum(-1).max()) <= 5, "no more than its candidates"
-
-
-# -- the distribution of the output
-
-
-PROMPT, LIKELY, RUNS = (5, 9, 60, 31, 8), (7, 8, 9), 500
-BIAS = dict.fromkeys(LIKELY, 12.0)  # so that few texts have all of the probability
-
-
-def probabilities(output: tuple[int, ...]) -> Tensor:
-    """The target's own, of `LIKELY` after an output."""
-    with torch.inference_mode():
-        logits = deep_model()(torch.tensor([[*PROMPT, *output]])).logits[0, -1]
-    return (logits[list(LIKELY)].double() / 1.5).softmax(-1)
-
-
-def chi_square(folder: Path, acceptance: str) -> tuple[float, int]:
-    """Of the first three tokens against the target's own distribution; and how many drafts were accepted."""
-    path = write_dflash(folder, deep_model().config, **FLASH2, top_k=64)
-    engine = make_engine(deep_target(), speculation=folder_of(path))
-    for seed in range(RUNS):
-        params = SamplingParams(
-            max_tokens=5, ignore_eos=True, seed=seed, temperature=1.5, logit_bias=BIAS, top_k=3
-        )
-        engine.add_request(list(PROMPT), params, {**ask(3), "acceptance": acceptance}, f"r{seed}")
-    results = drain(engine)
-    found = Counter(tuple(result.tokens[:3]) for result in results.values())
-    total = 0.0
-    for text in product(range(3), repeat=3):
-        tokens = tuple(LIKELY[i] for i in text)
-        p = 1.0
-        for n, i in enumerate(text):
-            p *= float(probabilities(tokens[:n])[i])
-        total += (found[tokens] - RUNS * p) ** 2 / (RUNS * p)
-    assert sum(found.values()) == RUNS and set().union(*found) <= set(LIKELY)
-    accepted = [done.accepted for r in results.values() if (done := r.stats.speculation()) is not None]
-    return total, sum(accepted)
-
-
-BOUND = 54.05  # of chi-square with 26 degrees of freedom: passed once in 1000 times
-
-
-@pytest.mark.parametrize("acceptance", ["rejection", "block"])
-def test_the_output_has_the_targets_distribution(acceptance: str, tmp_path: Path) -> None:
-    watch_blocks()
-    surprise, accepted = chi_square(tmp_path, acceptance)
-    assert surprise < BOUND
-    assert accepted > RUNS / 4
-
-
-@pytest.mark.parametrize("acceptance", ["rejection", "block"])
-def test_another_q_is_seen(acceptance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a q that lacks the scores of pairs."""
-    watch_blocks()
-    propose = DFlashDrafter._propose
-
-    def even(self: Any, *args: Any) -> Any:
-        def q(probs: Tensor) -> Tensor:
-            return (probs > 0).float() / (probs > 0).sum(-1, keepdim=True)
-
-        return [replace(d, probs=None if d.probs is None else q(d.probs)) for d in propose(self, *args)]
-
-    monkeypatch.setattr(DFlashDrafter, "_propose", even)
-    assert chi_square(tmp_path, acceptance)[0] > BOUND
 
 
 # -- planted errors: each must show in the blocks or in the drafts

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from speculon.core.config import EngineConfig, SamplingParams
-from speculon.core.errors import ConfigError, InvalidRequest, ModelError
+from speculon.core.config import SamplingParams
+from speculon.core.errors import ModelError
 from speculon.core.types import Reason
 from speculon.loading.memory import expected_layers, model_needs
 from tests.tiny.conftest import TINY, tiny_model, tiny_target
@@ -42,8 +42,3 @@ def test_the_estimate_of_a_checkpoint_is_what_it_takes(name: str, tmp_path: Path
 def test_a_missing_draft_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such folder"):
         make_engine(tiny_target("llama"), speculation={"draft": str(tmp_path / "nowhere")})
-
-
-def test_the_draft_needs_a_path() -> None:
-    with pytest.raises((ConfigError, InvalidRequest)):
-        EngineConfig(speculation={"draft": 5})

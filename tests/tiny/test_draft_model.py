@@ -4,14 +4,12 @@ pages.
 
 from __future__ import annotations
 
-import inspect
 import random
 from typing import Any
 
 import pytest
 import torch
 
-from speculon import LLM
 from speculon.core.config import MAX_DRAFTS, SamplingParams
 from speculon.core.types import Proposal, Reason, Timing
 from speculon.decoding.batch import Batch
@@ -20,7 +18,6 @@ from speculon.decoding.kv.store import View
 from speculon.decoding.sequence import Event
 from speculon.target.target import Output
 from tests.tiny.conftest import tiny_target
-from tests.tiny.demo_texts import DEMO, MISSING
 from tests.tiny.drafting import DRAFT, NoisyModel, noisy_draft, use_draft
 from tests.tiny.requests import GREEDY, MODES, OFF, Texts, plain, requests_of
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, texts_of
@@ -138,19 +135,6 @@ def test_a_draft_ends_early_where_it_is_unsure() -> None:
         return sum(done.drafted for result in results.values() if (done := result.stats.speculation()))
 
     assert drafted(short) < drafted(long) and len(model.calls) > everything
-
-
-def test_cascade_asks_the_model_only_where_the_lookup_has_nothing() -> None:
-    noisy_draft(error_rate=0.2)
-    prompt = [5, 6, 7, 8] * 6
-    params = SamplingParams(max_tokens=48, ignore_eos=True, **GREEDY)
-    requests = [Request(prompt, params, None, "a"), Request(list(range(3, 20)), params, None, "b")]
-    results = write(requests, {"method": "auto"})
-    sources = [result.stats.speculation() for result in results.values()]
-    assert {name for done in sources if done for name in done.by_source} == {"suffix", "draft_model"}
-    assert texts_of(results) == texts_of(
-        run(tiny_target("llama"), [Request(r.prompt, r.params, OFF, r.id) for r in requests])
-    )
 
 
 class Padded(NoisyModel):
@@ -279,25 +263,3 @@ def test_layers_of_the_target_under_the_draft_are_seen(monkeypatch: pytest.Monke
     of = DraftLease.__init__
     monkeypatch.setattr(DraftLease, "__init__", lambda self, store, first_layer, states: of(self, store, 0))
     assert texts_of(write(drafted_requests("greedy", "draft_model"))) != plain("greedy")
-
-
-@pytest.mark.skipif(MISSING, reason="the demo model is not there")
-@pytest.mark.parametrize(
-    ("tokens", "drafts", "limited"),
-    [
-        pytest.param(300, True, False, id="within its context"),
-        pytest.param(630, True, True, id="up to its context"),
-        pytest.param(800, False, True, id="beyond its context"),
-    ],
-)
-def test_the_demo_s_draft_model_is_not_asked_beyond_its_context(
-    tokens: int, drafts: bool, limited: bool
-) -> None:
-    """There it accepted 8 of 576 drafts."""
-    speculation = {"method": "draft_model", "draft": "demo-draft", "policy": "fixed"}
-    llm = LLM(str(DEMO), warmup=False, speculation=speculation)
-    prompt = llm.engine.tokenizer.encode(inspect.getsource(inspect))[:tokens]
-    one = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))[0]
-    stats = one.outputs[0].stats
-    assert (stats.rounds > 0) == drafts
-    assert bool(stats.reasons[Reason.CONTEXT_LIMIT]) == limited

@@ -25,14 +25,12 @@ from speculon.loading.load import wrap_model
 from tests.rounding import assert_near
 from tests.tiny.assistant_forms import FULL, LARGE, NAME, folder_of, stock, target_of
 from tests.tiny.conftest import build, tiny_target
-from tests.tiny.kernels import where_invariant
 from tests.tiny.recurrent import recurrent_target
 from tests.tiny.scripted import drain, make_engine, proposer_of
 from tests.tiny.test_gemma4_assistant import PROMPTS, ask
 
 WEIGHTS = "model.safetensors"
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-SEEDED = SamplingParams(temperature=0.9, seed=3, max_tokens=16, ignore_eos=True)
 
 
 @pytest.fixture
@@ -124,16 +122,3 @@ def test_a_unified_target_reads_text_as_the_stock_model_does() -> None:
     logits, _ = target.tapped(ids, PageStore(target.layers, 1, len(ids), "cpu"), (5,))
     expected = stock("unified")(ids[None]).logits[0]
     assert_near(logits, expected, len(target.layers))
-
-
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_in_bf16_texts_are_equal_alone_in_batches_and_with_drafts(home: Path, params: SamplingParams) -> None:
-    speculation = {"draft": {NAME: str(home / "small-assistant")}, "policy": "fixed", "method": NAME}
-    settings: dict[str, Any] = {"dtype": "bfloat16", "batch_invariant": True, "speculation": speculation}
-    with where_invariant():
-        llm = LLM(str(home / "small"), tokenizer=None, **settings)
-    alone = [llm.generate([ids], params, speculation={"method": "off"})[0].token_ids for ids in PROMPTS]
-    for k in (1, 3, 7):
-        outputs = llm.generate(PROMPTS, params, speculation={"num_speculative_tokens": k})
-        assert [out.token_ids for out in outputs] == alone
-        assert all(out.speculation and out.speculation.by_source[NAME]["drafted"] for out in outputs)
