@@ -53,7 +53,7 @@ def step_into(engine: Engine, results: dict[Key, Result]) -> None:
 # aborts
 
 
-@pytest.mark.parametrize("moment", [0, 1, 2, 5, 12])
+@pytest.mark.parametrize("moment", [0, 2, 12])
 @pytest.mark.parametrize(
     "settings", [{}, {"num_blocks": 40}, {"max_num_seqs": 3, "max_batch_tokens": 9}], ids=str
 )
@@ -249,14 +249,12 @@ def test_an_end_of_text_id_outside_the_vocabulary_is_no_danger() -> None:
         pytest.param(
             {"prompt": [96]}, InvalidParameter, "prompt = 96: token ids go from 0 to 95", id="unknown token"
         ),
-        pytest.param({"prompt": [-1]}, InvalidParameter, "prompt = -1", id="negative token"),
         pytest.param(
             {"prompt": [5] * (CONTEXT + 1)}, TooLong, "prompt 129 > context 128", id="beyond the context"
         ),
         pytest.param(
             {"max_tokens": CONTEXT}, TooLong, "prompt 3 .* max_tokens 128 > context 128", id="answer too long"
         ),
-        pytest.param({"max_tokens": 10**30}, TooLong, "max_tokens 1000000", id="absurdly long"),
         pytest.param(
             {"max_tokens": 90}, NeverFits, "93 tokens need 24 KV pages of 4, the pool owns 20", id="no pages"
         ),
@@ -266,23 +264,11 @@ def test_an_end_of_text_id_outside_the_vocabulary_is_no_danger() -> None:
             "logit_bias = 96: token ids go from 0 to 95",
             id="bias",
         ),
-        pytest.param({"logit_bias": {5: float("nan")}}, InvalidParameter, "logit_bias", id="bias nan"),
         pytest.param({"stop_token_ids": (-3,)}, InvalidParameter, "stop_token_ids = -3", id="stop id"),
         pytest.param(
             {"logprobs": 97}, InvalidParameter, "logprobs = 97: the vocabulary has 96", id="logprobs"
         ),
         pytest.param({"prompt_logprobs": 97}, InvalidParameter, "prompt_logprobs = 97", id="prompt logprobs"),
-        pytest.param(
-            {"stop": ("x",) * 10_000}, InvalidParameter, "stop = .*: .*64", id="10,000 stop strings"
-        ),
-        pytest.param({"stop": ("",)}, InvalidParameter, "stop", id="empty stop"),
-        pytest.param(
-            {"temperature": -0.1}, InvalidParameter, "temperature = -0.1: .*equal to 0", id="temperature"
-        ),
-        pytest.param({"top_p": 0.0}, InvalidParameter, r"top_p = 0.0: .*greater than 0", id="top_p 0"),
-        pytest.param(
-            {"top_p": 1.01}, InvalidParameter, r"top_p = 1.01: .*less than or equal to 1", id="top_p above 1"
-        ),
         pytest.param(
             {"speculation": {"method": "eagle9"}}, UnknownMethod, "method = 'eagle9': known are", id="method"
         ),
@@ -324,7 +310,7 @@ def test_a_request_without_a_name_is_never_refused_for_the_name_it_is_given() ->
     assert len(drain(engine)) == 8
 
 
-@pytest.mark.parametrize("prompt", [1, 4, 127, 128])
+@pytest.mark.parametrize("prompt", [1, 128])
 def test_a_prompt_may_fill_the_context(prompt: int) -> None:
     result = run(
         tiny_target("llama"), [Request([7] * prompt, SamplingParams(temperature=0, ignore_eos=True))]
