@@ -38,11 +38,9 @@ from tests.tiny.adapter_files import (
     stock_with,
     with_adapters,
     write,
-    write_adapter,
 )
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.drafting import DRAFT, use_draft
-from tests.tiny.heads import deep_model, write_eagle3
 from tests.tiny.kernels import Multiply, by_place, one_by_one, plant, where_invariant
 from tests.tiny.scripted import Request, Result, drain, make_engine
 from tests.tiny.test_captured import replayed
@@ -51,12 +49,6 @@ ARCHITECTURES = ("llama", "qwen2", "gemma3", "phi3", "qwen3_moe", "gpt_neox", "d
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "repetition_penalty": 1.1},
-}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "roomy": {},
-    "prompts in chunks": {"max_batch_tokens": 9},
-    "a small pool": {"num_blocks": 34, "max_num_seqs": 8},
-    "no prefix cache": {"prefix_cache": False},
 }
 Texts = dict[str, list[int]]
 
@@ -296,24 +288,6 @@ def test_a_draft_model_under_an_adapted_target(draft: None) -> None:
     rates[""] = (totals.accepted - totals.accepted_under.total()) / drafted
     assert rates[""] > 0.95 and all(0 <= rates[name] < 0.7 for name in ("one", "two")), rates
     assert drafted and totals.drafted_under.keys() == {"one", "two"}
-
-
-def test_a_head_reads_the_states_of_the_adapted_target(tmp_path: Path) -> None:
-    model = deep_model()
-    paths = {"one": write_adapter(tmp_path / "one", model, 1)}
-    target = with_adapters(wrap_model(model, share=False), paths)
-    head = write_eagle3(tmp_path / "head", model.config)
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    texts = []
-    for method in ("off", "eagle3"):
-        way = {"method": method, "num_speculative_tokens": 3}
-        requests = [
-            (Request([9 + i, 5, 61, 30, 12][: 2 + i], params, way, f"r{i}"), ("one", "")[i % 2])
-            for i in range(4)
-        ]
-        results = write(target, requests, speculation={"draft": {"eagle3": str(head)}}, max_batch_tokens=7)
-        texts.append(texts_of(results))
-    assert texts[0] == texts[1] and all(result.stats.rounds for result in results.values())
 
 
 # names

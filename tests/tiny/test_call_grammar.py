@@ -18,10 +18,9 @@ from speculon.decoding.text.tool_calls import CLOSE, OPEN
 from speculon.decoding.text.tool_schemas import call_schema, calls_grammar
 from speculon.loading.reading import load_tokenizer
 from tests.tiny.demo_texts import DEMO
-from tests.tiny.drafting import DRAFT, noisy_draft
 from tests.tiny.forms import an_object, words
-from tests.tiny.scripted import Key, Request, Result, script
-from tests.tiny.test_structured import METHODS, spell, write, write_alone
+from tests.tiny.scripted import Key, Request, Result
+from tests.tiny.test_structured import spell, write, write_alone
 
 FUNCTIONS = [
     {"name": "f", "parameters": an_object(x={"type": "integer", "minimum": 0, "maximum": 99})},
@@ -122,12 +121,6 @@ def plain() -> dict[Key, Result]:
     return write_alone(requests())
 
 
-@pytest.fixture
-def drafters() -> None:
-    noisy_draft()
-    script({key: result.tokens for key, result in plain().items()})
-
-
 def calls_of(text: str) -> list[str]:
     """What stands between tags; the last one may be cut."""
     parts = re.split(START, text)
@@ -147,15 +140,3 @@ def test_calls_are_valid_and_the_text_before_them_is_what_it_was_without_tools()
         before = spell(result).partition(START)[0]
         assert spell(free[key]).startswith(before)
     assert found > 5, [spell(one) for one in plain().values()]
-
-
-@pytest.mark.usefixtures("drafters")
-@pytest.mark.parametrize("shift", range(len(METHODS)))
-def test_drafts_change_no_token(shift: int) -> None:
-    changed = [
-        replace(one, speculation=METHODS[(i + shift) % len(METHODS)]) for i, one in enumerate(requests())
-    ]
-    results = write(changed, speculation=DRAFT)
-    for key, result in results.items():
-        assert (result.tokens, result.finish) == (plain()[key].tokens, plain()[key].finish)
-    assert sum(result.stats.accepted for result in results.values()) > 20

@@ -36,14 +36,6 @@ MODES: dict[str, dict[str, Any]] = {
         "logit_bias": {40: 2.0},
     },
 }
-METHODS: list[dict[str, Any]] = [
-    {"method": "ngram"},
-    {"method": "draft_model", "num_speculative_tokens": 3},
-    {"method": "synthetic", "num_speculative_tokens": 5},
-    {"method": "scripted", "num_speculative_tokens": 8},
-    {"method": "auto", "num_speculative_tokens": 1},
-    OFF,
-]
 
 
 def write(requests: list[Request], **settings: Any) -> dict[Key, Result]:
