@@ -43,7 +43,7 @@ from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.drafting import DRAFT, use_draft
 from tests.tiny.kernels import Multiply, by_place, one_by_one, plant, where_invariant
 from tests.tiny.scripted import Request, Result, drain, make_engine
-from tests.tiny.test_captured import replayed
+from tests.tiny.test_captured import Noted, replayed
 
 ARCHITECTURES = ("llama", "qwen2", "gemma3", "phi3", "qwen3_moe", "gpt_neox", "deepseek_v3")
 MODES: dict[str, dict[str, Any]] = {
@@ -152,20 +152,6 @@ def test_an_update_whose_rows_depend_on_their_place_is_refused_by_name(
     assert texts_of(write(target, list(requests_of("greedy")))) == alone("greedy"), "it runs as it did"
 
 
-class NotedLoop:
-    """A loop with the rows of adapters of each step that it takes."""
-
-    def __init__(self, loop: Any):
-        self.loop, self.steps = loop, list[Any]()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loop, name)
-
-    def __call__(self, batch: Batch, *others: Any) -> Any:
-        self.steps.append(batch.adapters.runs)
-        return self.loop(batch, *others)
-
-
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(capturing.RECORDERS, "cpu", lambda device: replayed)
@@ -175,12 +161,14 @@ def test_steps_with_rows_of_adapters_are_not_captured(recorder: None) -> None:
     target = wrap_model(tiny_model("llama"), name="llama", share=False, compile=True)
     captured = target.runner.run
     assert isinstance(captured, Captured)
-    captured.loop = noted = NotedLoop(captured.loop)  # type: ignore[assignment]
+    loop, noted = captured.loop, Noted(captured.loop, lambda batch: batch.adapters.runs)
+    captured.loop = noted  # type: ignore[assignment]
     with_adapters(target, folders("llama"))
     assert len(noted.steps) == 2, "the trial of each adapter, which a graph would not run"
-    captured.loop = noted.loop
+    captured.loop = loop
     assert texts_of(write(target, list(requests_of("greedy")))) == alone("greedy")
-    captured.loop = noted = NotedLoop(captured.loop)  # type: ignore[assignment]
+    captured.loop = noted  # type: ignore[assignment]
+    noted.steps.clear()
     request, _ = requests_of("greedy")[0]
     assert write(target, [(request, "")])[request.id].tokens == alone("greedy")["q0"]
     assert not noted.steps

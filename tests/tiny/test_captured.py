@@ -44,6 +44,20 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(capturing.RECORDERS, "cpu", lambda device: replayed)
 
 
+class Noted:
+    """A loop that notes something of each step's batch."""
+
+    def __init__(self, loop: Any, note: Callable[[Batch], Any]):
+        self.loop, self.note, self.steps = loop, note, list[Any]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loop, name)
+
+    def __call__(self, batch: Batch, *others: Any) -> Any:
+        self.steps.append(self.note(batch))
+        return self.loop(batch, *others)
+
+
 def made(model: Any = None) -> Target:
     return wrap_model(model or tiny_model("qwen3"), share=False, compile=True)
 
