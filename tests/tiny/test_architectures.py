@@ -218,13 +218,6 @@ def test_a_prompt_chunk_without_scored_rows_still_fills_its_pages() -> None:
     assert all(torch.equal(a[:9], b[:9]) for a, b in zip(chunk.k + chunk.v, scored.k + scored.v, strict=True))
 
 
-def test_bf16_is_supported() -> None:
-    model = copy.deepcopy(tiny_model("qwen3")).to(torch.bfloat16)
-    target = wrap_model(model)
-    assert target.dtype == torch.bfloat16
-    assert {spec.dtype for spec in target.layers} == {torch.bfloat16}
-
-
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma3": (
         "gemma3_text",

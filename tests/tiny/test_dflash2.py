@@ -175,15 +175,3 @@ def test_planted_errors_show(
     results, watch = drafted_with(tmp_path, 4, **form)
     assert texts_of(results) == plain("greedy"), "the text is the target's, however wrong the drafter"
     assert bool(wrong_blocks(watch, drafter_of(**form), whole("greedy"))) == (plant is not None)
-
-
-def test_rows_of_other_sequences_change_a_block_only_in_a_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a convolution that stops at the first row of a call alone."""
-    across_sequences(monkeypatch)
-    path = write_dflash(tmp_path, deep_model().config, **FLASH2)
-    for requests, red in ((requests_of("greedy")[1:2], False), (requests_of("greedy")[1:4], True)):
-        watch = watch_blocks(plain("greedy"))
-        write(requests, folder_of(path), ask(4))
-        assert bool(wrong_blocks(watch, drafter_of(**FLASH2), whole("greedy"))) == red

@@ -7,21 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from speculon.core.config import SamplingParams
 from speculon.core.errors import ModelError
-from speculon.core.types import Reason
 from speculon.loading.memory import expected_layers, model_needs
 from tests.tiny.conftest import TINY, tiny_model, tiny_target
-from tests.tiny.requests import GREEDY
-from tests.tiny.scripted import Request, make_engine, run
-
-
-def test_without_a_checkpoint_there_is_no_drafter() -> None:
-    results = run(
-        tiny_target("llama"),
-        [Request([5, 6], SamplingParams(max_tokens=3, **GREEDY), {"method": "draft_model"})],
-    )
-    assert results["r", 0].stats.reasons == {Reason.NO_DRAFTER: 2}
+from tests.tiny.scripted import make_engine
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from speculon import LLM
-from speculon.core.errors import BenchError
-from speculon.measure.bench.plan import AGAIN, BenchPlan
+from speculon.measure.bench.plan import AGAIN
 from speculon.measure.bench.run import run
 from tests.pure.screens import ELLIPSIS
 from tests.tiny.bench.plans import bench, sizes, small
@@ -94,21 +93,6 @@ def test_a_policy_is_compared_with_the_best_fixed_mode(folder: Path, tmp_path: P
     assert "## policies against the best fixed mode" in (out / "bench.md").read_text()
 
 
-def test_without_options_the_modes_are_those_that_something_drafts_for(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    plans: list[BenchPlan] = []
-
-    def stop(llm: LLM, plan: BenchPlan, advance: object) -> None:
-        plans.append(plan)
-        raise BenchError("seen")
-
-    monkeypatch.setattr("speculon.measure.bench.run.run", stop)
-    assert bench(folder)[0] == 2 and bench(folder, "--draft", str(folder))[0] == 2
-    assert [sum("draft_model" in mode for mode in plan.modes) for plan in plans] == [0, 2]
-    assert plans[1].modes == tuple(mode for mode in BenchPlan().modes if "eagle3" not in mode)
-
-
 def test_it_shows_a_verdict_and_tables(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     few = sizes(prompts=1, max_tokens=32)
@@ -127,18 +111,14 @@ def test_a_mode_that_ran_no_round_is_an_error(folder: Path) -> None:
     assert "ngram:4 ran no speculative round in code" in error["message"] and "max_tokens" in error["message"]
 
 
-@pytest.mark.parametrize("modes", ["draft_model:4", "ngram:4,draft_model:4/rejection"])
 def test_a_mode_without_its_drafter_fails_before_anything_is_measured(
-    folder: Path, modes: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("speculon.measure.bench.run.measure", lambda *_: pytest.fail("measured"))
-    code, out, _ = bench(folder, "--modes", modes, "--json")
+    code, out, _ = bench(folder, "--modes", "ngram:4,draft_model:4/rejection", "--json")
     error = json.loads(out)["error"]
     assert (code, error["type"]) == (2, "InvalidParameter")
-    assert (
-        f"modes = {modes.rpartition(',')[2]!r}: no_drafter: draft_model needs a checkpoint, given with "
-        "--draft" in error["message"]
-    )
+    assert "modes = 'draft_model:4/rejection': no_drafter: draft_model needs a checkpoint" in error["message"]
 
 
 def test_a_plain_measurement_does_hit_the_planted_failure(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,9 +91,6 @@ def test_no_two_arms_share_a_seed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"runs": 15},
-        {"positions": 1},
-        {"seeds": 65},
         {"prompts": ("a", "a")},
         {"prompts": ("",)},
         {"samplers": (SamplingParams(temperature=0),)},
