@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -124,18 +123,6 @@ def test_one_text_is_streamed_and_then_explained(folder: Path, llm: LLM) -> None
     assert done.stderr.startswith("ngram: 24 tokens in ")
 
 
-def test_a_stop_string_is_shown_where_it_is_asked_for(folder: Path, llm: LLM) -> None:
-    whole = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=24))[0].text
-    found = re.search("[a-z]{2}", whole)
-    assert found
-    stop = found[0]
-    flags = ["generate", "--model", str(folder), "-p", PROMPT, *GREEDY, "--stop", stop]
-    hidden, shown = whole[: whole.index(stop)], whole[: whole.index(stop) + len(stop)]
-    for more, text in (([], hidden), (["--include-stop-str-in-output"], shown)):
-        assert speculon(*flags, *more).stdout == text + "\n"
-        assert texts([json.loads(speculon(*flags, *more, "--json").stdout)]) == [text]
-
-
 def test_json_is_one_object_per_prompt_and_nothing_else(folder: Path, llm: LLM) -> None:
     prompts = ["-p", PROMPT, "-p", "class Stack:"]
     flags = ["--max-tokens", "12", "--seed", "5", "--n", "2", "--logprobs", "1", "--json"]
@@ -226,24 +213,6 @@ def test_an_error_is_one_line_and_exit_code_2(arguments: list[str], error_type: 
     assert (machine.exit_code, machine.stderr) == (2, "")
     error = json.loads(machine.stdout)["error"]
     assert error["type"] == error_type and words in error["message"]
-
-
-def test_a_misspelt_environment_variable_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPECULON_BLOCKSIZE", "3")
-    done = speculon("generate", "-p", "x")
-    assert (done.exit_code, done.stderr) == (
-        2,
-        "ConfigError: unknown setting in the environment: SPECULON_BLOCKSIZE; "
-        "did you mean SPECULON_BLOCK_SIZE?\n",
-    )
-
-
-def test_a_settings_file_that_is_none(tmp_path: Path) -> None:
-    (tmp_path / "speculon.toml").write_text("block_size = = 3")
-    done = speculon("generate", "-p", "x")
-    first, second = done.stderr.splitlines()
-    assert (done.exit_code, first) == (2, "settings from speculon.toml")
-    assert second.startswith("ConfigError: speculon.toml, line 1: ")
 
 
 def test_inspect_shows_what_is_supported(folder: Path) -> None:
