@@ -167,10 +167,18 @@ def without(name: str, round_: Any) -> tuple[Any, ...]:
     return tuple(t.model_copy(update={"proposals": a}) for t, a in zip(round_.texts, proposals, strict=True))
 
 
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Engine, dict[Key, Result]]:
+    path = tmp_path_factory.mktemp("events") / "e.jsonl"
+    return path, *record(path)
+
+
 @pytest.mark.parametrize(("lie", "found"), LIES)
-def test_a_record_that_does_not_add_up_is_found_out(tmp_path: Path, lie: Any, found: str) -> None:
-    engine, results = record(tmp_path / "e.jsonl")
-    recording = read(tmp_path / "e.jsonl")
+def test_a_record_that_does_not_add_up_is_found_out(
+    recorded: tuple[Path, Engine, dict[Key, Result]], lie: Any, found: str
+) -> None:
+    path, engine, results = recorded
+    recording = read(path)
     recording.rounds = lie(recording.rounds)
     assert found in disagreements(recording, engine, results)
 
