@@ -1,4 +1,4 @@
-"""Replies that may call tools: any text, and only valid calls after a tag. Drafts change no token."""
+"""Replies that may call tools: any text, and only valid calls after a tag."""
 
 from __future__ import annotations
 
