@@ -10,7 +10,7 @@ import pytest
 
 from speculon import LLM
 from speculon.engine.outputs import RequestOutput
-from tests.tiny.demo_forms import report, write, wrong
+from tests.tiny.demo_forms import write, wrong
 from tests.tiny.demo_texts import MISSING
 from tests.tiny.test_structured import check_forms
 
@@ -40,11 +40,9 @@ def plain(llm: LLM) -> list[RequestOutput]:
     ids=str,
 )
 def test_two_hundred_of_two_hundred(
-    llm: LLM, plain: list[RequestOutput], speculation: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    llm: LLM, plain: list[RequestOutput], speculation: dict[str, Any]
 ) -> None:
     outputs = plain if speculation == {"method": "off"} else write(llm, REQUESTS, speculation)
-    with capsys.disabled():
-        print(f"\n{report(str(speculation), outputs)}", flush=True)
     assert wrong(outputs) == []
     assert [one.token_ids for one in outputs] == [one.token_ids for one in plain]
     drafted = {source for one in outputs if one.speculation for source in one.speculation.by_source}

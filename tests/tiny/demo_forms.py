@@ -78,16 +78,3 @@ def wrong(outputs: list[RequestOutput]) -> list[str]:
         except (AssertionError, ValueError, jsonschema.ValidationError):
             found.append(output.text)
     return found
-
-
-def report(name: str, outputs: list[RequestOutput]) -> str:
-    calls = sum(one.outputs[0].stats.target_calls for one in outputs)
-    tokens = sum(len(one.token_ids) for one in outputs)
-    sources: dict[str, list[int]] = {}
-    for one in outputs:
-        for source, account in (one.speculation.by_source if one.speculation else {}).items():
-            total = sources.setdefault(source, [0, 0])
-            sources[source] = [total[0] + account["accepted"], total[1] + account["drafted"]]
-    drafts = ", ".join(f"{source} {accepted} of {drafted}" for source, (accepted, drafted) in sources.items())
-    counts = f"{len(outputs)} texts, {tokens} tokens, {calls} calls, {tokens / calls:.2f} per call"
-    return f"{name}: {counts}; {drafts or 'no drafts'}"

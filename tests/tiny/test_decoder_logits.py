@@ -346,12 +346,6 @@ def test_by_default_the_policy_learns_acceptance_and_no_target_time(caplog: Any)
     assert not caplog.records
 
 
-def test_without_the_bonus_row_there_is_no_bonus_token() -> None:
-    decoder = make(SAME)
-    result = given(decoder, PROMPT, GREEDY, lambda logits: logits[:K])
-    assert result.emitted_tokens == tuple(plain(GREEDY)[:K]) and result.verdict.accepted == K
-
-
 def test_k_is_that_of_the_draft() -> None:
     decoder = make(SAME)
     drafts = decoder.draft(PROMPT, 2, GREEDY).tokens

@@ -351,17 +351,6 @@ def test_taps_of_blocks_without_ids_are_spread_over_the_target(
     assert "after evenly spaced layers" in config.summary()
 
 
-def test_the_summary_describes_the_taps(head: Eagle3Config) -> None:
-    usual = head.summary()
-    assert "1 layer of 32, 3 taps of width 32 after layers 1, N/2 - 1, N - 4 of N (assumed: its" in usual
-    assert "after layers 1, 3, 4 (assumed: its config names no layers)," in head.summary(8)
-    assert "assumed" not in replace(head, tap_ids=(2, 4, 6)).summary(8)
-    either = replace(head, tap_ids=(2, 4, 6), after=None)
-    assert "at layers 2, 4, 6 (before or after them)" in either.summary()
-    assert "after layers 2, 4, 6 or after layers 1, 3, 5" in either.summary(16)
-    assert "before layers 2, 4, 6" in replace(either, after=False).summary()
-
-
 # -- pairs
 
 

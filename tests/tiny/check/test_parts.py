@@ -14,7 +14,6 @@ from speculon.measure.check.arms import ArmStats, watched, whole
 from speculon.measure.check.exact import Divergence, ExactResult, Margin, judge, row_after
 from speculon.measure.check.plan import QUICK, SAMPLERS, CheckPlan, named
 from speculon.measure.check.regret import token_regret
-from speculon.measure.check.report import chart_of
 from speculon.measure.check.run import Findings, check, count_tokens
 from tests.tiny.check.plans import PROMPTS, SMALL, TINY
 
@@ -129,16 +128,6 @@ def test_what_is_written_is_what_was_announced(llm: LLM) -> None:
     found = check(llm, plan, done.append)
     again = 16 * 4 * sum((2 if one.role == "plain" else 3) for one in found.sampled if one.again)
     assert sum(done) == count_tokens(plan) + again
-
-
-def test_the_picture_shows_every_arm(sound: Findings) -> None:
-    left, right = chart_of(sound, "a title").axes
-    labels = [text.get_text() for text in left.get_legend().get_texts()]
-    assert labels[0] == "chance" and sorted(labels[1:]) == sorted(one.label for one in sound.sampled)
-    planted = sum(
-        p.regret is not None for one in sound.exact if one.role == "control" for p in one.divergences
-    )
-    assert f"planted errors: {planted}" in [text.get_text() for text in right.get_legend().get_texts()]
 
 
 def test_too_long_a_prompt_is_refused_before_anything_is_written(llm: LLM) -> None:
