@@ -6,7 +6,6 @@ import copy
 import re
 from collections.abc import Callable, Container
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -209,44 +208,21 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 @pytest.mark.parametrize("params", SAMPLINGS, ids=["greedy", "seeded"])
-def test_texts_in_bf16_are_equal_alone_in_batches_with_drafts_and_after_preemption(
+def test_texts_and_log_probabilities_are_equal_alone_in_batches_with_drafts_and_after_preemption(
     llm: LLM, params: SamplingParams
 ) -> None:
-    alone = [llm.generate(prompt, params, speculation={"method": "off"})[0].token_ids for prompt in PROMPTS]
-    before = llm.engine.counters.totals.preemptions
-    for method in METHODS:
-        for batch in (1, 2, len(PROMPTS)):
-            for i in range(0, len(PROMPTS), batch):
-                outputs = llm.generate(PROMPTS[i : i + batch], params, speculation=method)
-                assert [out.token_ids for out in outputs] == alone[i : i + batch], (method, batch)
-    assert llm.engine.counters.totals.preemptions > before, "pages were to run out"
-
-
-@pytest.mark.parametrize("params", SAMPLINGS, ids=["greedy", "seeded"])
-def test_log_probabilities_are_equal_too(llm: LLM, params: SamplingParams) -> None:
     """Filters, noise and log-probabilities of a row do not depend on the others."""
     filtered = params.model_copy(update={"logprobs": 4, "top_p": 0.9, "top_k": 20, "min_p": 0.01})
     alone = [llm.generate(prompt, filtered, speculation={"method": "off"})[0] for prompt in PROMPTS]
-    together = llm.generate(PROMPTS, filtered, speculation=METHODS[2])
-    assert [out.token_ids for out in together] == [out.token_ids for out in alone]
-    assert [out.logprobs for out in together] == [out.logprobs for out in alone]
-
-
-def test_behind_a_prefix_hit_the_text_is_the_same(llm: LLM) -> None:
-    for prompt in ("def add(first, second):\n    return first" + " + second" * 6, "abc" * 20):
-        before = llm.engine.counters.totals.cached_tokens
-        texts = [llm.generate(prompt, SAMPLINGS[0], speculation=METHODS[0])[0].token_ids for _ in range(2)]
-        assert texts[0] == texts[1] and llm.engine.counters.totals.cached_tokens > before
-
-
-def test_a_drafter_that_is_the_target_is_always_accepted(tmp_path: Path) -> None:
-    folder = str(write_checkpoint(tmp_path / "model"))
-    speculation: dict[str, Any] = {"policy": "fixed", "draft": folder, "method": "draft_model"}
-    with where_invariant():
-        llm = LLM(folder, dtype="bfloat16", batch_invariant=True, speculation=speculation)
-    for params in SAMPLINGS:
-        for out in llm.generate(PROMPTS, params):
-            assert out.speculation is not None and out.speculation.acceptance_rate == 1.0
+    expected = [(out.token_ids, out.logprobs) for out in alone]
+    before = llm.engine.counters.totals.preemptions
+    for method in METHODS:
+        for batch in (2, len(PROMPTS)):
+            for i in range(0, len(PROMPTS), batch):
+                outputs = llm.generate(PROMPTS[i : i + batch], filtered, speculation=method)
+                found = [(out.token_ids, out.logprobs) for out in outputs]
+                assert found == expected[i : i + batch], (method, batch)
+    assert llm.engine.counters.totals.preemptions > before, "pages were to run out"
 
 
 # planted faults
@@ -359,52 +335,30 @@ def test_a_lone_row_of_an_expert_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
     assert differing(target) is not None
 
 
-def by_row_count(x: Tensor) -> Tensor:
-    """A product that chooses another kernel from 9 rows on."""
-    return x + (len(x) > 8)
+# a kernel that depends on its number of rows, the pieces in which it runs, and what it adds in each of them
+KERNELS: list[Any] = [
+    pytest.param(lambda x: x + (len(x) > 8), (1, 8, ()), 0, id="another kernel from 9 rows on"),
+    pytest.param(lambda x: x + (len(x) < 2), (4, 512, ()), 0, id="another one for a single row"),
+    pytest.param(lambda x: x + (len(x) < 8), (8, 512, ()), 0, id="another one for few rows"),
+    pytest.param(
+        lambda x: x + (len(x) > 64 and len(x) % 128 > 0), (1, 64, (512, 256, 128)), 0, id="whole blocks"
+    ),
+    pytest.param(lambda x: x + len(x), (8, 8, ()), 8, id="no two numbers of rows agree"),
+]
 
 
-def pieces_of(product: Any) -> InPieces:
-    found = Pieces().of(product, 16, 16, torch.float32)
-    assert isinstance(found, InPieces)
-    return found
-
-
-def test_a_kernel_chosen_by_the_number_of_rows_is_run_in_its_pieces() -> None:
-    product, x = pieces_of(by_row_count), torch.randn(64, 16)
-    assert product.rows[:3] == (1, 8, ())
-    for rows in (1, 2, 8, 9, 40, 64):
-        assert torch.equal(product(x[:rows]), x[:rows])
-
-
-@pytest.mark.parametrize(("agrees", "chosen"), [(2, 4), (4, 4), (8, 8)])
-def test_few_rows_are_repeated_where_they_take_another_kernel(agrees: int, chosen: int) -> None:
-    product = pieces_of(lambda x: x + (len(x) < agrees))
-    assert product.rows[:3] == (chosen, 512, ())
-    for rows in (0, 1, 3, 7, 65, 513):
+@pytest.mark.parametrize(("kernel", "pieces", "added"), KERNELS)
+def test_a_kernel_is_run_in_pieces_that_agree(kernel: Any, pieces: tuple[Any, ...], added: int) -> None:
+    product = Pieces().of(kernel, 16, 16, torch.float32)
+    assert isinstance(product, InPieces) and product.rows[:3] == pieces
+    for rows in (0, 1, 2, 3, 5, 7, 8, 9, 40, 64, 65, 200, 300, 513, 1000):
         x = torch.randn(rows, 16)
-        assert torch.equal(product(x), x)
-
-
-def test_large_pieces_have_the_numbers_of_rows_that_agree() -> None:
-    product = pieces_of(lambda x: x + (len(x) > 64 and len(x) % 128 > 0))
-    assert product.rows[:3] == (1, 64, (512, 256, 128))
-    for rows in (64, 65, 200, 300, 1000):
-        x = torch.randn(rows, 16)
-        assert torch.equal(product(x), x)
-
-
-def test_where_only_one_number_of_rows_agrees_all_have_it() -> None:
-    product = pieces_of(lambda x: x + len(x))
-    assert product.rows[:3] == (8, 8, ())
-    for rows in (1, 5, 8, 9, 65):
-        x = torch.randn(rows, 16)
-        assert torch.equal(product(x), x + 8)
+        assert torch.equal(product(x), x + added), rows
 
 
 def test_a_product_that_never_agrees_is_refused() -> None:
     with pytest.raises(CannotBeInvariant, match="16 x 16 differs by its number of rows"):
-        pieces_of(lambda x: x + torch.arange(len(x))[:, None])
+        Pieces().of(lambda x: x + torch.arange(len(x))[:, None], 16, 16, torch.float32)
 
 
 @pytest.mark.parametrize("rows", [range(4, 999), [2], [44], [33], [20], [6]], ids=str)
