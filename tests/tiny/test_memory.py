@@ -10,6 +10,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,47 +67,47 @@ def start(folder: Path, **speculation: Any) -> LLM:
     )
 
 
-def at_limit(folder: Path, policy: str, missing: int) -> LLM:
+@cache
+def estimate_of(folder: Path) -> int:
+    return start(folder).engine.memory.total
+
+
+def at_limit(folder: Path, policy: str, missing: int, **speculation: Any) -> LLM:
     """With a limit that many bytes under the estimate."""
-    estimate = start(folder).engine.memory.total
-    return start(folder, memory_policy=policy, memory_limit_gb=(estimate - missing) / 2**30)
+    limit = (estimate_of(folder) - missing) / 2**30
+    return start(folder, memory_policy=policy, memory_limit_gb=limit, **speculation)
 
 
 @pytest.mark.parametrize("policy", ["allow", "fallback", "fail"])
 def test_a_limit_that_is_just_enough_is_enough(policy: str, folder: Path) -> None:
     llm = at_limit(folder, policy, missing=0)
     assert llm.engine.memory.fits and llm.engine.memory.action == "use"
-    assert llm.generate(PROMPT, PARAMS)[0].speculation is not None
 
 
-def test_fallback_goes_on_plainly_and_loads_nothing(folder: Path, loaded: list[str]) -> None:
-    plain = LLM(str(folder), num_blocks=64, warmup=False, speculation={"method": "off"}).generate(
-        PROMPT, PARAMS
-    )[0]
-    start(folder)
-    assert len(loaded) == 1
+def test_fallback_loads_nothing_and_goes_on_plainly_or_with_lookups(folder: Path, loaded: list[str]) -> None:
+    plain = start(folder, method="off", draft=None).generate(PROMPT, PARAMS)[0]
+    estimate_of(folder)
+    loaded.clear()
     llm = at_limit(folder, "fallback", missing=1)
-    assert len(loaded) == 2, "only by the engine that found the estimate"
     output = llm.generate(PROMPT, PARAMS)[0]
     assert output.speculation is None and set(output.reasons) == {Reason.MEMORY}
     assert output.token_ids == plain.token_ids
     assert len(store_of(llm.engine).layers) == len(llm.engine.target.layers), (
         "no page holds a layer of the draft"
     )
-
-
-def test_fallback_keeps_the_lookups_of_the_cascade(folder: Path, loaded: list[str]) -> None:
-    estimate = start(folder).engine.memory.total
-    llm = start(folder, method="auto", memory_limit_gb=(estimate - 1) / 2**30)
-    output = llm.generate(PROMPT, PARAMS.model_copy(update={"max_tokens": 80}))[0]
+    cascade = at_limit(folder, "fallback", missing=1, method="auto")
+    output = cascade.generate(PROMPT, PARAMS.model_copy(update={"max_tokens": 80}))[0]
     assert output.speculation is not None and set(output.speculation.by_source) == {"suffix"}
+    assert loaded == []
 
 
 def test_fail_says_the_numbers_and_loads_nothing(folder: Path, loaded: list[str]) -> None:
+    estimate_of(folder)
+    loaded.clear()
     with pytest.raises(MemoryExceeded) as raised:
         at_limit(folder, "fail", missing=1)
     estimate = raised.value.memory
-    assert len(loaded) == 1 and estimate.total == estimate.limit + 1 and estimate.action == "refuse"
+    assert loaded == [] and estimate.total == estimate.limit + 1 and estimate.action == "refuse"
     assert sum(getattr(estimate, part) for part in budget.PARTS) == estimate.total and estimate.held == HELD
     for number in (estimate.total, estimate.limit, estimate.drafters, estimate.pages):
         assert str(number) in str(raised.value)
@@ -143,19 +144,18 @@ def test_allow_loads_all_the_same(folder: Path) -> None:
 
 
 def test_additional_memory_counts(folder: Path) -> None:
-    estimate = start(folder).engine.memory.total
     with pytest.raises(MemoryExceeded):
-        start(folder, memory_policy="fail", memory_limit_gb=estimate / 2**30, additional_memory_gb=2**-30)
+        at_limit(folder, "fail", missing=0, additional_memory_gb=2**-30)
 
 
 def test_what_was_loaded_is_judged_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An estimate that was too low lets the draft load; the engine then lets go of it."""
-    estimate = start(folder).engine.memory.total
+    estimate_of(folder)
     monkeypatch.setattr(model_drafter, "model_needs", lambda *_: Needs(bytes_fixed=1))
-    llm = start(folder, memory_limit_gb=(estimate - 1) / 2**30)
+    llm = at_limit(folder, "fallback", missing=1)
     assert llm.generate(PROMPT, PARAMS)[0].reasons == {Reason.MEMORY: 11}
     with pytest.raises(MemoryExceeded):
-        start(folder, memory_policy="fail", memory_limit_gb=(estimate - 1) / 2**30)
+        at_limit(folder, "fail", missing=1)
 
 
 # pages
