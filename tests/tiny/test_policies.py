@@ -5,25 +5,21 @@ itself.
 from __future__ import annotations
 
 from dataclasses import replace
-from time import sleep
 from typing import Any
 
 import pytest
 
 from speculon import SpeculativeDecoder
-from speculon.core.config import USUAL_DRAFTS, EngineConfig, SamplingParams
+from speculon.core.config import USUAL_DRAFTS, SamplingParams
 from speculon.core.errors import InvalidParameter
 from speculon.core.telemetry import RequestStats
-from speculon.core.types import Reason
 from speculon.decoding.sequence import Sequence
-from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.engine import Engine
-from speculon.engine.warm_up import warm_up
 from speculon.speculation.control.policies import POLICIES
 from tests.tiny.account import unknown_to
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.requests import MODES, assert_same, plain, requests_of
-from tests.tiny.scripted import Key, Letters, Request, Result, drain, make_engine, run, script, texts_of
+from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script, texts_of
 
 LLAMA = "llama"
 NAMES = list(POLICIES)
@@ -49,9 +45,6 @@ def test_a_policy_that_nobody_knows_is_refused() -> None:
         InvalidParameter, match="policy = 'reckless': known are fixed, adaptive, solo, shadow, goodput"
     ):
         make_engine(tiny_target(LLAMA)).add_request([5], SamplingParams(), {"policy": "reckless"})
-
-
-# a planted error: a policy that keeps what it should not
 
 
 # adaptive
@@ -133,22 +126,6 @@ def test_solo_counts_those_who_wait() -> None:
     assert results["q1", 0].stats.rounds > 0 and "solo" not in results["q1", 0].stats.reasons
 
 
-def test_the_time_of_proposals_that_led_to_nothing_is_no_plain_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else others would be said to have saved what the shadow has spent."""
-    slow = script(plain("greedy"))
-    propose = slow.propose
-    monkeypatch.setattr(slow, "propose", lambda *args: sleep(0.2) or propose(*args))
-    engine = make_engine(tiny_target(LLAMA))
-    (request,) = under("shadow", "greedy", "scripted")[:1]
-    engine.add_request(
-        request.prompt, request.params.model_copy(update={"max_tokens": 6}), request.speculation, request.id
-    )
-    result = drain(engine)[request.id, 0]
-    cost = engine.policy.costs.plain(1)
-    assert cost is not None and cost < 150 and result.stats.draft_ms > 4 * 200
-    assert result.stats.saved_ms is not None and result.stats.saved_ms < -3 * 200
-
-
 # goodput, at costs that are given and not measured
 
 METHODS = ("scripted", "ngram", "suffix", "draft_model")
@@ -172,28 +149,6 @@ def test_where_drafts_are_dear_none_is_verified(mode: str, monkeypatch: pytest.M
     results = drain(engine)
     assert_same(requests_of(mode), results, plain(mode))
     assert not any(result.stats.rounds for result in results.values()) and unknown_to(engine)
-
-
-# the defaults
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_by_default_the_outputs_are_the_plain_ones(mode: str) -> None:
-    """Nobody names a policy, a method or K; costs are those of this machine.
-
-    Each prompt comes twice: the second time there is an earlier answer.
-    """
-    engine = Engine(tiny_target(LLAMA), Tokenizer(Letters()), EngineConfig())
-    assert (engine.config.speculation.policy, engine.proposers.default) == ("goodput", "auto")
-    warm_up(engine)
-    assert engine.policy.costs.known
-    for _ in range(2):
-        for request in requests_of(mode):
-            engine.add_request(request.prompt, request.params, request_id=request.id)
-        results = drain(engine)
-        assert_same(requests_of(mode), results, plain(mode))
-        assert unknown_to(engine) and engine.counters.proposals["suffix"] > 0
-        assert not any(Reason.COLD in result.stats.reasons for result in results.values())
 
 
 # a text that goes on step by step

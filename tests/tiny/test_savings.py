@@ -102,6 +102,16 @@ def test_savings_at_the_cost_of_one_sequence_would_be_seen(monkeypatch: pytest.M
     assert saved is not None and saved > 0 > plain_ms - ms
 
 
+def test_the_time_of_proposals_that_led_to_nothing_is_no_plain_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else others would be said to have saved what the shadow has spent."""
+    clock = Clock(monkeypatch, 0.05, 9.0)
+    engine = engine_of(clock)
+    ms, saved = generate(engine, clock, policy="shadow", num_speculative_tokens=3)
+    assert engine.policy.costs.plain(BATCH) == pytest.approx(3 + 0.5 * BATCH)
+    plain_ms, _ = generate(engine, clock, method="off")
+    assert saved is not None and saved == pytest.approx(plain_ms - ms, abs=0.1 * plain_ms)
+
+
 def test_savings_are_unknown_until_a_plain_step_of_about_that_size_was_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
