@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from time import perf_counter
 from typing import Any
 
 import pytest
@@ -65,18 +63,3 @@ def test_each_row_is_adjusted_as_by_the_definition(k: int) -> None:
         assert torch.equal(logits, before)
         for seq in seqs:
             seq.tokens += [chance.randrange(V) for _ in range(chance.randrange(3))]
-
-
-@pytest.mark.parametrize("name", ["repetition", "all of them", "biases"])
-def test_the_whole_context_is_not_counted_for_each_row(name: str) -> None:
-    chance = random.Random(0)
-    rows = rows_of([text(chance, name, 1500) for _ in range(4)], 16, chance)
-    logits = torch.randn(len(rows), V)
-
-    def ms(call: Callable[[Tensor, list[Row]], Tensor]) -> float:
-        began = perf_counter()
-        call(logits, rows)
-        return perf_counter() - began
-
-    adjust(logits, rows)
-    assert min(ms(adjust) for _ in range(5)) < 0.2 * min(ms(row_by_row) for _ in range(5))

@@ -107,8 +107,7 @@ def test_a_bias_forces_and_forbids() -> None:
     assert not set(text(logit_bias=forbidden)) & set(free)
 
 
-@pytest.mark.parametrize("length", [1, 2, 3])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("length", "temperature"), [(1, 1.0), (2, 0.0), (3, 1.0)])
 def test_bad_words_are_never_completed(length: int, temperature: float) -> None:
     """Each text is kept from its own most recent words, again and again."""
     words: list[str] = []
