@@ -14,9 +14,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from speculon import SpeculativeDecoder
 from speculon.cli import app
-from speculon.core.config import EngineConfig, SamplingParams
+from speculon.core.config import EngineConfig
 from speculon.core.errors import ConfigError, UnsupportedModel
 from speculon.decoding.kv.states import StateSpan, StateStep
 from speculon.engine.engine import Engine
@@ -26,14 +25,13 @@ from speculon.target.budget import Budget
 from speculon.target.fuse import Fused
 from tests.recording import read
 from tests.tiny.checkpoint import byte_tokenizer
-from tests.tiny.conftest import build, tiny_model
+from tests.tiny.conftest import build
 from tests.tiny.heads import folder_of as folder_of_head
 from tests.tiny.heads import watch_heads, write_eagle3
 from tests.tiny.recurrent import (
     DIFFERENT,
     RECURRENT,
     ROW_BY_ROW,
-    TWO,
     generated,
     mixed,
     recurrent_model,
@@ -135,48 +133,6 @@ def test_every_way_of_restoring_gives_the_texts(name: str, way: str, monkeypatch
 
 
 # what else uses the states
-
-
-@pytest.mark.parametrize("name", TWO)
-def test_seeded_texts_do_not_depend_on_drafts(name: str) -> None:
-    target = recurrent_target(name)
-    params = {"temperature": 0.9, "top_k": 40, "ignore_eos": True}
-    drafted = [
-        replace(r, params=SamplingParams(max_tokens=24, seed=i, n=1 + i % 2, **params))
-        for i, r in enumerate(requests())
-    ]
-    truth = {key: r.tokens for request in drafted for key, r in run(target, [request]).items()}
-    script(truth)
-    results = run(target, drafting(tuple(drafted), 4))
-    assert {key: r.tokens for key, r in results.items()} == truth
-    assert accepted_lengths(results) >= set(range(5))
-
-
-@pytest.mark.parametrize("name", TWO)
-def test_rounds_of_a_decoder_are_the_text(name: str) -> None:
-    request, truth = requests()[1], generated(name)["q1", 0]
-    decoder = SpeculativeDecoder(
-        recurrent_model(name), method="ngram", block_size=4, policy="fixed", num_speculative_tokens=4
-    )
-    text = list(request.prompt)
-    while len(text) < len(request.prompt) + 12:
-        text += decoder.step(text, request.params, prompt_len=len(request.prompt)).emitted_tokens
-    written = text[len(request.prompt) :]
-    assert written == truth[: len(written)]
-    verdict = decoder.verify(request.prompt, [*truth[:3], (truth[3] + 1) % 96], request.params)
-    assert (verdict.accepted, verdict.tokens) == (3, tuple(truth[:4]))
-    decoder.engine.check_integrity()
-
-
-@pytest.mark.parametrize("name", TWO)
-def test_a_draft_model_of_attention_may_draft(name: str) -> None:
-    draft = {"method": "draft_model", "draft": tiny_model("llama"), "num_speculative_tokens": 4}
-    engine = make_engine(recurrent_target(name), speculation=draft)
-    for request in requests():
-        engine.add_request(request.prompt, request.params, {"method": "draft_model"}, request.id)
-    results = drain(engine)
-    assert not wrong(name, results)
-    assert all(result.stats.draft_calls for result in results.values())
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "bamba"])

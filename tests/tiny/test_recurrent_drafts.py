@@ -47,7 +47,6 @@ from tests.tiny.recurrent_drafts import (
 )
 from tests.tiny.scripted import Key, Request, Result, make_engine, states_of, texts_of
 
-OFF = {"method": "off"}
 # without slots for states after each draft: tokens are read again
 AGAIN = [(name, False) for name in ("mamba", "mamba2", *TWO)]
 
@@ -76,7 +75,7 @@ def test_sampled_drafts_with_their_probabilities_are_accepted(name: str) -> None
 # other targets
 
 
-@pytest.mark.parametrize(("name", "kept"), [("mamba2", True), ("lfm2", True), *AGAIN])
+@pytest.mark.parametrize(("name", "kept"), [("mamba2", True), *AGAIN[-2:]])
 def test_a_transformer_with_a_recurrent_draft(name: str, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefix hits give the target its pages; the draft reads those tokens itself."""
     if not kept:
@@ -195,8 +194,7 @@ def test_a_step_that_fails_leaves_no_trace_in_the_draft(name: str, monkeypatch: 
     assert begun.drafts.wrong(begun.ids) == []
 
 
-@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize(("error", "name"), list(zip((MemoryError, KeyboardInterrupt), TWO, strict=True)))
 def test_an_error_in_the_middle_of_a_draft_costs_drafts_alone(
     name: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:

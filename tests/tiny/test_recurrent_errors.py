@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ from tests.tiny.scripted import Key, Result, drain, make_engine, script
 # errors inside a step
 
 
-@pytest.mark.parametrize("place", ["forward", "verify", "replay"])
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize(
+    ("place", "name"), list(zip(("forward", "verify", "replay", "replay"), cycle(TWO), strict=False))
+)
 def test_a_step_that_fails_changes_no_state(name: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = begin(name)
     results: dict[Key, Result] = {}
@@ -130,16 +132,17 @@ def states_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
 PLANTS = [nothing_restored, one_row_less, convolution_off_by_one, states_exchanged]
 
 
-@pytest.mark.parametrize("plant", PLANTS)
-@pytest.mark.parametrize("name", TWO)
+CHOSEN = list(zip(PLANTS, cycle(TWO), strict=False))
+
+
+@pytest.mark.parametrize(("plant", "name"), CHOSEN)
 def test_a_planted_error_changes_texts(name: str, plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = begin(name)
     plant(monkeypatch)
     assert wrong(name, drain(engine))
 
 
-@pytest.mark.parametrize("plant", PLANTS)
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize(("plant", "name"), CHOSEN)
 def test_a_planted_error_is_seen_at_load(name: str, plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises(UnsupportedModel, match="differ"):
