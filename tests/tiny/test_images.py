@@ -88,15 +88,6 @@ def test_every_call_takes_the_same_prompts(llm: LLM) -> None:
     assert [token for event in llm.events(prompt, GREEDY) for token in event.tokens] == outs[2].token_ids
 
 
-def test_a_second_turn_finds_the_pages_of_its_image(llm: LLM) -> None:
-    first = message("A question about ", pixels(40, 60, 9), " which is long enough for pages.")
-    answer = llm.chat(first, GREEDY)
-    turns = [*first, {"role": "assistant", "content": answer.text}, {"role": "user", "content": "And?"}]
-    before = llm.engine.counters.totals.cached_tokens
-    llm.chat(turns, GREEDY)
-    assert llm.engine.counters.totals.cached_tokens - before >= 16
-
-
 def test_a_model_of_text_alone_refuses_images(tmp_path: Path) -> None:
     with LLM(str(write_checkpoint(tmp_path)), **SETTINGS) as llm:
         for call in (lambda: llm.chat(message("x", A)), lambda: llm.generate({"prompt": "x", "images": [A]})):

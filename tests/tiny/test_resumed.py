@@ -67,12 +67,7 @@ def test_the_parts_make_the_whole(case: str) -> None:
     check_resumed(CASES[case], "suffix")
 
 
-@pytest.mark.parametrize("method", ["off", "ngram"])
-def test_the_parts_make_the_whole_by_any_method(method: str) -> None:
-    check_resumed(CASES["samples"], method)
-
-
-@pytest.mark.parametrize("case", ["greedy", "samples", "prompt"])
+@pytest.mark.parametrize("case", ["samples", "prompt"])
 def test_a_token_that_was_not_noted_is_seen(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin: one token of those that came is forgotten."""
     monkeypatch.setattr(Progress, "rest", forgetful(Progress.rest))

@@ -11,7 +11,7 @@ import pytest
 
 from speculon.speculation.proposers.suffix import Suffix
 from tests.tiny.conftest import tiny_target
-from tests.tiny.requests import MODES, SETTINGS, assert_same, plain, requests_of
+from tests.tiny.requests import MODES, assert_same, plain, requests_of
 from tests.tiny.scripted import Key, Result, drain, make_engine
 
 
@@ -31,25 +31,16 @@ def pools_of(engine: Any) -> Any:
     return proposer.pools
 
 
-@pytest.mark.parametrize(("mode", "setting"), list(zip(MODES, ("roomy", "few pages"), strict=True)))
-def test_on_equals_off_with_cold_and_with_warm_pools(mode: str, setting: str) -> None:
-    """Everybody's own pool, then one pool for all of the requests, drafts of every length."""
-    engine = make_engine(tiny_target("llama"), **SETTINGS[setting])
-    for pool in (None, "all", "all", ""):
-        speculations = [
-            {"pool": pool, "num_speculative_tokens": 1 + 3 * i} for i in range(len(requests_of(mode)))
-        ]
-        assert_same(requests_of(mode), write(engine, mode, speculations), plain(mode))
-    assert len(pools_of(engine).sizes) == len(requests_of(mode)) + 1
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_the_same_answer_again_costs_few_calls(mode: str) -> None:
     engine = make_engine(tiny_target("llama"))
     alike = [{"num_speculative_tokens": 8}] * len(requests_of(mode))
-    cold, warm = (calls(write(engine, mode, alike)) for _ in range(2))
-    nobody = calls(write(engine, mode, [{**fields, "pool": ""} for fields in alike]))
-    assert warm < 0.5 * cold and nobody == cold
+    cold, warm = (write(engine, mode, alike) for _ in range(2))
+    nobody = write(engine, mode, [{**fields, "pool": ""} for fields in alike])
+    for results in (cold, warm, nobody):
+        assert_same(requests_of(mode), results, plain(mode))
+    assert calls(warm) < 0.5 * calls(cold) and calls(nobody) == calls(cold)
+    assert len(pools_of(engine).sizes) == 1
 
 
 def test_an_aborted_sequence_leaves_what_was_committed() -> None:

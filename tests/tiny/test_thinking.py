@@ -177,7 +177,7 @@ def test_an_answer_has_its_form_and_ends_at_its_stop_string() -> None:
     assert formed > 2 and stopped > 0, [spell(one) for one in plain().values()]
 
 
-@pytest.mark.parametrize("shift", range(len(METHODS)))
+@pytest.mark.parametrize("shift", [0, len(METHODS) // 2])
 def test_drafts_change_no_token(shift: int) -> None:
     noisy_draft()
     script({key: result.tokens for key, result in plain().items()})

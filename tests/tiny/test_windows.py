@@ -152,16 +152,6 @@ def test_a_prefix_is_found_while_its_pages_are_cached() -> None:
     assert all(result.stats.cached_tokens >= 40 for result in again.values())
 
 
-def test_samples_share_a_prompt() -> None:
-    params = SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=30, ignore_eos=True)
-    found = []
-    for settings in ({"num_blocks": 200}, SMALL):
-        engine = make_engine(target("windows"), **settings)
-        engine.add_request(requests()[1].prompt, params, OFF, "r")
-        found.append(texts_of(drain(engine)))
-    assert found[0] == found[1]
-
-
 # drafters
 
 
@@ -171,8 +161,7 @@ def drafting(draft: Any, **settings: Any) -> tuple[Engine, dict[Key, Result]]:
     return engine, write(engine, {"method": "draft_model", "num_speculative_tokens": 3})
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_blocks": 60}])
-@pytest.mark.parametrize("name", ["windows", "chunks"])
+@pytest.mark.parametrize(("name", "settings"), [("windows", {}), ("chunks", {"num_blocks": 60})])
 def test_a_draft_model_with_windows(name: str, settings: dict[str, Any]) -> None:
     engine, results = drafting(NoisyModel(target(name)), **settings)
     assert engine.pool.reach is not None and texts_of(results) == whole("windows")
