@@ -56,19 +56,6 @@ def test_a_model_without_such_layers_has_none(tmp_path: Path) -> None:
         make_engine(tiny_target("llama"), speculation=MTP)
 
 
-def test_a_folder_alone_is_enough(tmp_path: Path) -> None:
-    folder = str(written("qwen3_5").folder)
-    params, prompt = GREEDY, [5, 6, 7, 8]
-    texts = []
-    for speculation in ({"method": "off"}, {**MTP, "policy": "fixed"}):
-        with LLM(folder, tokenizer=None, dtype="float32", speculation=speculation, warmup=False) as llm:
-            out = llm.generate([prompt], params)[0]
-            texts.append(out.token_ids)
-    assert texts[0] == texts[1]
-    assert out.speculation is not None
-    assert out.speculation.by_source["mtp"]["drafted"] > 0
-
-
 def test_a_model_object_is_read_from_its_folder() -> None:
     model = AutoModelForCausalLM.from_pretrained(written("mimo").folder, dtype=torch.float32)
     decoder = SpeculativeDecoder(model, method="mtp", num_speculative_tokens=3)

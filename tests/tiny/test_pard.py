@@ -34,7 +34,6 @@ from tests.tiny.requests import accepted_lengths, plain, requests_of
 from tests.tiny.scripted import Request, run, texts_of
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "roomy": {},
     "prompts in chunks": {"max_batch_tokens": 7},
     "a page each token": {"block_size": 1},
     "a small pool": {"num_blocks": 40, "max_num_seqs": 8},
