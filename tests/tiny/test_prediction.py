@@ -57,9 +57,8 @@ def test_a_stop_inside_the_prediction_ends_the_sequence_there(at: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "settings", "reason"),
     [
-        pytest.param({"method": "off"}, {}, Reason.OFF_REQUEST, id="off by request"),
-        pytest.param({"num_speculative_tokens": 0}, {}, Reason.OFF_REQUEST, id="no drafts by request"),
-        pytest.param({}, {"speculation": {"method": "off"}}, Reason.OFF_CONFIG, id="off by config"),
+        pytest.param({"num_speculative_tokens": 0}, {}, Reason.OFF_REQUEST, id="by request"),
+        pytest.param({}, {"speculation": {"method": "off"}}, Reason.OFF_CONFIG, id="by config"),
     ],
 )
 def test_whoever_turns_speculation_off_gets_none(

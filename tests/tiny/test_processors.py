@@ -172,7 +172,6 @@ def of_openai(url: Any) -> dict[str, Any]:
         ({"prompt": "<image>", "images": [A, B]}, "prompt", "1 times '<image>' in the text of 2 images"),
         ({"prompt": "<image>" * 17, "images": [A] * 17}, "images", "at most 16 in a request"),
         ({"prompt": [1, 2], "images": [A]}, "prompt", "must be a string"),
-        ({"images": [A]}, "prompt", "must be a string"),
         ({"prompt": "<image>", "images": [5]}, "images.0", "must be a URL, a path, bytes"),
         ({"prompt": "<image>", "pictures": [A]}, "prompt", "give prompt and images, or messages"),
         ({"messages": [user(part(A))], "images": [A]}, "prompt", "give prompt and images, or messages"),
@@ -180,21 +179,11 @@ def of_openai(url: Any) -> dict[str, Any]:
         ({"messages": [user(text("<image>"), part(A))]}, "messages", "2 times '<image>' in the text"),
         ({"messages": [user(text(IMAGE), part(A))]}, "messages", "U+10FFFF is no character"),
         ({"messages": [user(part(A))] * 17}, "messages", "at most 16 in a request"),
-        ({"messages": [user(of_openai({}))]}, "messages.0.content.0.image_url.url", "is needed"),
         ({"messages": [user({"type": "image_url"})]}, "messages.0.content.0.image_url", "is needed"),
-        ({"messages": [user(of_openai(None))]}, "messages.0.content.0.image_url", "is needed"),
-        ({"messages": [user(of_openai("x.png"))]}, "messages.0.content.0.image_url", "must begin with data:"),
-        ({"messages": [user({"type": "video_url"})]}, "messages.0.content.0.type", "only text and images"),
-        ({"messages": [user({"type": "input_audio"})]}, "messages.0.content.0.type", "only text and images"),
+        ({"messages": [user(of_openai({}))]}, "messages.0.content.0.image_url.url", "is needed"),
         ({"messages": [user({"type": "smell"})]}, "messages.0.content.0.type", "must be text or image_url"),
         ({"messages": [user({"type": "text"})]}, "messages.0.content.0.text", "must be a string"),
-        ({"messages": [user("hello")]}, "messages.0.content.0.type", "must be text or image_url"),
         ({"messages": [{"type": "input_image", "file_id": "f"}]}, "messages.0", "needs a role"),
-        (
-            {"messages": [user({"type": "input_image", "file_id": "f"})]},
-            "messages.0.content.0.file_id",
-            "no files are stored",
-        ),
     ],
 )  # fmt: skip
 def test_bad_prompts_are_refused_by_name(
@@ -288,7 +277,6 @@ def without(folder: Path, name: str, instead: str = "", other: str = "") -> None
     ("prepare", "why"),
     [
         (lambda folder: None, "its config cannot be read"),
-        (lambda folder: write_processor(folder, "llava"), "its config cannot be read"),
         (
             lambda folder: without(folder, "config.json", '{"model_type": "llama"}'),
             "llama is a model of text",

@@ -269,12 +269,6 @@ def test_changed_defaults_count_as_those_of_the_engine(
     assert reason is None or dict(result.stats.reasons) == {reason: LAST - 1}
 
 
-def test_a_sequence_without_repetition_finds_no_match() -> None:
-    result = run(tiny_target("llama"), [request({"method": "ngram"}, max_tokens=8)])["r", 0]
-    assert dict(result.stats.reasons) == {"no_match": 6, "max_tokens": 1} and result.stats.draft_calls == 6
-    check_account(result)
-
-
 def test_without_pages_a_draft_shrinks_and_takes_none_from_a_neighbour() -> None:
     """Two texts fill the pool to the last slot: drafts get what is left over."""
     truth = plain("greedy")

@@ -78,7 +78,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "call",
     [
-        ("generate", "--chat", "-p", "Hello"),
         ("generate", "--system", "Be brief.", "-p", "Hello"),
         ("chat",),
         ("check", "--data", "chats.jsonl"),

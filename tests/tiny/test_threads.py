@@ -224,14 +224,6 @@ def test_a_stream_that_is_collected_inside_a_step_is_ended_after_it(
     assert_whole(llm)
 
 
-def test_a_call_from_inside_a_step_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.scheduler, "plan", lambda: llm.forget_pools())
-        with pytest.raises(EngineError, match="inside its own step"):
-            llm.generate("abc", LONG)
-    assert_whole(llm)
-
-
 @pytest.mark.timeout(120)
 def test_no_thread_waits_for_ever_while_it_is_closed(tmp_path: Path) -> None:
     folder = str(write_checkpoint(tmp_path / "model"))
@@ -307,18 +299,6 @@ def test_a_step_that_fails_is_an_error_of_the_task(llm: LLM, monkeypatch: pytest
             asyncio.run(llm.agenerate("abc", LONG))
     assert_whole(llm)
     assert asyncio.run(llm.agenerate(PROMPTS[0], LONG))[0].text == solo(llm, PROMPTS[0], LONG)[0]
-
-
-def test_tasks_and_threads_together(llm: LLM) -> None:
-    expected = solo(llm, PROMPTS[2], LONG)[0]
-
-    async def work() -> list[str]:
-        whole = [asyncio.to_thread(llm.generate, PROMPTS[2], LONG) for _ in range(3)]
-        outputs = await asyncio.gather(*whole, *(llm.agenerate(PROMPTS[2], LONG) for _ in range(3)))
-        return [out[0].text for out in outputs]
-
-    assert asyncio.run(work()) == [expected] * 6
-    assert_whole(llm)
 
 
 # what an LLM is not

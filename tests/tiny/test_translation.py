@@ -40,11 +40,6 @@ from tests.tiny.scripted import Request, proposer_of, texts_of
 
 LACKING = 8
 STYLES = {"byte-level": byte_level, "SentencePiece": sentencepiece}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "prompts in chunks": {"max_batch_tokens": 7},
-    "a small pool": {"num_blocks": 40, "max_num_seqs": 8},
-    "no prefix cache": {"prefix_cache": False},
-}
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,8 @@ from speculon import LLM, SamplingParams
 from speculon.cli import app
 from speculon.cli.screen import EXIT_REFUSED
 from speculon.core.errors import ConfigError, InvalidParameter, ModelError
-from speculon.loading.reading import load_tokenizer
 from tests.tiny.checkpoint import write_checkpoint
-from tests.tiny.conftest import build, tiny_model
+from tests.tiny.conftest import tiny_model
 
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -73,7 +70,6 @@ REFUSED: dict[str, tuple[Callable[[LLM], Any], str]] = {
     "a grammar": (asked(structured={"json_object": True}), "structured"),
     "a chat": (lambda llm: llm.chat([{"role": "user", "content": "def"}]), "tokenizer"),
     "a session": (lambda llm: llm.session(), "tokenizer"),
-    "a raw session": (lambda llm: llm.session(raw=True), "tokenizer"),
     "a stream": (lambda llm: list(llm.stream(PROMPT)), "tokenizer"),
     "an asynchronous stream": (lambda llm: asyncio.run(pieces(llm)), "tokenizer"),
     "a predicted text": (lambda llm: llm.generate([PROMPT], speculation={"prediction": "a"}), "prediction"),
@@ -96,13 +92,6 @@ def test_without_being_told_so_the_folder_is_refused(folder: Path) -> None:
         LLM(str(folder))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt_neox"])
-def test_other_types_are_refused_too(model_type: str, tmp_path: Path) -> None:
-    build(model_type).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="no usable tokenizer"):
-        load_tokenizer(tmp_path)
-
-
 def test_a_tokenizer_in_the_folder_is_left_alone(tmp_path: Path) -> None:
     llm = LLM(str(write_checkpoint(tmp_path)), tokenizer=None)
     with pytest.raises(InvalidParameter, match="texts need a tokenizer"):
@@ -118,10 +107,3 @@ def test_the_command_line_refuses_the_folder_by_name(folder: Path) -> None:
     done = CliRunner().invoke(app, ["generate", "--model", str(folder), "-p", "def"])
     assert done.exit_code == EXIT_REFUSED
     assert f"ModelError: {folder}: no usable tokenizer" in done.stderr.replace("\n", "")
-
-
-def test_the_server_refuses_the_folder_by_name_and_ends(folder: Path) -> None:
-    command = [sys.executable, "-m", "speculon.cli", "serve", "--model", str(folder), "--port", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == EXIT_REFUSED
-    assert f"ModelError: {folder}: no usable tokenizer" in done.stderr
