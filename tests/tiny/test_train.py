@@ -29,7 +29,7 @@ from speculon.train.run import train
 from speculon.train.settings import DraftSettings, HeadSettings
 from speculon.train.teacher import Dataset, Teacher
 from tests.rounding import assert_near
-from tests.tiny.conftest import TINY, tiny_model
+from tests.tiny.conftest import tiny_model
 from tests.tiny.eagle_reference import forward, fuse
 from tests.tiny.loss_reference import attention_reference, kl_reference
 from tests.tiny.training import QUICK, Silent, make_world, settings
@@ -88,8 +88,7 @@ def gradients(form: Any, *tensors: Tensor) -> list[Tensor]:
     return [out.detach(), *(tensor.grad for tensor in fresh if tensor.grad is not None)]
 
 
-@pytest.mark.parametrize("steps", [1, 4])
-@pytest.mark.parametrize("rows", [7, 300])
+@pytest.mark.parametrize(("steps", "rows"), [(1, 7), (4, 300)])
 def test_attention_matches_its_reference(steps: int, rows: int) -> None:
     torch.manual_seed(steps)
     q, *both = (torch.randn(2, heads, rows, 8, dtype=torch.float64) for heads in (4, *[2] * (2 * steps)))
@@ -197,8 +196,8 @@ def test_taps_and_logits_are_the_targets(teacher: Teacher) -> None:
     assert torch.equal(batch.best, out.logits.argmax(-1))
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_every_architecture_can_be_a_teacher(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "deepseek_v3", "gpt2"])
+def test_architectures_of_every_kind_can_be_a_teacher(name: str, tmp_path: Path) -> None:
     with quiet():
         tiny_model(name).save_pretrained(tmp_path)
     teacher = Teacher(str(tmp_path), None, "fp32", "cpu")
@@ -293,7 +292,6 @@ def test_a_head_learns_and_drafts_in_the_engine(world: Path) -> None:
     [
         pytest.param({"steps": 12, "minutes": 1e-6}, 1, "minutes = 1e-06", id="minutes first"),
         pytest.param({"steps": 2, "minutes": 1e3}, 2, "steps = 2", id="steps first"),
-        pytest.param({"steps": None, "minutes": 1e-6}, 1, "minutes = 1e-06", id="minutes alone"),
     ],
 )
 def test_the_first_limit_ends_a_run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from speculon.speculation.control.goodput import COLD, Goodput
 from tests.tiny.account import unknown_to
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, use_draft
+from tests.tiny.folders import make_folder
 from tests.tiny.scripted import assert_nothing_held, drain, make_engine
 
 PROMPT, GREEDY = [1, 2, 3, 1, 2, 3], SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -104,22 +106,26 @@ def test_an_error_in_the_middle_leaves_the_engine_whole(monkeypatch: pytest.Monk
     assert new.counters is counters and not new.has_work and new.pool.available == new.pool.num_blocks
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("warm") / "model")
+
+
 @pytest.mark.parametrize(
     ("policy", "warmup", "times"),
     [
-        ("goodput", None, 1),
         (None, None, 1),
         ("fixed", None, 0),
         ("fixed", True, 1),
         ("goodput", False, 0),
-        (None, False, 0),
     ],
 )
 def test_who_warms_up(
-    policy: str | None, warmup: bool | None, times: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, policy: str | None, warmup: bool | None, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Engine] = []
     monkeypatch.setattr("speculon.engine.build.warm_up", seen.append)
-    llm = LLM("demo", speculation={"policy": policy} if policy else {}, warmup=warmup, kv_memory_gb=0.05)
+    speculation = {"policy": policy} if policy else {}
+    llm = LLM(str(folder), num_blocks=64, warmup=warmup, speculation=speculation)
     assert seen == [llm.engine] * times
     assert_nothing_held(llm.engine)
