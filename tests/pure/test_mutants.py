@@ -23,7 +23,7 @@ def test_each_mutant_changes_one_place_of_the_package_and_compiles() -> None:
 
 
 def test_the_tests_that_mutants_name_are_there() -> None:
-    named = {test for mutant in MUTANTS for test in mutant.tests}
+    named = {test for mutant in read_mutants() for test in mutant.tests}
     assert [test for test in sorted(named) if not (ROOT / test.partition("::")[0]).is_file()] == []
 
 
