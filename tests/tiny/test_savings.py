@@ -107,7 +107,7 @@ def test_the_time_of_proposals_that_led_to_nothing_is_no_plain_cost(monkeypatch:
     clock = Clock(monkeypatch, 0.05, 9.0)
     engine = engine_of(clock)
     ms, saved = generate(engine, clock, policy="shadow", num_speculative_tokens=3)
-    assert engine.policy.costs.plain(BATCH) == pytest.approx(3 + 0.5 * BATCH)
+    assert engine.policy.costs.plain(BATCH) == pytest.approx(3 + 0.5 * BATCH, rel=0.01)
     plain_ms, _ = generate(engine, clock, method="off")
     assert saved is not None and saved == pytest.approx(plain_ms - ms, abs=0.1 * plain_ms)
 

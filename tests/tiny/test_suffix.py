@@ -36,11 +36,11 @@ def test_the_same_answer_again_costs_few_calls(mode: str) -> None:
     engine = make_engine(tiny_target("llama"))
     alike = [{"num_speculative_tokens": 8}] * len(requests_of(mode))
     cold, warm = (write(engine, mode, alike) for _ in range(2))
-    nobody = write(engine, mode, [{**fields, "pool": ""} for fields in alike])
-    for results in (cold, warm, nobody):
+    nobody, together = (write(engine, mode, [{**one, "pool": pool} for one in alike]) for pool in ("", "all"))
+    for results in (cold, warm, nobody, together):
         assert_same(requests_of(mode), results, plain(mode))
     assert calls(warm) < 0.5 * calls(cold) and calls(nobody) == calls(cold)
-    assert len(pools_of(engine).sizes) == 1
+    assert len(pools_of(engine).sizes) == len(alike) + 1, "everybody's own pool, and the one of all"
 
 
 def test_an_aborted_sequence_leaves_what_was_committed() -> None:
