@@ -17,12 +17,18 @@ from tests.tiny.demo_texts import DEMO
 from tests.tiny.drafting import DRAFT, noisy_draft
 from tests.tiny.forms import FORMS, an_object, check, words
 from tests.tiny.scripted import Key, Request, Result, script
-from tests.tiny.test_structured import METHODS, spell, write, write_alone
+from tests.tiny.test_structured import spell, write, write_alone
 
 TAGS = ("<think>", "</think>")
 ALL_TAGS = (*TAGS, "<tool_call>", "</tool_call>")
 AGE = an_object(age={"type": "integer"})
 TEXT = {"regex": "(?s:.)*"}
+METHODS: list[dict[str, Any]] = [
+    {"method": "ngram"},
+    {"method": "draft_model", "num_speculative_tokens": 3},
+    {"method": "scripted", "num_speculative_tokens": 8},
+    {"method": "auto", "num_speculative_tokens": 1},
+]
 
 
 @cache
