@@ -127,20 +127,6 @@ RULES = (
     Rule("drafter", ("dspark", "dflash2"), "target", ("deep llama",), "taps of a deep model"),
     Rule("drafter", ("mtp",), "target", ("deepseek with mtp", "qwen3_5 with mtp"), "its layers are theirs"),
     Rule("drafter", ("gemma4_assistant",), "target", ("gemma4",), "an assistant reads its target's pages"),
-    Rule(
-        "target",
-        ("gpt_oss", "deepseek_v3", "qwen3_moe"),
-        "dtype",
-        ("float32",),
-        "where a machine keeps no equal bits, a rounding may choose other experts",
-    ),
-    Rule(
-        "target",
-        ("gpt2",),
-        "dtype",
-        ("float32",),
-        "to be mended: its load promises equal bits, and its log-probabilities differ in the last one",
-    ),
     Rule("target", ("packed llama",), "dtype", ("bfloat16",), "packed products are of bf16"),
     Rule(
         "target",

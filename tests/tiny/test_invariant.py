@@ -178,6 +178,38 @@ def test_a_product_of_torch_is_measured_like_ours() -> None:
         assert isinstance(found, InPieces) and found.rows == known
 
 
+def another_order_alone(product: Linear, x: Tensor) -> Tensor:
+    """A kernel whose sums are off in their last bits where a row is alone."""
+    sums = torch.stack([(row * product.weight.double()).sum(-1) for row in x.double()])
+    bias = 0 if product.bias is None else product.bias
+    return (sums + (len(x) == 1) * 2**-20 + bias).to(x.dtype)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_bias_does_not_hide_another_order_of_addition(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Linear, "__call__", another_order_alone)
+    layer = nn.Linear(32, 96, bias=bias, dtype=torch.bfloat16)
+    assert measured(Linear(layer.weight, layer.bias), 96, 32, torch.bfloat16).min_rows > 1
+
+
+def test_the_matrix_of_an_expert_is_in_pieces_too() -> None:
+    experts, pieces = nn.Parameter(torch.randn(4, 32, 96).bfloat16()), Pieces()
+    x = torch.randn(5, 32).bfloat16()
+    with torch.inference_mode(), where_invariant(), InvariantProducts(pieces):
+        _ = x @ x.t()  # of rows alone
+        assert not pieces.known
+        _ = x @ experts[torch.tensor(2)]
+    assert len(pieces.known) == 1
+
+
+def test_scores_with_sinks_are_never_few_enough_for_another_kernel() -> None:
+    cpu = torch.device("cpu")
+    layer = Attending(LayerSpec("attention", 2, 8, 8, torch.bfloat16), 2, False)
+    with where_invariant():
+        padding = cheapest_padding(layer, SimpleNamespace(max_context=64, device=cpu), known_keys)  # type: ignore[arg-type]
+    assert 2 * padding.rows * padding.keys * 8 > 4096
+
+
 def test_where_model_code_fails_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
         raise TypeError("of model code")

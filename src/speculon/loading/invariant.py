@@ -43,6 +43,8 @@ PADDINGS = (
     *(Padding(keys, rows, piece) for keys in (64, 512) for rows in (4, 8) for piece in (64, 32)),
     Padding(512, 16),
 )
+# multiplications of a batch of products, up to which torch has a kernel of its own; beyond, oneDNN's adds
+SMALL_PRODUCT = 4096
 
 Uneven = Callable[[Attending, int, torch.device], tuple[int, ...]]
 
@@ -214,11 +216,18 @@ def cheapest_padding(layer: Attending, target: Target, uneven: Uneven = uneven_k
         keys: uneven(everywhere, keys, target.device) for keys in {padding.keys for padding in PADDINGS}
     }
     for cheapest in PADDINGS:
+        if not layer.plain and is_small(layer.spec, cheapest):
+            continue
         padding = cheapest._replace(uneven=by_step[cheapest.keys])
         if RandomLayer.of(layer, longest, padding, target.device).differing() is None:
             return padding
     heads = f"{layer.spec.k_dim} x {layer.spec.heads}"
     raise CannotBeInvariant(f"attention of heads {heads} differs by its numbers of rows and keys")
+
+
+def is_small(spec: LayerSpec, padding: Padding) -> bool:
+    """Whether products of scores may be so small that torch takes another kernel for them than for more."""
+    return spec.heads * padding.rows * padding.keys * min(spec.k_dim, spec.v_dim) <= SMALL_PRODUCT
 
 
 def distinct_layers(target: Target) -> list[Attending]:

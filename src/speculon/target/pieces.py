@@ -273,7 +273,8 @@ def device_of(product: Any) -> torch.device:
 def cancelling(outputs: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Weights [O, D], a bias [O] and rows [512, D]; in each sum the second half cancels the first.
 
-    The second half is in another order, so that another order of addition changes most results.
+    The second half is in another order, so that another order of addition changes most results. A bias would
+    hide that in its own last bits, so every second one is 0; the others show where it is added.
     """
     generator, half = torch.Generator().manual_seed(0), width // 2
     order = torch.randperm(half, generator=generator)
@@ -281,6 +282,7 @@ def cancelling(outputs: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Te
     x = (torch.randn(max(SIZES), width, generator=generator) * sizes).to(dtype)
     weight = torch.randn(outputs, width, generator=generator).to(dtype)
     bias = torch.randn(outputs, generator=generator).to(dtype)
+    bias[::2] = 0
     if outputs:
         weight[:, width - half :] = weight[:, :half][:, order]
         x[:, width - half :] = -x[:, :half][:, order]
@@ -341,8 +343,8 @@ class InvariantProducts(TorchFunctionMode):
                 return self.product(x, weight, *bias, **kwargs)
             case torch.addmm, (bias, x, nn.Parameter() as weight) if not kwargs and weight.dim() == 2:
                 return self.product(x, weight.t(), bias)
-            case ((torch.matmul | Tensor.matmul | Tensor.__matmul__), (x, nn.Parameter() as weight)) if (
-                not kwargs and weight.dim() == 2
+            case ((torch.matmul | Tensor.matmul | Tensor.__matmul__), (x, Tensor() as weight)) if (
+                not kwargs and weight.dim() == 2 and of_parameter(weight)
             ):
                 return self.product(x, weight.t())
         return func(*args, **kwargs)
@@ -351,3 +353,8 @@ class InvariantProducts(TorchFunctionMode):
         outputs, width = weight.shape
         product = self.pieces.of(Linear(weight, bias), outputs, width, weight.dtype)
         return product(x.reshape(-1, width)).view(*x.shape[:-1], outputs)
+
+
+def of_parameter(weight: Tensor) -> bool:
+    """Whether it is a parameter, or a part of one, like the matrix of one expert."""
+    return isinstance(weight, nn.Parameter) or isinstance(weight._base, nn.Parameter)
