@@ -43,7 +43,7 @@ PADDINGS = (
     *(Padding(keys, rows, piece) for keys in (64, 512) for rows in (4, 8) for piece in (64, 32)),
     Padding(512, 16),
 )
-# multiplications of a batch of products, up to which torch has a kernel of its own; beyond, oneDNN's adds
+# multiplications of a batch of products, up to which torch takes another kernel than for more
 SMALL_PRODUCT = 4096
 
 Uneven = Callable[[Attending, int, torch.device], tuple[int, ...]]
