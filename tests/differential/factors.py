@@ -245,11 +245,13 @@ class Draws:
 
     def _best(self, fixed: Values) -> Values:
         """Of some random ones with these values, the one with the most pairs that are left."""
-        best, most = Values(), -1
+        best, most = None, -1
         for wanted in self._wanted(fixed):
             made = completed(fixed | wanted, self.chance)
             if made is not None and (new := sum(pair in self.open for pair in pairs_of(made))) > most:
                 best, most = made, new
+        best = best or completed(fixed, self.chance)  # where no pair that is left can be completed
+        assert best is not None, f"no case has {fixed}"
         for pair in pairs_of(best):
             self.open.pop(pair, None)
         return best
