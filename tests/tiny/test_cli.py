@@ -21,6 +21,7 @@ from speculon.cli.options import NO_FLAG, engine_settings, extra_of, pick, vllm_
 from speculon.core.config import EngineConfig, SpeculationConfig
 from speculon.core.errors import InvalidParameter
 from speculon.measure.bench import corpus
+from speculon.speculation.proposers.registry import registered
 from tests.tiny.folders import make_folder, make_library
 
 PROMPT = "def add(left, right):\n"
@@ -227,6 +228,7 @@ def test_inspect_shows_what_is_supported(folder: Path) -> None:
 def test_inspect_says_in_25_lines_what_the_model_is_and_does(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    registered.clear()  # methods of other tests
     monkeypatch.setenv("COLUMNS", "100")
     shown = speculon("inspect", "--model", str(folder)).stdout
     lines = [line.rstrip() for line in shown.splitlines()]
