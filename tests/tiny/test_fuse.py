@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import runpy
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -104,11 +105,25 @@ def test_the_faster_layout_is_chosen(
     times: list[float], layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        linear, "median_times", lambda ways: [way() or time for way, time in zip(ways, times, strict=True)]
+        linear, "least_times", lambda ways: [way() or time for way, time in zip(ways, times, strict=True)]
     )
     if not packable(torch.float32, torch.device("cpu")):
         pytest.skip("nothing is packed here")
     assert linear.fastest.__wrapped__(torch.float32, 1) is layout
+
+
+def test_interruptions_do_not_choose_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The faster product is interrupted in all calls but two."""
+    clock, calls = [0.0], count()
+
+    def faster() -> None:
+        clock[0] += 1.0 if next(calls) < 2 else 30.0
+
+    def slower() -> None:
+        clock[0] += 2.0
+
+    monkeypatch.setattr(linear, "perf_counter", lambda: clock[0])
+    assert linear.least_times([slower, faster]) == [2.0, 1.0]
 
 
 def test_only_plain_linear_layers_are_joined() -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import groupby
 from math import prod
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -21,7 +20,7 @@ from speculon.target.remembered import once
 
 SAMPLE = (16, 512, 256)  # weights [O, D]: more than the caches of two cores hold
 ROWS = (1, 5, 9, 40)
-REPEATS = 7
+REPEATS = 15
 
 log = logging.getLogger("speculon")
 
@@ -115,26 +114,29 @@ def fastest_layout(dtype: torch.dtype, device: torch.device) -> Layout:
 @cache
 @torch.inference_mode()
 def fastest(dtype: torch.dtype, threads: int) -> Layout:
-    """The faster layout for few rows, by the geometric mean over ROWS; the measurement takes 50 ms."""
+    """The faster layout for few rows, by the geometric mean over ROWS; the measurement takes 100 ms."""
     shapes = SAMPLE, *((rows, SAMPLE[-1]) for rows in ROWS)
     weights, *inputs = (torch.ones(shape, dtype=dtype, device="cpu") for shape in shapes)
     products = [[layout(weight, None) for weight in weights] for layout in (Linear, packed)]
-    times = [median_times([partial(multiply, made, x) for made in products]) for x in inputs]
+    times = [least_times([partial(multiply, made, x) for made in products]) for x in inputs]
     in_rows, in_blocks = map(prod, zip(*times, strict=True))
     ratio = (in_blocks / in_rows) ** (1 / len(ROWS))
     log.info("weights of %s: packed, a product takes %.2f of its time", dtype, ratio)
     return packed if in_blocks < in_rows else Linear
 
 
-def median_times(candidates: Sequence[Callable[[], object]]) -> list[float]:
-    """Median seconds of each candidate. They alternate, so that other load on the machine slows all alike."""
+def least_times(candidates: Sequence[Callable[[], object]]) -> list[float]:
+    """The least seconds of each candidate, alternated: other load on the machine only adds to a time.
+
+    With medians, a load beside another one chose the slower layout (30 % of a step) and remembered it.
+    """
     seconds: list[list[float]] = [[] for _ in candidates]
     for _ in range(REPEATS):
         for candidate, times in zip(candidates, seconds, strict=True):
             start = perf_counter()
             candidate()
             times.append(perf_counter() - start)
-    return [median(times) for times in seconds]
+    return [min(times) for times in seconds]
 
 
 def multiply(products: Sequence[Product], x: Tensor) -> None:
