@@ -40,7 +40,7 @@ from transformers import GenerationConfig
 
 from speculon import __version__
 from speculon.decoding.text.tokenizer import Tokenizer
-from speculon.loading.gguf import is_gguf, read_gguf
+from speculon.loading.gguf.header import is_gguf, read_gguf
 from speculon.loading.headers import read_checkpoint
 from speculon.loading.locate import locate
 from speculon.loading.reading import load_tokenizer

@@ -27,7 +27,7 @@ from speculon.core.errors import (
 )
 from speculon.drafters.choose import fits
 from speculon.drafters.families import DRAFT_MODEL, family_of
-from speculon.loading.gguf import read_gguf
+from speculon.loading.gguf.header import read_gguf
 from speculon.loading.headers import read_checkpoint
 from speculon.loading.load import load_config, load_model, load_target
 from speculon.loading.locate import locate, refuse_missing

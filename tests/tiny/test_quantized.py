@@ -16,7 +16,7 @@ from speculon import SpeculativeDecoder
 from speculon.core.errors import ConfigError, CorruptWeights, MissingWeights, UnsupportedModel
 from speculon.decoding.kv.store import PageStore
 from speculon.loading import load, quantization
-from speculon.loading.gguf_blocks import four_bits
+from speculon.loading.gguf.weights import four_bits
 from speculon.loading.headers import read_checkpoint
 from speculon.loading.load import load_target
 from speculon.loading.memory import model_needs

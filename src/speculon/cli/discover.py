@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from speculon.core.errors import ConfigError, ModelError
 from speculon.drafters.families import DRAFT_MODEL, family_of
-from speculon.loading.gguf import is_gguf
+from speculon.loading.gguf.header import is_gguf
 from speculon.loading.locate import name_of
 
 log = logging.getLogger("speculon")

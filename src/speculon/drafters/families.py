@@ -16,7 +16,7 @@ from speculon.drafters.eagle3.config import Eagle3Config, read_eagle3
 from speculon.drafters.formats import FIRST_Q, Source, open_source
 from speculon.drafters.gemma4_assistant.config import PARTS, TYPES, AssistantConfig, read_assistant
 from speculon.drafters.mtp.tensors import MTP, MtpConfig, mtp_alone
-from speculon.loading.gguf import is_gguf
+from speculon.loading.gguf.header import is_gguf
 from speculon.loading.headers import Checkpoint, read_checkpoint
 
 EAGLE3, DFLASH, DRAFT_MODEL, PARD = "eagle3", "dflash", "draft_model", "pard"

@@ -17,7 +17,7 @@ from speculon.core.errors import (
     UnsafeCheckpoint,
     UnsupportedModel,
 )
-from speculon.loading.gguf import is_gguf, read_gguf
+from speculon.loading.gguf.header import is_gguf, read_gguf
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 INDEX = "model.safetensors.index.json"

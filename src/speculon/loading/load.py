@@ -96,7 +96,7 @@ def load_target(
         report("loading the weights")
         notes: tuple[str, ...] = ()
         if quantization == "auto" and will_be_packed(quantization, checkpoint, config, precision, place):
-            from speculon.loading.gguf_blocks import load_blocks  # imports transformers' GGUF reader
+            from speculon.loading.gguf.weights import load_blocks  # imports transformers' GGUF reader
 
             model = load_blocks(checkpoint, config, precision, place)
         else:
@@ -224,7 +224,7 @@ def load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedCo
         raise UnsafeCheckpoint(f"{checkpoint.path}: needs Python code that comes with it; {advice}")
     place, options = from_file(checkpoint.path)
     if options:
-        from speculon.loading.gguf_weights import (  # imports transformers' GGUF reader
+        from speculon.loading.gguf.config import (  # imports transformers' GGUF reader
             complete_config,
             refuse_unread,
         )
@@ -283,7 +283,7 @@ def load_model(
         reason = f"transformers ignores {len(scales)} scales of its weights, first {scales[0]}"
         raise UnsupportedModel(f"{checkpoint.path}: {reason}")
     if options:
-        from speculon.loading.gguf_weights import complete_model
+        from speculon.loading.gguf.config import complete_model
 
         complete_model(checkpoint, model)
     return model.to(device)

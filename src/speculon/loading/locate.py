@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from speculon.core.config import MODELS
 from speculon.core.errors import ModelNotFound
-from speculon.loading.gguf import is_gguf
+from speculon.loading.gguf.header import is_gguf
 
 
 class Packaged(NamedTuple):

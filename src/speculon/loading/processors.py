@@ -11,7 +11,7 @@ from speculon.core.config import EngineConfig
 from speculon.core.errors import ModelError
 from speculon.core.media.files import ImageLimits
 from speculon.core.media.prompts import Images, Processor
-from speculon.loading.gguf import is_gguf
+from speculon.loading.gguf.header import is_gguf
 from speculon.loading.locate import first_line, locate
 
 # where the class of a processor may be named, the first that has one counts

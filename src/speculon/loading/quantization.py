@@ -18,7 +18,7 @@ from transformers import (
 
 from speculon.core.config.speculation import Quantization
 from speculon.core.errors import UnsupportedModel
-from speculon.loading.gguf import read_gguf
+from speculon.loading.gguf.header import read_gguf
 from speculon.loading.headers import Checkpoint
 from speculon.loading.probe import RECURRENT_LAYERS
 from speculon.target.linear import plain

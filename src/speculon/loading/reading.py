@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from speculon.core.errors import ModelError
-from speculon.loading.gguf import is_gguf
+from speculon.loading.gguf.header import is_gguf
 from speculon.loading.locate import first_line, locate
 
 BESIDE = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "chat_template*")

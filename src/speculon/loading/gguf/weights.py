@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from speculon.core.errors import CorruptWeights, MissingWeights, UnsupportedModel
-from speculon.loading.gguf_weights import complete_model
+from speculon.loading.gguf.config import complete_model
 from speculon.loading.headers import Checkpoint
 from speculon.loading.quantization import FOUR_BITS, NUMBERS, in_bits
 from speculon.loading.reading import forget_header

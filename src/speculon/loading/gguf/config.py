@@ -15,7 +15,7 @@ from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
 from speculon.core.errors import UnsupportedModel
 from speculon.decoding.text.tokenizer import ends_of_turn
-from speculon.loading.gguf import FACTORS, GgufHeader, read_gguf
+from speculon.loading.gguf.header import FACTORS, GgufHeader, read_gguf
 from speculon.loading.headers import Checkpoint
 
 TOKENS, TOKEN_TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
