@@ -237,8 +237,8 @@ def test_inspect_says_in_25_lines_what_the_model_is_and_does(
     for part in (
         ": LlamaForCausalLM, 2 layers, ",
         "supported yes: equal to its stock forward",
-        "takes text and chats, but no tools (its chat template has no known form of tool calls); "
-        "no images (a text model); up to 1,024 tokens",
+        "takes text, and chats with tools (calls in the generic form, since its chat template has none that "
+        "is known); no images (a text model); up to 1,024 tokens",
         "runs on cpu in float32; all 2 layers are fused and not compiled (set --compile)",
         "256 bytes each",
         "methods by default auto, which asks suffix ",

@@ -55,6 +55,16 @@ def test_a_folder_of_modules_is_a_drafter_for_their_target(tmp_path: Path) -> No
     assert (json.loads(shown.stdout)["method"], json.loads(shown.stdout)["fits"]) == ("mtp", True)
 
 
+def test_inspect_says_that_modules_of_another_folder_draft(tmp_path: Path) -> None:
+    modules, target = tmp_path / "modules", tmp_path / "target"
+    write_alone("deepseek, two modules", modules)
+    written("deepseek, two modules").stock.save_pretrained(target)  # which has none of its own
+    shown = " ".join(CliRunner().invoke(app, ["inspect", str(target), "--draft", str(modules)]).stdout.split())
+    assert "mtp: its model is loaded (" in shown and "no MTP layers" not in shown, shown
+    alone = " ".join(CliRunner().invoke(app, ["inspect", str(target)]).stdout.split())
+    assert "mtp: the checkpoint has no MTP layers" in alone, alone  # the twin
+
+
 def test_an_incomplete_module_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "modules"
     write_alone("mimo", folder, without="final_layernorm.weight")

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 
 NO_TEXT = "none, token ids only"
+TOOLS = {  # how the calls of functions are written
+    "template": "calls as its chat template writes them",
+    "generic": "calls in the generic form, since its chat template has none that is known",
+}
 STYLES = {"on": "green", "changed": "yellow", "off": "yellow", "refused": "red"}
 
 # what decides whether a drafter fits, and how much memory it takes
@@ -169,13 +173,13 @@ def tokenizer_facts(model: str) -> Facts:
     try:
         inner = load_tokenizer(model)
     except ModelError as error:
-        return {"tokenizer": NO_TEXT, "tokenizer_error": str(error), "chat": False, "tools": False}
+        return {"tokenizer": NO_TEXT, "tokenizer_error": str(error), "chat": False, "tools": None}
     tokenizer = Tokenizer(inner)
-    tools = tokenizer.has_chat_template and parser_for(tokenizer.chat_template) is not None
+    own_form = tokenizer.has_chat_template and parser_for(tokenizer.chat_template) is not None
     return {
         "tokenizer": f"{type(inner).__name__}, {len(inner)} tokens",
         "chat": tokenizer.has_chat_template,
-        "tools": tools,
+        "tools": ("template" if own_form else "generic") if tokenizer.has_chat_template else None,
     }
 
 
@@ -321,11 +325,7 @@ def takes(facts: Facts) -> Iterator[str]:
     elif not facts["chat"]:
         yield "text, but no chats (it has no chat template)"
     else:
-        yield "text and chats" + (
-            " with tools"
-            if facts["tools"]
-            else ", but no tools (its chat template has no known form of tool calls)"
-        )
+        yield f"text, and chats with tools ({TOOLS[facts['tools']]})"
     if "fused" in facts:
         yield "images" if facts["images"] is None else f"no images ({facts['images']})"
     yield context_words(facts)
@@ -365,11 +365,11 @@ def method_rows(facts: Facts) -> Iterator[tuple[str, str, str]]:
         drafter, reason = facts["drafters"].get(name), row["reason"]
         if name in FOR_TESTS:
             continue
-        if name == MTP and facts["mtp"] is None:
-            reason = "the checkpoint has no MTP layers"
         if row["status"] == "on":
             usable.setdefault(f"{reason} ({drafter})" if drafter else reason, []).append(name)
         else:
+            without_layers = name == MTP and facts["mtp"] is None
+            reason = "the checkpoint has no MTP layers" if without_layers else reason
             unusable.setdefault(reason, []).append(name)
     first = f"by default {facts['method']}{f', which {asked}' * (facts['method'] == AUTO)}"
     yield "methods", "\n".join([first, *by_reason(usable)]), ""
