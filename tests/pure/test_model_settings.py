@@ -215,7 +215,7 @@ LOOKUP = "[models.m]\nprompt_lookup_max = 4\n"
             LOOKUP,
             {"prompt_lookup_min": 6},
             "prompt_lookup_min = 6 (flag), prompt_lookup_max = 4 "
-            f"(model's settings: {FILE}, line 2): prompt_lookup_min 6 > prompt_lookup_max 4",
+            f"(model's settings: {FILE}, line 2): prompt_lookup_min = 6: must be at most prompt_lookup_max, 4",
             id="two numbers",
         ),
         pytest.param(
@@ -311,7 +311,7 @@ def test_a_drafter_beside_any_method_is_for_requests_that_choose_it(method: str)
             "[models.m]\nprompt_lookup_min = 6\npolicy = 'fixed'\n",
             "[speculation]\nprompt_lookup_max = 4\n",
             {"prompt_lookup_min": 2, "prompt_lookup_max": 5, "policy": "fixed"},
-            "speculon.toml, line 2) left out: prompt_lookup_min 6 > prompt_lookup_max 4",
+            "speculon.toml, line 2) left out: prompt_lookup_min = 6: must be at most prompt_lookup_max, 4",
             id="two numbers",
         ),
         pytest.param(
@@ -357,3 +357,29 @@ def test_a_change_that_would_be_left_out_names_its_field() -> None:
     with pytest.raises(InvalidParameter, match="needs a drafter") as caught:
         file.settings_after("m", {"temperature": 0, "method": "eagle3"})
     assert (caught.value.name, caught.value.value) == ("method", "eagle3")
+
+
+@pytest.mark.parametrize(
+    ("flags", "changes", "expected"),
+    [
+        ({"draft": "there"}, {"method": "off"}, "draft = 'there' (flag): it has no effect with method = 'off'"),
+        ({"num_speculative_tokens": 4}, {"method": "off"}, "num_speculative_tokens = 4 (flag): it has no effect"),
+        ({"prompt_lookup_min": 3}, {"prompt_lookup_max": 2}, "must be at most prompt_lookup_max, 2"),
+    ],
+)
+def test_a_change_that_a_flag_contradicts_names_its_field(
+    flags: dict[str, Any], changes: dict[str, Any], expected: str
+) -> None:
+    file = ModelSettingsFile(Path(FILE), METHODS)
+    with pytest.raises(InvalidParameter) as caught:
+        file.settings_after("m", changes, {"speculation": flags})
+    assert caught.value.name in changes and expected in str(caught.value)
+
+
+def test_a_conflict_with_a_flag_that_was_there_is_none_of_a_change(folder: Path) -> None:
+    (folder / FILE).write_text("[models.m]\nmethod = 'off'\n")
+    file = ModelSettingsFile(folder / FILE, METHODS)
+    flags = {"speculation": {"num_speculative_tokens": 4}}
+    with pytest.raises(ConfigError, match="no effect with method"):
+        file.settings_after("m", {"temperature": 0}, flags)
+    assert file.settings_after("m", {"method": "auto"}, flags).left_out == {}

@@ -46,6 +46,14 @@ def test_a_change_is_written_and_in_force(tmp_path: Path) -> None:
     assert "max_num_seqs" not in written(tmp_path) and "temperature = 0.7" in written(tmp_path)
 
 
+def test_a_change_that_a_flag_contradicts_is_refused_by_its_field(tmp_path: Path) -> None:
+    with administered(tmp_path, speculation={K: 4}) as inside:
+        answer = change(inside, method="off")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "method"), answer.text
+        assert f"{K} = 4 (flag): it has no effect with method = 'off'" in answer.json()["error"]["message"]
+        assert written(tmp_path) == "" and change(inside, method="suffix").status_code == 200
+
+
 def check_that_defaults_of_requests_need_no_load(folder: Path) -> None:
     loader = ScriptedLoader()
     with administered(folder, loader) as inside:

@@ -385,8 +385,9 @@ class ModelSettingsFile:
         """Changes fields of a model in the file, adding its table where there is none; None takes a field
         away. Comments, order and everything else stay.
 
-        Raises `InvalidParameter` for a change that is refused, `ConfigError` for a conflict with a flag or
-        the environment, and for a file that cannot be written.
+        Raises `InvalidParameter` for a change that is refused, also since a flag or the environment
+        contradicts it; `ConfigError` for a conflict that was there before, and for a file that cannot be
+        written.
         """
         try:
             with writing(self.path) as path:
@@ -414,7 +415,12 @@ class ModelSettingsFile:
         changed = edited(text, name, tables[name])
         if tomllib.loads(changed).get(TOP, {}) != tables:
             raise ConfigError(f"{self.path}: [{TOP}.{name}] is written in a form that cannot be edited")
-        settings = self._merged(changed, name, given)
+        try:
+            settings = self._merged(changed, name, given)
+        except ConfigError as conflict:
+            self._merged(text, name, given)  # raises where the conflict was there before the change
+            field, value = next(iter(changes.items()))
+            raise InvalidParameter(field, value, str(conflict)) from None
         for field, value in changes.items():
             if field in settings.left_out:
                 raise InvalidParameter(field, value, settings.left_out[field])

@@ -190,8 +190,8 @@ class Admin:
         only then the file is written: settings that fail to load are never in it. Where the load fails, the
         model is loaded with its old settings again.
 
-        Raises `InvalidParameter` for a refused field, `ConfigError` for a conflict or a file that cannot be
-        written, `LoadFailed` where the new settings do not load.
+        Raises `InvalidParameter` for a refused field, `ConfigError` for a conflict that was there before and
+        for a file that cannot be written, `LoadFailed` where the new settings do not load.
         """
         self._pool.check_open()
         model = self._pool.find(name)
