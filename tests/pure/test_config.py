@@ -129,7 +129,7 @@ def test_min_tokens_beyond_max_tokens_is_refused() -> None:
         (
             SpeculationConfig,
             {"prompt_lookup_min": 4, "prompt_lookup_max": 3},
-            "prompt_lookup_min 4 > prompt_lookup_max 3",
+            "^prompt_lookup_min = 4: must be at most prompt_lookup_max, 3$",
         ),
         (SpeculationConfig, {"synthetic_acceptance": 1.5}, "synthetic_acceptance = 1.5"),
         (SpeculationConfig, {"policy": "reckless"}, "policy = 'reckless': .*known are fixed"),
@@ -153,6 +153,10 @@ def test_bad_speculation_settings_are_refused_by_name(
         ({"kv_memory_gb": 0}, "kv_memory_gb = 0"),
         ({"max_context": 1}, "max_context = 1"),
         ({"speculation": {"k": 3}}, "^speculation.k = 3: unknown field$"),
+        (
+            {"speculation": {"prompt_lookup_min": 6}},
+            "^speculation.prompt_lookup_min = 6: must be at most prompt_lookup_max, 5$",
+        ),
     ],
     ids=str,
 )

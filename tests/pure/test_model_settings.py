@@ -215,7 +215,8 @@ LOOKUP = "[models.m]\nprompt_lookup_max = 4\n"
             LOOKUP,
             {"prompt_lookup_min": 6},
             "prompt_lookup_min = 6 (flag), prompt_lookup_max = 4 "
-            f"(model's settings: {FILE}, line 2): prompt_lookup_min = 6: must be at most prompt_lookup_max, 4",
+            f"(model's settings: {FILE}, line 2): prompt_lookup_min = 6: must be at most "
+            "prompt_lookup_max, 4",
             id="two numbers",
         ),
         pytest.param(
@@ -362,8 +363,8 @@ def test_a_change_that_would_be_left_out_names_its_field() -> None:
 @pytest.mark.parametrize(
     ("flags", "changes", "expected"),
     [
-        ({"draft": "there"}, {"method": "off"}, "draft = 'there' (flag): it has no effect with method = 'off'"),
-        ({"num_speculative_tokens": 4}, {"method": "off"}, "num_speculative_tokens = 4 (flag): it has no effect"),
+        ({"draft": "there"}, {"method": "off"}, "draft = 'there' (flag): it has no effect with method"),
+        ({"num_speculative_tokens": 4}, {"method": "off"}, "tokens = 4 (flag): it has no effect with method"),
         ({"prompt_lookup_min": 3}, {"prompt_lookup_max": 2}, "must be at most prompt_lookup_max, 2"),
     ],
 )

@@ -137,7 +137,7 @@ def test_a_conflict_that_was_there_hinders_no_other_change(file: ModelSettingsFi
     file.path.write_text("[models.n]\nprompt_lookup_min = 9\n")
     file.update("n", {"top_k": 1})
     file.update("n", {"policy": "fixed"})
-    with pytest.raises(InvalidParameter, match="prompt_lookup_min 8 > prompt_lookup_max 5"):
+    with pytest.raises(InvalidParameter, match="prompt_lookup_min = 8: must be at most prompt_lookup_max, 5"):
         file.update("n", {"prompt_lookup_min": 8})
     file.update("n", {"prompt_lookup_max": 9})
 

@@ -278,12 +278,12 @@ def test_copies_of_a_document_stay_on_one_side_of_the_split() -> None:
         pytest.param({"data": ()}, "data = ", id="no data"),
         pytest.param(
             {"length": 128},
-            "eval_tokens = 128 leaves no prompt of 8 tokens in a length of 128",
+            "^eval_tokens = 128: leaves no prompt of 8 tokens in a length of 128",
             id="no eval prompt",
         ),
         pytest.param(
             {"regenerate": 1, "regenerate_tokens": 1017},
-            "regenerate_tokens = 1017 leaves no prompt",
+            "^regenerate_tokens = 1017: leaves no prompt",
             id="no prompt",
         ),
         pytest.param({"out": "."}, "out = '.': must have a name", id="no name"),
@@ -293,6 +293,11 @@ def test_copies_of_a_document_stay_on_one_side_of_the_split() -> None:
 def test_bad_settings_are_refused_by_name(values: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidParameter, match=words):
         TrainSettings(**{"target": "demo", "data": ("x",), "out": "y", **values})
+
+
+def test_two_norms_of_a_head_exclude_each_other() -> None:
+    with pytest.raises(InvalidParameter, match="^norm_before_fc = True: excludes fc_norm$"):
+        HeadSettings(target="demo", data=("x",), out="y", fc_norm=True, norm_before_fc=True)
 
 
 @pytest.mark.parametrize("taps", ["", "a", "1,1", "-2"])

@@ -59,9 +59,11 @@ def test_inspect_says_that_modules_of_another_folder_draft(tmp_path: Path) -> No
     modules, target = tmp_path / "modules", tmp_path / "target"
     write_alone("deepseek, two modules", modules)
     written("deepseek, two modules").stock.save_pretrained(target)  # which has none of its own
-    shown = " ".join(CliRunner().invoke(app, ["inspect", str(target), "--draft", str(modules)]).stdout.split())
+    shown, alone = (
+        " ".join(CliRunner().invoke(app, ["inspect", str(target), *flags]).stdout.split())
+        for flags in (["--draft", str(modules)], [])
+    )
     assert "mtp: its model is loaded (" in shown and "no MTP layers" not in shown, shown
-    alone = " ".join(CliRunner().invoke(app, ["inspect", str(target)]).stdout.split())
     assert "mtp: the checkpoint has no MTP layers" in alone, alone  # the twin
 
 

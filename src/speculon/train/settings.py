@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from speculon.core.checked import Checked
+from speculon.core.errors import InvalidParameter
 
 STEPS = 2000  # guess: where neither steps nor minutes are given
 SHORTEST = 8  # tokens of a prompt that is cut from a plain text
@@ -83,8 +84,8 @@ class TrainSettings(Checked):
     def _leave_room_for_prompts(self) -> TrainSettings:
         for name, count in (("regenerate_tokens", self.regenerate), ("eval_tokens", self.eval_prompts)):
             if count and getattr(self, name) + SHORTEST > self.length:
-                room = f"leaves no prompt of {SHORTEST} tokens in a length of {self.length}"
-                raise ValueError(f"{name} = {getattr(self, name)} {room}")
+                limit = f"leaves no prompt of {SHORTEST} tokens in a length of {self.length}"
+                raise InvalidParameter(name, getattr(self, name), limit)
         return self
 
     @property
@@ -143,7 +144,7 @@ class HeadSettings(Shape):
     @model_validator(mode="after")
     def _one_norm(self) -> HeadSettings:
         if self.fc_norm and self.norm_before_fc and "norm_before_fc" in self.model_fields_set:
-            raise ValueError("fc_norm and norm_before_fc exclude each other")
+            raise InvalidParameter("norm_before_fc", True, "excludes fc_norm")
         return self
 
     @property

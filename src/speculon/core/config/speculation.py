@@ -214,9 +214,8 @@ class SpeculationConfig(Checked):
     @model_validator(mode="after")
     def _orders(self) -> SpeculationConfig:
         if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise ValueError(
-                f"prompt_lookup_min {self.prompt_lookup_min} > prompt_lookup_max {self.prompt_lookup_max}"
-            )
+            limit = f"must be at most prompt_lookup_max, {self.prompt_lookup_max}"
+            raise InvalidParameter("prompt_lookup_min", self.prompt_lookup_min, limit)
         try:
             _ = self.adaptive  # its validators check the values
         except InvalidParameter as error:
