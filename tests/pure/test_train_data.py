@@ -297,7 +297,7 @@ def test_bad_settings_are_refused_by_name(values: dict[str, Any], words: str) ->
 
 def test_two_norms_of_a_head_exclude_each_other() -> None:
     with pytest.raises(InvalidParameter, match="^norm_before_fc = True: excludes fc_norm$"):
-        HeadSettings(target="demo", data=("x",), out="y", fc_norm=True, norm_before_fc=True)
+        HeadSettings(fc_norm=True, norm_before_fc=True)
 
 
 @pytest.mark.parametrize("taps", ["", "a", "1,1", "-2"])
