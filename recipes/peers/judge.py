@@ -6,19 +6,19 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
-from speculon.loading.load import from_file
+from speculon.loading.headers import read_checkpoint
+from speculon.loading.load import load_config, load_model
 from speculon.loading.reading import quiet
 
 
 class Judge:
     def __init__(self, target: Path) -> None:
-        place, options = from_file(target)
+        checkpoint = read_checkpoint(target)
         with quiet():
-            self.target = AutoModelForCausalLM.from_pretrained(
-                place, dtype=torch.float32, local_files_only=True, **options
-            ).eval()
+            config = load_config(checkpoint, trust_remote_code=False)
+            model = load_model(checkpoint, config, torch.float32, torch.device("cpu"), False)
+            self.target = model.eval()
 
     def nats(self, texts: Iterable[tuple[list[int], list[int]]]) -> float:
         """Of all tokens after their prompts; per token near the model's entropy if sampled from it."""

@@ -18,7 +18,7 @@ from speculon.loading.ends import add_ends
 from speculon.loading.headers import read_checkpoint, refuse_unsafe
 from speculon.loading.load import load_target
 from speculon.loading.locate import locate
-from speculon.loading.reading import load_tokenizer, reading_once
+from speculon.loading.reading import load_tokenizer
 from speculon.target.budget import held_memory
 
 log = logging.getLogger("speculon")
@@ -39,23 +39,22 @@ def build_engine(
     permissions = {"trust_remote_code": config.trust_remote_code, "allow_pickle": config.allow_pickle}
     # what is wrong with a model is said before what is wrong with its tokenizer
     refuse_unsafe(read_checkpoint(locate(config.model, **permissions)), allow_pickle=config.allow_pickle)
-    with reading_once():
-        tokenizer = None
-        if texts:  # first: then the weights need no memory beside a GGUF file's parsed header
-            tokenizer = Tokenizer(load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
-        target = load_target(
-            config.model,
-            dtype=config.dtype,
-            device=config.device,
-            **permissions,
-            max_context=config.max_context,
-            fused=config.fuse,
-            compile=config.compile,
-            batch_invariant=config.batch_invariant,
-            quantization=config.quantization,
-            adapters=config.adapters,
-            progress=progress,
-        )
+    tokenizer = None
+    if texts:  # first: then the weights need no memory beside what reading a tokenizer takes
+        tokenizer = Tokenizer(load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
+    target = load_target(
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        **permissions,
+        max_context=config.max_context,
+        fused=config.fuse,
+        compile=config.compile,
+        batch_invariant=config.batch_invariant,
+        quantization=config.quantization,
+        adapters=config.adapters,
+        progress=progress,
+    )
     add_ends(target, tokenizer)
     if config.dtype == "float16" and target.device.type == "cpu":
         log.warning("dtype float16 on a CPU: most compute float32 faster, and numbers beyond 65504 overflow")

@@ -11,13 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GgufConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
@@ -33,6 +27,9 @@ from speculon.core.errors import (
 from speculon.loading.adapter_config import read_adapters
 from speculon.loading.adapters import add_adapters
 from speculon.loading.ends import eos_ids
+from speculon.loading.gguf.config import read_config as read_gguf_config
+from speculon.loading.gguf.header import is_gguf
+from speculon.loading.gguf.weights import load_gguf
 from speculon.loading.headers import Checkpoint, read_checkpoint, refuse_unsafe
 from speculon.loading.invariant import decide
 from speculon.loading.load_check import (
@@ -47,7 +44,7 @@ from speculon.loading.load_check import (
 from speculon.loading.locate import first_line, locate
 from speculon.loading.probe import discover, use_attention
 from speculon.loading.quantization import model_class, native_bf16, round_weights, will_be_packed
-from speculon.loading.reading import from_file, quiet, release_memory
+from speculon.loading.reading import quiet, release_memory
 from speculon.target import attention
 from speculon.target.fuse import fuse, fuse_norms, pack_rest
 from speculon.target.recurrent import decide as decide_continuation
@@ -96,9 +93,7 @@ def load_target(
         report("loading the weights")
         notes: tuple[str, ...] = ()
         if quantization == "auto" and will_be_packed(quantization, checkpoint, config, precision, place):
-            from speculon.loading.gguf.weights import load_blocks  # imports transformers' GGUF reader
-
-            model = load_blocks(checkpoint, config, precision, place)
+            model = load_gguf(checkpoint.path, config, precision, packed_on=place).to(place)
         else:
             model = load_model(checkpoint, config, precision, torch.device("cpu"), trust_remote_code)
             notes = quantized_elsewhere(checkpoint.quantization, model)
@@ -222,29 +217,19 @@ def load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedCo
     if checkpoint.remote_code and checkpoint.model_type not in CONFIG_MAPPING and not trust_remote_code:
         advice = "read it, then pass trust_remote_code=True"
         raise UnsafeCheckpoint(f"{checkpoint.path}: needs Python code that comes with it; {advice}")
-    place, options = from_file(checkpoint.path)
-    if options:
-        from speculon.loading.gguf.config import (  # imports transformers' GGUF reader
-            complete_config,
-            refuse_unread,
-        )
-
-        refuse_unread(checkpoint)
+    if is_gguf(checkpoint.path):
+        return read_gguf_config(checkpoint.path)
     try:
         config = AutoConfig.from_pretrained(
-            place, trust_remote_code=trust_remote_code, local_files_only=True, **options
+            checkpoint.path, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except Exception as error:
-        if options:
-            raise UnsupportedModel(f"{checkpoint.path}: {first_line(error)}") from error
         if checkpoint.model_type not in CONFIG_MAPPING and not checkpoint.remote_code:
             known = f"this transformers does not know model_type {checkpoint.model_type!r}"
             raise UnsupportedModel(f"{checkpoint.path}: {known}") from error
         raise ModelError(f"{checkpoint.path / 'config.json'}: {first_line(error)}") from error
     if config.is_encoder_decoder:
         raise UnsupportedModel(f"{checkpoint.path}: {checkpoint.architecture} is an encoder-decoder")
-    if options:
-        complete_config(checkpoint, config)
     return config
 
 
@@ -255,14 +240,14 @@ def load_model(
     device: torch.device,
     trust_remote_code: bool,
 ) -> PreTrainedModel:
-    place, options = from_file(checkpoint.path)
-    more: dict[str, Any] = {**options, "quantization_config": GgufConfig(dequantize=True)} if options else {}
+    if is_gguf(checkpoint.path):
+        return load_gguf(checkpoint.path, config, dtype).to(device)
     refuse_unknown_method(checkpoint)
     try:
         model, info = (
             AutoModelForCausalLM if checkpoint.remote_code else model_class(config)
         ).from_pretrained(
-            place,
+            checkpoint.path,
             config=config,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
@@ -270,7 +255,6 @@ def load_model(
             weights_only=True,
             local_files_only=True,
             output_loading_info=True,
-            **more,
         )
     except Exception as error:
         raise loading_error(checkpoint, error) from error
@@ -282,10 +266,6 @@ def load_model(
     if scales := sorted(name for name in info["unexpected_keys"] if is_scale(name, model)):
         reason = f"transformers ignores {len(scales)} scales of its weights, first {scales[0]}"
         raise UnsupportedModel(f"{checkpoint.path}: {reason}")
-    if options:
-        from speculon.loading.gguf.config import complete_model
-
-        complete_model(checkpoint, model)
     return model.to(device)
 
 

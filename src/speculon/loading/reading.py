@@ -1,4 +1,4 @@
-"""How transformers reads a checkpoint: without warnings, a GGUF file's header once, and its tokenizer.
+"""How transformers reads a checkpoint: without warnings, and its tokenizer.
 
 Apart from `load`, so that a server's process imports no models.
 """
@@ -6,18 +6,12 @@ Apart from `load`, so that a server's process imports no models.
 from __future__ import annotations
 
 import ctypes
-import os
-import struct
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-import gguf
-import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -43,60 +37,6 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
-
-
-class Reader(gguf.GGUFReader):
-    """Reads through a plain view of the file, and an array at once: a vocabulary takes gguf's own seconds."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, np.asarray(value) if name == "data" else value)
-
-    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-        """The size of a value, its parts, the indices of those that are data, and its types."""
-        array, begin = gguf.GGUFValueType.ARRAY, orig_offs + 12
-        count = int(self._get(orig_offs + 4, np.uint64)[0]) if raw_type == array else 0
-        inner = gguf.GGUFValueType(self._get(orig_offs, np.uint32)[0]) if count else array
-        if inner == array:  # no array, or an empty one
-            return super()._get_field_parts(orig_offs, raw_type)
-        if inner == gguf.GGUFValueType.STRING:
-            parts, end = self._texts(begin, count)
-        else:
-            values = self._get(begin, self.gguf_scalar_to_np[inner], count)
-            parts, end = list(values[:, None]), begin + values.nbytes
-        return end - orig_offs, parts, list(range(count)), [array, inner]
-
-    def _texts(self, at: int, count: int) -> tuple[list[Any], int]:
-        """Texts as views of their bytes, and where they end."""
-        view, found = self.data.data, []
-        for _ in range(count):
-            begin, (length,) = at + 8, struct.unpack_from("<Q", view, at)
-            at = begin + length
-            found.append(view[begin:at])
-        return found, at
-
-
-def put(reader: Callable[..., Reader]) -> None:
-    gguf.GGUFReader = reader  # type: ignore[assignment,misc]  # transformers looks it up at each reading
-
-
-put(Reader)
-
-
-@contextmanager
-def reading_once() -> Iterator[None]:
-    """Within, transformers' readings of one file (config, weights, tokenizer) parse its header once."""
-    cached = lru_cache(maxsize=1)(Reader)
-    put(lambda path, *mode: cached(os.path.realpath(path), *mode))
-    try:
-        yield
-    finally:
-        put(Reader)
-
-
-def forget_header() -> None:
-    """Frees the header that `reading_once` keeps: as much as a quarter of the weights of a small model."""
-    put(Reader)
-    release_memory()
 
 
 def release_memory() -> None:

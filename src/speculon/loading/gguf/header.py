@@ -49,7 +49,9 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 STRING, ARRAY = 8, 9
 VERSIONS = (2, 3)
 SPLIT = "one part of a split GGUF file; join the parts first, with `llama-gguf-split --merge`"
-FACTORS = "rope_freqs.weight"  # factors of the rotary frequencies, not a parameter
+FACTORS = "rope_freqs.weight"  # of the wavelengths of rotary positions
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+NO_PARAMETERS = (FACTORS, LONG_FACTORS, SHORT_FACTORS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +89,28 @@ class GgufHeader:
         return value if isinstance(value, int) else None
 
     @property
+    def by_name(self) -> dict[str, Tensor]:
+        return {tensor.name: tensor for tensor in self.tensors}
+
+    def factors(self, name: str) -> list[float]:
+        """Factors of wavelengths; none where the file has no such tensor."""
+        tensor = self.by_name.get(name)
+        if tensor is None:
+            return []
+        if tensor.type != "F32":
+            raise UnsupportedModel(f"{self.path}: {name} of type {tensor.type} is not supported")
+        with self.path.open("rb") as file:
+            file.seek(self.begin + tensor.begin)
+            return [*struct.unpack(f"<{tensor.size}f", file.read(tensor.num_bytes))]
+
+    @property
     def types(self) -> Counter[str]:
         """Number of tensors by type."""
         return Counter(tensor.type for tensor in self.tensors)
 
     @property
     def num_parameters(self) -> int:
-        return sum(tensor.size for tensor in self.tensors if tensor.name != FACTORS)
+        return sum(tensor.size for tensor in self.tensors if tensor.name not in NO_PARAMETERS)
 
     @property
     def dtype(self) -> str:
@@ -137,7 +154,7 @@ def read_gguf(path: str | Path, lists: frozenset[str] = frozenset()) -> GgufHead
     return header
 
 
-@lru_cache(maxsize=1)  # a load asks four times
+@lru_cache(maxsize=1)  # a load asks several times
 def parse_once(file: Path, *_: int) -> GgufHeader:
     return parse(file, frozenset())
 

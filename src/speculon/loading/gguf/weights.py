@@ -1,68 +1,75 @@
-"""A GGUF file as a model whose layers stay in 4 bits and whose head in 4 or 8, read tensor by tensor."""
+"""The model of a GGUF file, read tensor by tensor: as numbers, or in 4 and 8 bits as the file has them."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
 
 import gguf
 import numpy as np
 import torch
-import transformers.modeling_gguf_pytorch_utils as reader
 from accelerate import init_empty_weights
-from accelerate.utils import set_module_tensor_to_device
-from gguf import ReaderTensor
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from speculon.core.errors import CorruptWeights, MissingWeights, UnsupportedModel
-from speculon.loading.gguf.config import complete_model
-from speculon.loading.headers import Checkpoint
+from speculon.loading.gguf.architectures import Stored, architecture_of
+from speculon.loading.gguf.config import set_ends
+from speculon.loading.gguf.header import GgufHeader, Tensor, read_gguf
+from speculon.loading.gguf.metadata import refusal
 from speculon.loading.quantization import FOUR_BITS, NUMBERS, in_bits
-from speculon.loading.reading import forget_header
 from speculon.target.linear import plain
 from speculon.target.quantized import GROUP, MIDDLE, QuantizedLinear, fits, pack_pairs, quantize_rows, slices
 
+SUFFIX, LAYER = re.compile(r"\.(weight|bias)$"), re.compile(r"(?<=\.)\d+(?=\.)")
 
-@torch.inference_mode()
-def load_blocks(
-    checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+
+@torch.no_grad()
+def load_gguf(
+    path: Path, config: PreTrainedConfig, dtype: torch.dtype, *, packed_on: torch.device | None = None
 ) -> PreTrainedModel:
-    """The model of a GGUF file, read tensor by tensor; blocks stay packed where `in_bits` says so.
+    """The model of a GGUF file, on the CPU. With `packed_on`, linear layers stay packed as `in_bits` says for
+    that device.
 
-    Raises `MissingWeights` or `CorruptWeights`.
+    Raises `MissingWeights`, `CorruptWeights` for another shape than the config's, and `UnsupportedModel` for
+    a tensor that the model does not have.
     """
+    header = read_gguf(path)
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    linear = {f"{name}.weight": module for name, module in model.named_modules() if plain(module)}
-    places, tied = PackedFile(checkpoint, config, model), tied_heads(model)
+    tied, linear = tied_heads(model), linear_layers(model)
+    sources = sources_of(model, header, {name for names in tied.values() for name in names})
+    data = TensorData(header)
     layers: dict[str, QuantizedLinear] = {}
-    for tensor in places.tensors:
-        name = places.names.get(tensor.name, "")
+    for name, source in sources.items():
+        first = source.tensors[0]
         try:
             for weight in (name, *tied.get(name, ())):
-                if weight not in linear:
+                if packed_on is None or weight not in linear or not source.packs:
                     continue
                 is_head = linear[weight] is model.get_output_embeddings()
-                if not in_bits(tensor.tensor_type.name, is_head, device):
-                    continue
-                if places.packs(tensor, linear[weight].weight):
-                    layers[weight] = places.layer(tensor, dtype)
-            if name and name not in layers:
-                value = places.numbers(tensor, dtype)
-                set_module_tensor_to_device(model, name, "cpu", value=value, dtype=dtype)
+                if in_bits(first.type, is_head, packed_on):
+                    layers[weight] = data.layer(source, dtype)
+            if name not in layers:
+                set_parameter(model, name, data.numbers(source, dtype))
         except ValueError as error:
-            raise CorruptWeights(f"{checkpoint.path}: {tensor.name}: {error}") from error
+            raise CorruptWeights(f"{path}: {first.name}: {error}") from error
         except NotImplementedError as error:
-            raise UnsupportedModel(f"{checkpoint.path}: {tensor.name}: {error}") from error
+            raise UnsupportedModel(f"{path}: {first.name}: {error}") from error
     model.tie_weights()
     for weight, layer in layers.items():
         layer.bias = linear[weight].bias
         model.set_submodule(weight.removesuffix(".weight"), layer)
-    if missing := [name for name, weight in model.named_parameters() if weight.is_meta]:
-        raise MissingWeights(f"{checkpoint.path}: {len(missing)} tensors are missing, first {missing[0]}")
-    complete_model(checkpoint, model)
-    return model.to(device)
+    set_ends(path, model)
+    return model
+
+
+def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """By the names of their weights."""
+    return {f"{name}.weight": module for name, module in model.named_modules() if plain(module)}
 
 
 def tied_heads(model: PreTrainedModel) -> dict[str, list[str]]:
@@ -74,66 +81,128 @@ def tied_heads(model: PreTrainedModel) -> dict[str, list[str]]:
     return tied
 
 
-class PackedFile:
-    """The tensors of a GGUF file, and the names and the order of rows that a model has them in."""
+def set_parameter(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    module, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(module), leaf, nn.Parameter(value))
 
-    def __init__(self, checkpoint: Checkpoint, config: PreTrainedConfig, model: nn.Module):
-        self.tensors: list[ReaderTensor] = gguf.GGUFReader(str(checkpoint.path)).tensors
-        forget_header()
-        make = reader.TENSOR_PROCESSORS.get(checkpoint.architecture, reader.TensorProcessor)
-        self._processor = make(config=config.to_dict())
-        self.names: dict[str, str] = reader.get_gguf_hf_weights_map(model, self._processor)
 
-    def _process(self, name: str, weights: np.ndarray) -> np.ndarray:
-        beside: dict[str, Any] = {"tensors": {}}  # what a processor puts under another name
-        made = self._processor.process(
-            weights=weights, name=name, tensor_key_mapping=self.names, parsed_parameters=beside
-        )
-        return next((value.numpy() for value in beside["tensors"].values()), made.weights)
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the numbers of a parameter are in a file."""
 
-    def numbers(self, tensor: ReaderTensor, dtype: torch.dtype) -> torch.Tensor:
-        """The weights as numbers, as the model has them."""
-        in_blocks = tensor.tensor_type.name not in NUMBERS and tensor.data.ndim == 2
-        order = self._order(tensor) if in_blocks else None
-        if order is None:
-            values = self._process(tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type))
-            return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).to(dtype)
-        return torch.cat([rows.to(dtype) for rows in self._rows(tensor, order)])
+    stored: Stored
+    tensors: tuple[Tensor, ...]
+    shape: tuple[int, ...]  # of the parameter
+    order: np.ndarray | None  # of the rows of the file; None: as they are
 
-    def _rows(self, tensor: ReaderTensor, order: np.ndarray) -> Iterator[torch.Tensor]:
+    @property
+    def packs(self) -> bool:
+        """Whether it has blocks of rows that a packed layer can have, too."""
+        in_blocks = self.tensors[0].type not in NUMBERS and len(self.shape) == 2
+        return in_blocks and self.stored.keeps_rows and fits(self.shape)
+
+
+def sources_of(model: PreTrainedModel, header: GgufHeader, tied: set[str]) -> dict[str, Source]:
+    """The source of each parameter but the tied ones. Every tensor of the file is one, or is refused."""
+    architecture, tensors = architecture_of(header), header.by_name
+    sources: dict[str, Source] = {}
+    missing: list[str] = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in tied:
+            continue
+        stored, names = place_of(name, architecture.tensors)
+        if stored is None or any(one not in tensors for one in names):
+            missing.append(name)
+            continue
+        found = tuple(tensors[one] for one in names)
+        for tensor in found:
+            check_shape(header, tensor, stored_shape(stored, tuple(parameter.shape)))
+        order = None
+        if stored.heads:
+            order = rotary_order(found[0].shape[0], getattr(model.config, stored.heads))
+        sources[name] = Source(stored, found, tuple(parameter.shape), order)
+    if missing:
+        raise MissingWeights(f"{header.path}: {len(missing)} tensors are missing, first {missing[0]}")
+    used = {tensor.name for source in sources.values() for tensor in source.tensors}
+    if unused := [one for one in tensors if one not in used and one not in architecture.factors]:
+        raise refusal(header, f"it has a tensor {unused[0]}, for which its model has no place")
+    return sources
+
+
+def place_of(name: str, tensors: dict[str, Stored]) -> tuple[Stored | None, tuple[str, ...]]:
+    """How a parameter is stored, and the names of its tensors; None where that is not known."""
+    suffix = SUFFIX.search(name)
+    layer = LAYER.search(name)
+    stored = tensors.get(LAYER.sub("*", SUFFIX.sub("", name), count=1))
+    if stored is None:
+        return None, ()
+    end = suffix[0] if suffix else ".weight"
+    return stored, tuple(one.replace("*", layer[0] if layer else "") + end for one in stored.names)
+
+
+def stored_shape(stored: Stored, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of each tensor of a parameter of this shape."""
+    if stored.transposed:
+        return tuple(reversed(shape))
+    number = len(stored.names)
+    return shape if number == 1 else (shape[0], shape[1] // number, *shape[2:])
+
+
+def check_shape(header: GgufHeader, tensor: Tensor, expected: tuple[int, ...]) -> None:
+    """Raises `CorruptWeights` for another shape. The converter leaves out dimensions of 1."""
+    if [n for n in tensor.shape if n != 1] != [n for n in expected if n != 1]:
+        what = f"its shape is {tensor.shape}, the config says {expected}"
+        raise CorruptWeights(f"{header.path}: {tensor.name}: {what}")
+
+
+def rotary_order(rows: int, heads: int) -> np.ndarray:  # [rows]
+    """The rows of the file in the model's order: in halves that rotate together, instead of neighbours."""
+    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
+
+
+class TensorData:
+    """The data of a file's tensors, of which no copy is kept."""
+
+    def __init__(self, header: GgufHeader):
+        self._data: np.ndarray = np.memmap(header.path, mode="c")  # torch warns of arrays that are read-only
+        self._begin = header.begin
+
+    def _rows(self, tensor: Tensor) -> np.ndarray:  # [rows, bytes]
+        """A vector of plain numbers has a row for each, as it may be in another order."""
+        begin = self._begin + tensor.begin
+        vector = len(tensor.shape) == 1 and tensor.type in NUMBERS
+        rows = tensor.size if vector else math.prod(tensor.shape[:-1])
+        return self._data[begin : begin + tensor.num_bytes].reshape(rows, -1)
+
+    def _dequantized(self, tensor: Tensor, order: np.ndarray | None) -> Iterator[np.ndarray]:
         """Its rows in fp32 and in this order, in parts."""
-        for part in slices(len(order)):
-            yield torch.from_numpy(gguf.dequantize(tensor.data[order[part]], tensor.tensor_type))
+        rows, kind = self._rows(tensor), gguf.GGMLQuantizationType[tensor.type]
+        for part in slices(len(rows)):
+            yield gguf.dequantize(rows[part] if order is None else rows[order[part]], kind)
 
-    def packs(self, tensor: ReaderTensor, weight: torch.Tensor) -> bool:
-        """Whether a tensor has blocks of rows that a linear layer has, too, in some order.
+    def numbers(self, source: Source, dtype: torch.dtype) -> torch.Tensor:
+        """A parameter as the model has it."""
+        shape, values = stored_shape(source.stored, source.shape), []
+        for tensor in source.tensors:
+            rows = self._dequantized(tensor, source.order)
+            parts = [torch.from_numpy(part - np.float32(source.stored.added)).to(dtype) for part in rows]
+            values.append(torch.cat(parts).reshape(shape))
+        value = torch.cat(values, 1) if len(values) > 1 else values[0]
+        return value.T.contiguous() if source.stored.transposed else value
 
-        Raises `ValueError` for another shape.
-        """
-        if tensor.tensor_type.name in NUMBERS or self._order(tensor) is None:
-            return False
-        shape = tuple(map(int, reversed(tensor.shape)))
-        if shape != weight.shape:
-            raise ValueError(f"its shape is {shape}, the config says {tuple(weight.shape)}")
-        return fits(shape)
-
-    def _order(self, tensor: ReaderTensor) -> np.ndarray | None:  # [O]
-        rows = np.arange(len(tensor.data), dtype=np.float32)[:, None]
-        order = self._process(tensor.name, rows)
-        moved = order.shape == rows.shape and np.array_equal(np.sort(order, 0), rows)
-        return order[:, 0].astype(int) if moved else None
-
-    def layer(self, tensor: ReaderTensor, dtype: torch.dtype) -> QuantizedLinear:
+    def layer(self, source: Source, dtype: torch.dtype) -> QuantizedLinear:
         """Its rows in 4 bits, where its groups are those of a packed layer; a head's, else, in 8 bits."""
-        block_type, order = tensor.tensor_type.name, self._order(tensor)
-        assert order is not None
-        if block_type in FOUR_BITS:
-            q, scale, low = map(torch.from_numpy, four_bits(tensor.data[order], block_type))
+        tensor, order = source.tensors[0], source.order
+        if tensor.type in FOUR_BITS:
+            rows = self._rows(tensor)
+            rows = rows if order is None else rows[order]
+            q, scale, low = map(torch.from_numpy, four_bits(rows, tensor.type))
             zero = (low + MIDDLE * scale).to(dtype)
             layer = QuantizedLinear(pack_pairs(q), scale.to(dtype), zero, None, 4)
         else:
-            layer = quantize_rows(self._rows(tensor, order), None, 8, dtype)
-        layer.stored = block_type
+            rows_in_fp32 = (torch.from_numpy(part) for part in self._dequantized(tensor, order))
+            layer = quantize_rows(rows_in_fp32, None, 8, dtype)
+        layer.stored = tensor.type
         return layer
 
 

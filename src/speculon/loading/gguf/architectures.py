@@ -1,0 +1,317 @@
+"""The architectures of GGUF files that speculon reads: fields of their configs, and places of their tensors.
+
+The names, defaults and layouts are those of llama.cpp's converter and loader (`convert_hf_to_gguf.py`,
+`src/models`). An architecture is in the table only if a test writes a model of it and compares what is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from speculon.loading.gguf.header import FACTORS, LONG_FACTORS, SHORT_FACTORS, GgufHeader
+from speculon.loading.gguf.metadata import Metadata, refusal
+from speculon.loading.gguf.rotary import BASE, llama3, longrope, rotary
+
+SOFTMAX = 1  # gating of experts; 0 stands for the architecture's own
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How a file stores a parameter: under one name, or under several whose rows follow one another."""
+
+    names: tuple[str, ...]
+    heads: str = ""  # the field with their number, where the two of a rotary pair are neighbouring rows
+    added: float = 0.0  # to each number
+    transposed: bool = False
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether its rows are those of the model, in some order."""
+        return len(self.names) == 1 and not self.added and not self.transposed
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """`fields` are those of the config, with its `model_type`. `tensors` are by the names of parameters
+    without `.weight` or `.bias`, with `*` for the layer."""
+
+    fields: Callable[[Metadata], dict[str, Any]]
+    tensors: Mapping[str, Stored]
+    factors: tuple[str, ...] = ()  # tensors that `fields` reads
+
+
+def architecture_of(header: GgufHeader) -> Architecture:
+    if header.architecture not in ARCHITECTURES:
+        raise refusal(header, f"the architecture {header.architecture!r} is not supported in GGUF files")
+    return ARCHITECTURES[header.architecture]
+
+
+# fields
+
+
+def common(values: Metadata) -> dict[str, Any]:
+    """What every config has under the same name."""
+    values.only("attention.causal", True)
+    values.only("pooling_type", 0)
+    values.ignore("tensor_data_layout")
+    return {
+        "vocab_size": values.vocab_size,
+        "tie_word_embeddings": "output.weight" not in values.header.by_name,
+        "bos_token_id": values.token("bos"),
+        "eos_token_id": values.token("eos"),
+        "pad_token_id": values.token("padding"),
+    }
+
+
+def decoder(values: Metadata, model_type: str, *, norm: str = "rms_norm_eps") -> dict[str, Any]:
+    """Also what all classes with rotary positions have; `norm` is the name of the epsilon."""
+    epsilon = "layer_norm_rms_epsilon" if norm == "rms_norm_eps" else "layer_norm_epsilon"
+    heads = values.whole("attention.head_count")
+    return common(values) | {
+        "model_type": model_type,
+        "hidden_size": values.whole("embedding_length"),
+        "intermediate_size": values.whole("feed_forward_length"),
+        "max_position_embeddings": values.whole("context_length"),
+        "num_hidden_layers": values.whole("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": values.whole("attention.head_count_kv", heads),
+        norm: values.real(f"attention.{epsilon}"),
+    }
+
+
+def even_width(values: Metadata) -> int:
+    """The width of a head where all heads together have that of the hidden states."""
+    return values.whole("embedding_length") // values.whole("attention.head_count")
+
+
+def head_dim(values: Metadata) -> int:
+    """The width of a head in queries, keys and values, all of which is rotated."""
+    width = values.whole("attention.key_length", even_width(values))
+    values.only("attention.value_length", width)
+    values.only("rope.dimension_count", width)
+    return width
+
+
+def has_bias(values: Metadata, name: str) -> bool:
+    return f"blk.0.{name}.bias" in values.header.by_name
+
+
+def llama(values: Metadata) -> dict[str, Any]:
+    """Also Mistral and Mixtral, which have the name of Llama in GGUF files."""
+    width = head_dim(values)
+    own: dict[str, Any] = {"head_dim": width}
+    own["rope_parameters"] = llama3(values, rotary(values, "linear", "yarn"), width)
+    window = values.whole("attention.sliding_window", 0, zero=True) or None
+    number, used = (values.whole(f"expert_{name}", 0, zero=True) for name in ("count", "used_count"))
+    if number:
+        model_type, normalized = "mixtral", experts(values, True)
+        if not normalized:
+            raise refusal(values.header, "experts whose weights do not add up to 1 are not supported")
+        own |= {"num_local_experts": number, "num_experts_per_tok": used, "sliding_window": window}
+    elif window:
+        model_type, own["sliding_window"] = "mistral", window
+    else:
+        model_type = "llama"
+        own |= {"attention_bias": has_bias(values, "attn_q"), "mlp_bias": has_bias(values, "ffn_up")}
+    return decoder(values, model_type) | own
+
+
+def qwen2(values: Metadata) -> dict[str, Any]:
+    own = {"head_dim": head_dim(values), "rope_parameters": rotary(values, "linear", "yarn")}
+    return decoder(values, "qwen2") | own
+
+
+def qwen3(values: Metadata) -> dict[str, Any]:
+    return qwen2(values) | {"model_type": "qwen3", "attention_bias": has_bias(values, "attn_q")}
+
+
+def qwen2moe(values: Metadata) -> dict[str, Any]:
+    shared = values.whole("expert_shared_feed_forward_length", values.whole("feed_forward_length"))
+    own = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": shared}
+    return qwen2(values) | own | sparse(values, normalized=False)
+
+
+def qwen3moe(values: Metadata) -> dict[str, Any]:
+    return qwen3(values) | {"model_type": "qwen3_moe"} | sparse(values, normalized=True)
+
+
+def sparse(values: Metadata, *, normalized: bool) -> dict[str, Any]:
+    """The experts of Qwen's models, in all layers."""
+    used = values.whole("expert_used_count")
+    even = values.whole("feed_forward_length") // used
+    return {
+        "num_experts": values.whole("expert_count"),
+        "num_experts_per_tok": used,
+        "moe_intermediate_size": values.whole("expert_feed_forward_length", even),
+        "norm_topk_prob": experts(values, normalized),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def experts(values: Metadata, normalized: bool) -> bool:
+    """Whether the weights of the chosen experts add up to 1; `normalized` where the file does not say it."""
+    values.only("expert_gating_func", 0, SOFTMAX)
+    values.only("expert_weights_scale", 0.0, 1.0)
+    return values.flag("expert_weights_norm", normalized)
+
+
+def gemma(values: Metadata) -> dict[str, Any]:
+    own = {"head_dim": head_dim(values), "rope_parameters": rotary(values, "linear", "yarn")}
+    return decoder(values, "gemma") | own
+
+
+def gemma2(values: Metadata) -> dict[str, Any]:
+    parameters = rotary(values, "linear", "yarn")
+    values.only("rope.freq_base_swa", parameters["rope_theta"])
+    return decoder(values, "gemma2") | {
+        "head_dim": head_dim(values),
+        "rope_parameters": parameters,
+        "query_pre_attn_scalar": attention_scalar(values, of_27b=46),
+        "sliding_window": values.whole("attention.sliding_window", 4096),
+        "layer_types": layer_types(values, 2),
+        "attn_logit_softcapping": values.real("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": values.real("final_logit_softcapping", 30.0),
+    }
+
+
+def gemma3(values: Metadata) -> dict[str, Any]:
+    """Scaled positions are those of the layers that see all; the others have a base of their own."""
+    window = values.whole("attention.sliding_window", 0, zero=True) or None
+    local = {"rope_type": "default", "rope_theta": values.real("rope.freq_base_swa", BASE)}
+    types = layer_types(values, 6)
+    return decoder(values, "gemma3_text") | {
+        "head_dim": head_dim(values),
+        "rope_parameters": {FULL: rotary(values, "linear"), SLIDING: local},
+        "query_pre_attn_scalar": attention_scalar(values, of_27b=62),
+        "sliding_window": window,
+        "layer_types": types if window else [FULL] * len(types),
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": values.real("final_logit_softcapping", 0.0, zero=True) or None,
+    }
+
+
+def attention_scalar(values: Metadata, of_27b: int) -> int:
+    """The width that scales attention. No key has it: only the models of 27B, which have so many layers, have
+    another one than that of their heads."""
+    return even_width(values) if values.whole("block_count") == of_27b else head_dim(values)
+
+
+def layer_types(values: Metadata, period: int) -> list[str]:
+    sliding = values.layers("attention.sliding_window_pattern", period, values.whole("block_count"))
+    return [SLIDING if one else FULL for one in sliding]
+
+
+def phi3(values: Metadata) -> dict[str, Any]:
+    width = even_width(values)
+    values.only("attention.key_length", width)
+    values.only("attention.value_length", width)
+    return decoder(values, "phi3") | {
+        "rope_parameters": longrope(values, width),
+        "sliding_window": values.whole("attention.sliding_window", 0, zero=True) or None,
+    }
+
+
+def starcoder2(values: Metadata) -> dict[str, Any]:
+    return decoder(values, "starcoder2", norm="norm_epsilon") | {
+        "head_dim": head_dim(values),
+        "rope_parameters": rotary(values, "linear", "yarn"),
+        "sliding_window": values.whole("attention.sliding_window", 0, zero=True) or None,
+        "use_bias": has_bias(values, "attn_q"),
+    }
+
+
+def gpt2(values: Metadata) -> dict[str, Any]:
+    heads, width = values.whole("attention.head_count"), even_width(values)
+    values.only("attention.head_count_kv", heads)
+    values.only("attention.key_length", width)
+    values.only("attention.value_length", width)
+    return common(values) | {
+        "model_type": "gpt2",
+        "n_embd": values.whole("embedding_length"),
+        "n_inner": values.whole("feed_forward_length"),
+        "n_positions": values.whole("context_length"),
+        "n_layer": values.whole("block_count"),
+        "n_head": heads,
+        "layer_norm_epsilon": values.real("attention.layer_norm_epsilon"),
+    }
+
+
+# tensors
+
+
+def table(names: Mapping[str, str], **how: Any) -> dict[str, Stored]:
+    """Places of parameters of the layers, by the names of their modules within a layer."""
+    return {f"model.layers.*.{name}": Stored((f"blk.*.{stored}",), **how) for name, stored in names.items()}
+
+
+ATTENTION = {f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"} | {"self_attn.o_proj": "attn_output"}
+FEED_FORWARD = {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
+NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+GEMMA_NORMS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+WHOLE = {"model.embed_tokens": Stored(("token_embd",)), "lm_head": Stored(("output",))}
+NORM = {"model.norm": Stored(("output_norm",))}
+GEMMA_NORM = {"model.norm": Stored(("output_norm",), added=1.0)}
+
+QWEN2 = WHOLE | NORM | table(ATTENTION | FEED_FORWARD | NORMS)
+EXPERTS = table({"mlp.gate": "ffn_gate_inp", "mlp.experts.down_proj": "ffn_down_exps"}) | {
+    "model.layers.*.mlp.experts.gate_up_proj": Stored(("blk.*.ffn_gate_exps", "blk.*.ffn_up_exps"))
+}
+SHARED_EXPERT = table(
+    {f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
+    | {"mlp.shared_expert_gate": "ffn_gate_inp_shexp"}
+)
+LLAMA = (
+    QWEN2
+    | EXPERTS
+    | table({"self_attn.q_proj": "attn_q"}, heads="num_attention_heads")
+    | table({"self_attn.k_proj": "attn_k"}, heads="num_key_value_heads")
+)
+QWEN3 = QWEN2 | table(HEAD_NORMS)
+GEMMA2 = WHOLE | GEMMA_NORM | table(ATTENTION | FEED_FORWARD) | table(GEMMA_NORMS, added=1.0)
+PHI3_JOINED = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
+GPT2_MATRICES = {
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+GPT2 = {
+    "transformer.wte": Stored(("token_embd",)),
+    "transformer.wpe": Stored(("position_embd",)),
+    "transformer.ln_f": Stored(("output_norm",)),
+    "lm_head": Stored(("output",)),
+    "transformer.h.*.ln_1": Stored(("blk.*.attn_norm",)),
+    "transformer.h.*.ln_2": Stored(("blk.*.ffn_norm",)),
+    **{
+        f"transformer.h.*.{name}": Stored((f"blk.*.{stored}",), transposed=True)
+        for name, stored in GPT2_MATRICES.items()
+    },
+}
+
+ARCHITECTURES = {
+    "llama": Architecture(llama, LLAMA, (FACTORS,)),
+    "qwen2": Architecture(qwen2, QWEN2),
+    "qwen2moe": Architecture(qwen2moe, QWEN2 | EXPERTS | SHARED_EXPERT),
+    "qwen3": Architecture(qwen3, QWEN3),
+    "qwen3moe": Architecture(qwen3moe, QWEN3 | EXPERTS),
+    "gemma": Architecture(
+        gemma, WHOLE | GEMMA_NORM | table(ATTENTION | FEED_FORWARD) | table(NORMS, added=1.0)
+    ),
+    "gemma2": Architecture(gemma2, GEMMA2),
+    "gemma3": Architecture(gemma3, GEMMA2 | table(HEAD_NORMS, added=1.0)),
+    "phi3": Architecture(phi3, QWEN2 | table(PHI3_JOINED), (LONG_FACTORS, SHORT_FACTORS)),
+    "starcoder2": Architecture(
+        starcoder2, QWEN2 | table({"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"})
+    ),
+    "gpt2": Architecture(gpt2, GPT2),
+}
