@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -103,6 +104,55 @@ def test_every_import_is_a_declared_dependency() -> None:
     )
     used = {name for name in graph.modules if graph.is_module_squashed(name)}
     assert "torch" in used and used - sys.stdlib_module_names - declared == set()
+
+
+def patches_in(source: str) -> list[str]:
+    """What assigns to an attribute, or an entry, of what is imported from a library that others use, too."""
+    tree, theirs = ast.parse(source), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules = [(name.asname or name.name.split(".")[0], name.name) for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [(name.asname or name.name, node.module or "") for name in node.names]
+        else:
+            continue
+        theirs |= {name for name, module in modules if module.split(".")[0] in ("transformers", "gguf")}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            target: ast.AST = node.args[0]
+        elif isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            target = node
+        else:
+            continue
+        while isinstance(target, ast.Attribute | ast.Subscript):
+            target = target.value
+        if isinstance(target, ast.Name) and target.id in theirs:
+            found.append(ast.unparse(node))
+    return found
+
+
+def test_no_library_is_patched() -> None:
+    sources = [path for path in repository_files() if "src" in path.parts and path.suffix == ".py"]
+    found = {str(path): patches_in(path.read_text(encoding="utf-8")) for path in sources}
+    assert len(sources) > 100 and {path: some for path, some in found.items() if some} == {}
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "import gguf\ngguf.GGUFReader = Reader",
+        "import transformers.modeling_gguf_pytorch_utils as reader\nreader.tqdm = quiet",
+        "import transformers\ntransformers.utils.logging.tqdm = quiet",
+        "from transformers.utils import logging\nlogging.tqdm, other = quiet, 1",
+        "from transformers import AutoConfig\nsetattr(AutoConfig, name, value)",
+        "from gguf import constants\ndel constants.Keys.LLM",
+        "from transformers.activations import ACT2FN\ndef add():\n    ACT2FN['own'] = own",
+    ],
+)
+def test_a_planted_patch_is_found(planted: str) -> None:
+    assert len(patches_in(planted)) == 1
+    assert patches_in("import torch, gguf\nself.reader = gguf.dequantize(x)\ntorch.odd = gguf.odd") == []
 
 
 def test_one_version() -> None:

@@ -1,104 +1,122 @@
-"""A random small Llama, and the GGUF file that a converter would write of it."""
+"""Random small models, and the GGUF files that llama.cpp's converter would write of them.
+
+What a file has where is written down here a second time, from the converter and the tables of the package
+`gguf`: a test that shared speculon's own tables would not see a mistake in them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 SPECIAL = ("<unk>", "<s>", "</s>", "<|im_end|>")
 TOKENS = (*SPECIAL, "\u0120", *(chr(code) for code in range(33, 127)), "\u010a")
 MERGES = ("a b", "c d")
 ALL = (*TOKENS, "ab", "cd")
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}<|im_end|>{% endfor %}"
-NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
+ARCHITECTURES = {  # where they are not the names of transformers
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
 }
+ROTATED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+SMALL = {
+    "vocab_size": len(ALL),
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "initializer_range": 0.4,
+}
+SMALL_GPT2 = {
+    "vocab_size": len(ALL),
+    "n_embd": 32,
+    "n_inner": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.4,
+}
+
+
+def tiny(model_type: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A random small model, whose norms and biases are random as well."""
+    torch.manual_seed(seed)
+    small = SMALL_GPT2 if model_type == "gpt2" else SMALL
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **small | changes))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or "experts" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model.eval()
 
 
 def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        **{
-            "vocab_size": len(ALL),
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "max_position_embeddings": 128,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "initializer_range": 0.4,
-            **changes,
-        }
-    )
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(LlamaConfig(**SMALL | changes)).eval()
 
 
-def gguf_name(name: str) -> str:
-    whole = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    bare = name.removesuffix(".weight")
-    if bare in whole:
-        return f"{whole[bare]}.weight"
-    _, _, layer, part = bare.split(".", 3)
-    return f"blk.{layer}.{NAMES[part]}.weight"
-
-
-def permuted(matrix: torch.Tensor, heads: int) -> torch.Tensor:
+def permuted(rows: torch.Tensor, heads: int) -> torch.Tensor:
     """Rows in the order of GGUF files, which rotate neighbours instead of halves."""
-    return matrix.reshape(heads, 2, -1, matrix.shape[1]).transpose(1, 2).reshape(matrix.shape)
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def write_gguf(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     path: Path,
     *,
-    architecture: str = "llama",
+    architecture: str = "",
     permute: bool = True,
     quantise: str = "F32",
     leave_out: str = "",
     more: dict[str, Any] | None = None,
+    without: Sequence[str] = (),
     tensors: dict[str, torch.Tensor] | None = None,
 ) -> Path:
-    """Writes the model with its tokenizer. Matrices get the type `quantise`, other tensors are F32."""
+    """Writes the model with its tokenizer, as llama.cpp's converter would.
+
+    Matrices get the type `quantise`, other tensors are F32. Keys of `more` are set, those of `without` left
+    out.
+    """
     import gguf
 
-    config, writer = model.config, gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
+    config = model.config
+    architecture = architecture or ARCHITECTURES.get(config.model_type, config.model_type)
+    writer = gguf.GGUFWriter(path, architecture)
+    add_config(writer, config)
     writer.add_name("tiny")
     add_tokenizer(writer)
     for key, value in (more or {}).items():
-        {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)](key, value)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for name, tensor in model.state_dict().items():
-        part = name.split(".")[-2]
-        if permute and part in heads:
-            tensor = permuted(tensor, heads[part])
+        add_value(writer, key, value)
+    for key in without:
+        del writer.kv_data[0][key]
+    for name, tensor in converted(model, permute):
         if not leave_out or leave_out not in name:
-            stored = gguf.GGMLQuantizationType[quantise if tensor.dim() == 2 else "F32"]
-            data = gguf.quantize(tensor.float().numpy(), stored)
-            writer.add_tensor(gguf_name(name), data, raw_dtype=stored)
+            stored = gguf.GGMLQuantizationType[quantise if tensor.dim() > 1 else "F32"]
+            data = gguf.quantize(tensor.float().contiguous().numpy(), stored)
+            writer.add_tensor(gguf_name(config, name), data, raw_dtype=stored)
     for name, tensor in (tensors or {}).items():
         writer.add_tensor(name, tensor.numpy())
     writer.write_header_to_file()
@@ -106,6 +124,117 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def gguf_name(config: PreTrainedConfig, name: str) -> str:
+    """By the table of the package `gguf`."""
+    import gguf
+
+    own = ARCHITECTURES.get(config.model_type, config.model_type)
+    of = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == own)
+    found = gguf.get_tensor_name_map(of, config.num_hidden_layers).get_name(name, (".weight", ".bias"))
+    assert found is not None, name
+    return found if found.endswith((".weight", ".bias")) else f"{found}.weight"
+
+
+def converted(model: PreTrainedModel, permute: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights by their names, changed as llama.cpp's converter changes those of each architecture."""
+    config, tied = model.config, model.config.tie_word_embeddings
+    of = ARCHITECTURES.get(config.model_type, config.model_type)
+    for name, tensor in model.state_dict().items():
+        part = name.split(".")[-2]
+        if name == "lm_head.weight" and tied:
+            continue
+        if name.endswith("experts.gate_up_proj"):
+            for half, own in zip(tensor.chunk(2, 1), ("gate_proj", "up_proj"), strict=True):
+                yield name.replace("gate_up_proj", own), half
+            continue
+        if of == "llama" and permute and part in ROTATED:
+            tensor = permuted(tensor, getattr(config, ROTATED[part]))
+        if of.startswith("gemma") and name.endswith("norm.weight"):
+            tensor = tensor + 1
+        if of == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+            tensor = tensor.T
+        yield name, tensor.squeeze()
+
+
+def add_config(writer: Any, config: PreTrainedConfig) -> None:
+    """The keys that llama.cpp's converter writes, and where it leaves a window out, that as well."""
+    of, get = config.model_type, config.to_dict().get
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(get("n_inner") or get("intermediate_size"))
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_vocab_size(config.vocab_size)
+    if eps := get("rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(eps)
+    if eps := get("layer_norm_epsilon") or get("norm_epsilon"):
+        writer.add_layer_norm_eps(eps)
+    if of == "gpt2":
+        return
+    writer.add_head_count_kv(config.num_key_value_heads)
+    if of != "phi3":
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    if window := get("sliding_window"):
+        writer.add_sliding_window(window)
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if value := get(name):
+            getattr(writer, f"add_{name}")(value)
+    if number := get("num_experts") or get("num_local_experts"):
+        writer.add_expert_count(number)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if size := get("moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(size)
+    if size := get("shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(size)
+    positions = config.rope_parameters
+    if local := positions.get("sliding_attention"):
+        writer.add_float32(f"{writer.arch}.rope.freq_base_swa", local["rope_theta"])
+    add_positions(writer, config, positions.get("full_attention", positions))
+
+
+def add_positions(writer: Any, config: PreTrainedConfig, positions: dict[str, Any]) -> None:
+    import gguf
+
+    writer.add_rope_freq_base(positions["rope_theta"])
+    kind = positions["rope_type"]
+    if config.model_type in ("llama", "mistral", "mixtral"):
+        writer.add_rope_dimension_count(config.head_dim)
+    if config.model_type == "phi3":
+        width = config.hidden_size // config.num_attention_heads
+        writer.add_rope_dimension_count(int(width * positions["partial_rotary_factor"]))
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(positions["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(positions["original_max_position_embeddings"])
+        for name, add in (
+            ("attention_factor", writer.add_rope_scaling_yarn_attn_factor),
+            ("beta_fast", writer.add_rope_scaling_yarn_beta_fast),
+            ("beta_slow", writer.add_rope_scaling_yarn_beta_slow),
+        ):
+            if (value := positions.get(name)) is not None:
+                add(value)
+    if kind == "longrope":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+        writer.add_rope_scaling_attn_factors(positions["attention_factor"])
+        for name in ("long", "short"):
+            factors = np.array(positions[f"{name}_factor"], dtype=np.float32)
+            writer.add_tensor(f"rope_factors_{name}.weight", factors)
+
+
+def add_value(writer: Any, key: str, value: Any) -> None:
+    add = {
+        str: writer.add_string,
+        bool: writer.add_bool,
+        float: writer.add_float32,
+        int: writer.add_uint32,
+        list: writer.add_array,
+    }
+    add[type(value)](key, value)
 
 
 def add_tokenizer(writer: Any) -> None:

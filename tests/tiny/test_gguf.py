@@ -1,4 +1,4 @@
-"""GGUF files are models: read as transformers reads them, completed, or refused by name."""
+"""GGUF files are models: read as they say, or refused by name."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GgufConfig, LlamaForCausalLM
-from transformers.integrations import ggml
-from transformers.modeling_gguf_pytorch_utils import read_field
 
 from speculon import LLM, SamplingParams, SpeculationConfig
 from speculon.cli.discover import find_models
@@ -27,16 +26,13 @@ from speculon.core.errors import (
 )
 from speculon.drafters.choose import fits
 from speculon.drafters.families import DRAFT_MODEL, family_of
-from speculon.loading.gguf.header import read_gguf
+from speculon.loading.gguf.header import Reader, read_gguf
 from speculon.loading.headers import read_checkpoint
 from speculon.loading.load import load_config, load_model, load_target
 from speculon.loading.locate import locate, refuse_missing
 from speculon.loading.memory import weight_bytes
-from speculon.loading.reading import Reader, load_tokenizer
+from speculon.loading.reading import load_tokenizer
 from tests.tiny.gguf_files import ALL, tiny_llama, write_gguf
-
-pytest.importorskip("gguf")
-pytest.importorskip("accelerate")
 
 IDS = torch.tensor([[1, 40, 41, 60, 90, 7, 8, 12, 30, 33, 44]])
 LLAMA3 = {
@@ -93,26 +89,25 @@ def test_quantised_weights_are_those_transformers_reads(model: LlamaForCausalLM,
     assert not torch.equal(logits(theirs), logits(model))
 
 
-def test_a_load_parses_the_header_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    readings = []
-    parse = Reader._build_fields
-    monkeypatch.setattr(Reader, "_build_fields", lambda *args: readings.append(1) or parse(*args))
-    LLM(str(file), speculation=SpeculationConfig(draft={}), warmup=False)
-    assert len(readings) == 1
-    load_tokenizer(file)
-    assert len(readings) == 2  # nothing is kept
+def test_a_load_parses_the_header_twice(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    """Once without the texts of its tokens, and once with them."""
+    path, readings = write_gguf(model, tmp_path / "new.gguf"), []
+    with pytest.MonkeyPatch.context() as patch:
+        parse = Reader.header
+        patch.setattr(Reader, "header", lambda reader: readings.append(reader.lists) or parse(reader))
+        load_target(path)
+    assert [len(lists) for lists in readings] == [0, 1]
 
 
 def test_the_header_is_read_as_ggufs_own_reader_reads_it(file: Path) -> None:
-    ours, theirs = (make(str(file)) for make in (Reader, Reader.__base__))
-    assert [*ours.fields] == [*theirs.fields] and len(ours.fields["tokenizer.ggml.tokens"].data) == len(ALL)
-    for name, field in theirs.fields.items():
-        assert ours.fields[name].types == field.types
-        assert ours.fields[name].contents() == field.contents()
-        assert read_field(ours, name) == [
-            ggml._gguf_parse_value(field.parts[i], field.types) for i in field.data
-        ]
-    assert [one.data_offset for one in ours.tensors] == [one.data_offset for one in theirs.tensors]
+    theirs = gguf.GGUFReader(str(file))
+    ours = read_gguf(file, lists=frozenset(theirs.fields))
+    fields = {name: one.contents() for name, one in theirs.fields.items() if not name.startswith("GGUF.")}
+    assert ours.metadata == fields and ours.metadata["tokenizer.ggml.tokens"] == list(ALL)
+    for tensor, their in zip(ours.tensors, theirs.tensors, strict=True):
+        assert (tensor.name, tensor.type) == (their.name, their.tensor_type.name)
+        assert ours.begin + tensor.begin == their.data_offset and tensor.num_bytes == their.n_bytes
+        assert [*reversed(tensor.shape)] == their.shape.tolist()
 
 
 def test_a_file_that_was_replaced_is_read_again(model: LlamaForCausalLM, tmp_path: Path) -> None:

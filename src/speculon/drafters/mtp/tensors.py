@@ -100,7 +100,7 @@ def find_mtp(folder: str | Path) -> MtpConfig | None:
     Raises `ModelError` for a folder that cannot be read, `UnsupportedModel` for modules that cannot be used.
     """
     checkpoint = read_checkpoint(folder)
-    if checkpoint.pickled or checkpoint.tensor_types is not None:  # transformers drops those of a GGUF file
+    if checkpoint.pickled or checkpoint.tensor_types is not None:  # a GGUF file with such tensors is refused
         return None
     tensors = {name: entry for file in checkpoint.files for name, entry in read_header(file)[0].items()}
     for layout in LAYOUTS:

@@ -187,7 +187,7 @@ def gemma3(values: Metadata) -> dict[str, Any]:
         "head_dim": head_dim(values),
         "rope_parameters": {FULL: rotary(values, "linear"), SLIDING: local},
         "query_pre_attn_scalar": attention_scalar(values, of_27b=62),
-        "sliding_window": window,
+        "sliding_window": window or values.whole("context_length"),  # its class needs one
         "layer_types": types if window else [FULL] * len(types),
         "attn_logit_softcapping": None,
         "final_logit_softcapping": values.real("final_logit_softcapping", 0.0, zero=True) or None,
@@ -209,8 +209,11 @@ def phi3(values: Metadata) -> dict[str, Any]:
     width = even_width(values)
     values.only("attention.key_length", width)
     values.only("attention.value_length", width)
+    parameters = longrope(values, width)
+    original = parameters.get("original_max_position_embeddings", values.whole("context_length"))
     return decoder(values, "phi3") | {
-        "rope_parameters": longrope(values, width),
+        "rope_parameters": parameters,
+        "original_max_position_embeddings": original,  # its class takes this one
         "sliding_window": values.whole("attention.sliding_window", 0, zero=True) or None,
     }
 

@@ -75,9 +75,10 @@ class Metadata:
 
     @property
     def vocab_size(self) -> int:
-        tokens = self.header.metadata.get(TOKENS)
-        own = self.whole("vocab_size", tokens if tokens is not None else REQUIRED)
-        return tokens if isinstance(tokens, int) else own
+        """As many as have embeddings; the number that the metadata says may be an older one."""
+        embedding = self.header.by_name.get("token_embd.weight")
+        self.ignore("vocab_size")
+        return embedding.shape[0] if embedding else self.whole("vocab_size", self.header.metadata.get(TOKENS))
 
     def token(self, name: str) -> int | None:
         """The id of a special token; None where the file has none within its vocabulary."""

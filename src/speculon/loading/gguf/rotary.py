@@ -25,7 +25,7 @@ def rotary(values: Metadata, *scalings: str) -> dict[str, Any]:
     if kind == "none" or (kind == "linear" and factor in (0, 1)):
         return parameters
     if kind not in scalings or not factor:
-        what = f"{kind!r} RoPE scaling by {factor:g}"
+        what = f"{kind!r} RoPE scaling (factor {factor:g})"
         raise refusal(values.header, f"{what} is not supported for {values.header.architecture}")
     return parameters | {"rope_type": kind, "factor": factor} | (yarn(values) if kind == "yarn" else {})
 

@@ -188,7 +188,8 @@ class TensorData:
             parts = [torch.from_numpy(part - np.float32(source.stored.added)).to(dtype) for part in rows]
             values.append(torch.cat(parts).reshape(shape))
         value = torch.cat(values, 1) if len(values) > 1 else values[0]
-        return value.T.contiguous() if source.stored.transposed else value
+        turned = source.stored.transposed and value.dim() == 2
+        return value.T.contiguous() if turned else value
 
     def layer(self, source: Source, dtype: torch.dtype) -> QuantizedLinear:
         """Its rows in 4 bits, where its groups are those of a packed layer; a head's, else, in 8 bits."""
