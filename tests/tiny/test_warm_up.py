@@ -40,8 +40,8 @@ def goodput_of(engine: Engine) -> Goodput:
     return policy
 
 
-def test_afterwards_costs_are_known_and_nothing_of_sequences() -> None:
-    new = engine()
+def test_afterwards_costs_are_known_and_nothing_else_stays() -> None:
+    new, cold = engine(), engine()
     assert not goodput_of(new).costs.known
     warm_up(new)
     policy = goodput_of(new)
@@ -50,26 +50,13 @@ def test_afterwards_costs_are_known_and_nothing_of_sequences() -> None:
     for name in ("suffix", "draft_model"):
         assert costs.calls(name) >= COLD and costs.proposal(name, 1, 4) > 0, name
     assert policy.state() == {"": {}} and unknown_to(new)
-
-
-def test_afterwards_no_round_is_cold() -> None:
-    new, cold = engine(), engine()
-    warm_up(new)
+    assert_nothing_held(new)
+    assert new.pool.prefix_cache and new.counters == cold.counters
     for one in (new, cold):
         one.add_request(PROMPT, GREEDY, None, "a")
-    mine, theirs = drain(new)["a", 0].stats, drain(cold)["a", 0].stats
-    assert Reason.COLD not in mine.reasons and theirs.reasons[Reason.COLD] > 0
-
-
-def test_nothing_else_stays() -> None:
-    new, untouched = engine(), engine()
-    warm_up(new)
-    assert_nothing_held(new)
-    assert new.pool.prefix_cache and new.counters == untouched.counters
-    for one in (new, untouched):
-        one.add_request(PROMPT, GREEDY, None, "a")
-    mine, theirs = drain(new), drain(untouched)
-    assert mine["a", 0].tokens == theirs["a", 0].tokens
+    mine, theirs = drain(new)["a", 0], drain(cold)["a", 0]
+    assert mine.tokens == theirs.tokens
+    assert Reason.COLD not in mine.stats.reasons and theirs.stats.reasons[Reason.COLD] > 0
 
 
 def test_it_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
