@@ -6,10 +6,8 @@ import json
 import logging
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -158,19 +156,14 @@ def test_a_log_line_waits_for_the_end_of_the_stream(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == "half a line\na request ended\nlater\n"
 
 
-def test_with_v_the_text_stays_whole(household: Path) -> None:
-    source = str(Path(sys.modules["speculon"].__file__ or "").parents[1])
-    env: dict[str, Any] = {**os.environ, "PYTHONPATH": source}
-    flags = ["--model", str(household / "target"), "--max-tokens", "8", "--ignore-eos", "--temperature", "0"]
+def test_with_v_the_text_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    flags = ["--model", "target", "--max-tokens", "8", "--ignore-eos", "--temperature", "0"]
     answer = speculon("generate", *flags, stdin="def add(\n").stdout.splitlines()[0]
-    lines = subprocess.run(
-        [sys.executable, "-m", "speculon.cli", "-v", "generate", *flags],
-        input="def add(\n",
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=env,
-        text=True,
-        timeout=120,
-    ).stdout.splitlines()
+    try:
+        lines = speculon("-v", "generate", *flags, stdin="def add(\n").output.splitlines()
+    finally:
+        root.setLevel(logging.WARNING)
     assert answer and answer in lines
     assert any(line.startswith("r-0 8 tok") for line in lines)
