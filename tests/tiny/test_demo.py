@@ -27,6 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # no speculon.toml of whoever runs the tests
+    monkeypatch.setattr(demo, "PROMPTS", [prompt._replace(max_tokens=40) for prompt in demo.PROMPTS])
 
 
 def run_demo(folder: Path, *arguments: str, **environment: str) -> Result:
