@@ -150,8 +150,7 @@ class Padded(NoisyModel):
         return Output(torch.cat([out.logits, extra], -1)[:, : 96 + self.more])
 
 
-@pytest.mark.parametrize("more", [7, -3])
-@pytest.mark.parametrize("acceptance", ["matching", "rejection", "block"])
+@pytest.mark.parametrize(("acceptance", "more"), [("matching", 7), ("rejection", -3), ("block", 7)])
 def test_a_padded_vocabulary_is_no_difference(acceptance: str, more: int) -> None:
     use_draft(Padded(more))
     requests = [
