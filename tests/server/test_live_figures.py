@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from speculon.core.config import EngineConfig
+from speculon.core.telemetry import EngineCounters
 from speculon.engine.build import build_engine
 from speculon.engine.engine import Engine
 from speculon.server.answer import IN_PROGRESS
@@ -22,8 +24,8 @@ from speculon.server.choice import Choice
 from tests.server.administered import API, administered
 from tests.server.inside import Inside, ScriptedLoader
 
-TOKENS, K = 200, 2
-STEP_SECONDS = 0.03  # beside the model's own: then the answer takes seconds
+TOKENS, K = 120, 2
+STEP_SECONDS = 0.03  # beside the model's own: then the counters come several times
 METRICS = (
     "speculon_steps_total",
     "speculon_step_rows_total",
@@ -43,9 +45,9 @@ METRICS = (
 OF_PAGE = ("emitted", "target_calls", "rounds", "drafted", "accepted")
 
 
-@contextmanager
-def slow_server(folder: Path) -> Iterator[Inside]:
-    """A server with its administration over the demo model and its draft model."""
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Engine]:
+    """Of the demo model and its draft model."""
     speculation = {
         "method": "draft_model",
         "policy": "fixed",
@@ -54,13 +56,20 @@ def slow_server(folder: Path) -> Iterator[Inside]:
     }
     config = EngineConfig(model="demo", warmup=False, speculation=speculation)
     with closing(build_engine(config)) as engine:
-        step = engine.step
+        yield engine
 
-        def slowly() -> Any:
-            time.sleep(STEP_SECONDS)
-            return step()
 
-        engine.step = slowly  # type: ignore[method-assign]
+@contextmanager
+def slow_server(engine: Engine, folder: Path) -> Iterator[Inside]:
+    """A server with its administration; its engine has counted nothing yet."""
+    step = engine.step
+
+    def slowly() -> Any:
+        time.sleep(STEP_SECONDS)
+        return step()
+
+    engine.counters = EngineCounters()
+    with patch.object(engine, "step", slowly):
         with administered(folder, loader=ScriptedLoader(over=engine)) as inside:
             yield inside
 
@@ -130,7 +139,9 @@ def check_that_figures_move(inside: Inside) -> None:
     assert view == account
 
 
-def test_figures_move_while_an_answer_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_move_while_an_answer_is_written(
+    demo: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a row has so far is what the account tells; it comes with the events, without a message more."""
     seen: list[Choice] = []
     push = Choice.push
@@ -139,7 +150,7 @@ def test_figures_move_while_an_answer_is_written(tmp_path: Path, monkeypatch: py
         seen.append(choice)
         return push(choice, event)
 
-    with slow_server(tmp_path) as inside:
+    with slow_server(demo, tmp_path) as inside:
         check_that_figures_move(inside)
         monkeypatch.setattr(Choice, "push", kept)
         body = {"prompt": "import os\n", "max_tokens": 40, "ignore_eos": True, "n": 2, "seed": 3}
@@ -150,8 +161,10 @@ def test_figures_move_while_an_answer_is_written(tmp_path: Path, monkeypatch: py
         assert all(getattr(so_far, name) == getattr(whole, name) for name in IN_PROGRESS)
 
 
-def test_counters_that_move_at_the_end_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_that_move_at_the_end_are_seen(
+    demo: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The twin."""
     monkeypatch.setattr(Engine, "current_counters", lambda engine: engine.counters)
-    with slow_server(tmp_path) as inside, pytest.raises(AssertionError, match="generated_tokens"):
+    with slow_server(demo, tmp_path) as inside, pytest.raises(AssertionError, match="generated_tokens"):
         check_that_figures_move(inside)
