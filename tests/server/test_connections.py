@@ -14,10 +14,9 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from speculon.cli import connections
-from speculon.cli.connections import ConnectionLimits, HttpProtocol, LimitedProtocol
+from speculon.cli.connections import ConnectionLimits, LimitedProtocol
 from speculon.cli.serve import http_options
 from speculon.core.config.serve import ServeConfig
 from tests.server.inside import Inside, served, wait_until
@@ -27,16 +26,10 @@ LIMIT = 0.3  # seconds
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
-class H11(LimitedProtocol, H11Protocol):
-    pass
-
-
-@pytest.fixture(scope="module", params=[HttpProtocol, H11])
-def inside(request: pytest.FixtureRequest) -> Iterator[Inside]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connections, "HttpProtocol", request.param)
-        with served(header_timeout=LIMIT, keep_alive=LIMIT, script={"step_seconds": 0.04}) as inside:
-            yield inside
+@pytest.fixture(scope="module")
+def inside() -> Iterator[Inside]:
+    with served(header_timeout=LIMIT, keep_alive=LIMIT, script={"step_seconds": 0.04}) as inside:
+        yield inside
 
 
 class Client:

@@ -299,13 +299,13 @@ def test_a_pool_deleted_while_a_replica_starts_is_deleted_there(age: float | Non
 def test_a_health_check_moves_the_requests_of_an_engine_that_hangs() -> None:
     async def test(engine: ReplicatedEngine, local: Local) -> None:
         writing = asyncio.create_task(text(engine, add()))
-        await asyncio.sleep(2.0)
+        await until(lambda: local.replicas["a"].engine.hung)
         local.step_seconds = 0.004
         await local.start("b")
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(0.3)
         assert not writing.done() and local.sent[-1].written is None, "without the check it stays so"
         with pytest.raises(NotReady, match="has not answered"):
             local.replicas["a"].check_health()
         assert await writing == TEXT and len(local.sent) == 2
 
-    run(test, count=1, step_seconds=4.0, serve={"engine_timeout": 1})
+    run(test, count=1, step_seconds=2.5, serve={"engine_timeout": 1})
