@@ -347,6 +347,7 @@ print(before - held(), weights)
 """
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's allocator")
 def test_memory_of_a_deleted_llm_returns_to_the_system() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
