@@ -123,6 +123,24 @@ NEUTRAL: list[dict[str, Any]] = [
     {"echo": False},
     {"add_special_tokens": False},
     CACHED,
+    # Ollama, LM Studio, vLLM
+    {"keep_alive": "5m", "options": {}},
+    {"keep_alive": -1, "options": {"num_ctx": 4096, "num_gpu": 99, "use_mmap": True}},
+    {"ttl": 300},
+    {"request_id": "r-1", "detokenize": True, "priority": 0},
+    {"use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "vllm_xargs": {}},
+    {"spaces_between_special_tokens": True, "return_token_ids": False, "include_reasoning": True},
+    # llama.cpp
+    {"id_slot": -1, "n_keep": 0, "mirostat": 0, "typical_p": 1.0, "dry_multiplier": 0.0, "grammar": ""},
+    {"timings_per_token": False, "return_progress": False, "reasoning_format": "auto", "lora": []},
+    # OpenRouter, Groq, Anthropic, Mistral
+    {"reasoning": {"effort": "high", "exclude": False, "summary": "auto"}, "reasoning_format": "parsed"},
+    {"reasoning": {"max_tokens": 512}, "usage": {"include": True}},
+    {"transforms": [], "models": [], "provider": {}, "plugins": [], "top_a": 0},
+    {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+    {"thinking": {"type": "disabled"}, "reasoning": {"effort": "none"}, "think": False},
+    {"thinking": {"type": "adaptive"}, "safe_prompt": False},
+    {"thinking": True, "reasoning": {"enabled": True}},
 ]
 OF_CHATS: list[dict[str, Any]] = [
     {"documents": []},
@@ -130,6 +148,8 @@ OF_CHATS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": PARTS, **CACHED}]},
     {"messages": [*USER, {"role": "assistant", "content": [{"type": "output_text", "text": "x"}]}, *USER]},
     {"tools": [TOOL], "tool_choice": "none"},
+    {"messages": [*USER, {"role": "assistant", "content": "x", "reasoning_details": []}, *USER]},
+    {"continue_final_message": False},
 ]
 
 
@@ -164,13 +184,31 @@ def check_chat(inside: Inside, body: dict[str, Any]) -> None:
         ("chat/completions", {"top_logprobs": 2, "logprobs": False}),
         ("chat/completions", {"enable_thinking": True, "think": False}),
         ("chat/completions", {"think": "hard"}),
+        ("completions", {"options": {"temperature": 0.2}}),
+        ("completions", {"options": {"stop": ["x"]}}),
+        ("completions", {"detokenize": False}),
+        ("completions", {"mirostat": 2}),
+        ("completions", {"typical_p": 0.5}),
+        ("completions", {"top_a": 0.1}),
+        ("completions", {"grammar": "root ::= x"}),
+        ("completions", {"priority": 3}),
+        ("completions", {"cache_salt": "x"}),
+        ("chat/completions", {"include_reasoning": False}),
+        ("chat/completions", {"reasoning": {"exclude": True}}),
+        ("chat/completions", {"reasoning_format": "none"}),
+        ("chat/completions", {"transforms": ["middle-out"]}),
+        ("chat/completions", {"plugins": [{"id": "web"}]}),
+        ("chat/completions", {"thinking": {"type": "enabled"}, "think": False}),
+        ("chat/completions", {"reasoning": {"effort": "none"}, "enable_thinking": True}),
+        ("chat/completions", {"continue_final_message": "more"}),
     ],
     ids=str,
 )
 def test_what_would_change_the_answer_is_refused(inside: Inside, route: str, fields: dict[str, Any]) -> None:
     prompt: dict[str, Any] = {"prompt": "x"} if route == "completions" else {"messages": USER}
     response = inside.post(route, **prompt, **fields)
-    named = {response.json()["error"]["param"]} & {*fields, "repetition_penalty", "max_tokens"}
+    param = response.json()["error"]["param"]
+    named = {param, param.partition(".")[0]} & {*fields, "repetition_penalty", "max_tokens"}
     assert response.status_code == 400 and named, response.text
 
 
@@ -187,6 +225,12 @@ def test_other_names_have_the_same_meaning() -> None:
         ({"enable_thinking": False}, {"enable_thinking": False}),
         ({"think": True}, {"enable_thinking": True}),
         ({"think": "low"}, {"enable_thinking": True}),
+        ({"thinking": True}, {"enable_thinking": True}),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        ({"thinking": {"type": "adaptive"}}, {}),
+        ({"reasoning": {"enabled": False}}, {"enable_thinking": False}),
+        ({"reasoning": {"effort": "none"}}, {"enable_thinking": False}),
+        ({"reasoning": {"effort": "high"}}, {}),
         (
             {"think": True, "chat_template_kwargs": {"enable_thinking": False, "x": 1}},
             {"enable_thinking": False, "x": 1},
@@ -250,7 +294,19 @@ def test_usage_of_the_chunks_of_a_stream(inside: Inside, route: str, running: bo
     counts = [usage["completion_tokens"] for usage in usages]
     assert counts == sorted(counts) and counts[-1] == last["usage"]["completion_tokens"]
     assert {usage["prompt_tokens"] for usage in usages} == {last["usage"]["prompt_tokens"]}
+    (*_, last) = events_of(inside.post(route, **body, usage={"include": True}))
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] > 0, "as OpenRouter names it"
     only_running = {"continuous_usage_stats": True}
     assert all(
         "usage" not in one for one in events_of(inside.post(route, **body, stream_options=only_running))
     )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"keep_alive": 0, "ttl": 60, "request_id": "x", "options": {}}, {"detokenize": True, "provider": {}}],
+    ids=str,
+)
+def test_responses_take_the_same_hints(inside: Inside, fields: dict[str, Any]) -> None:
+    assert inside.post("responses", input="say:yes", **fields).status_code == 200
+    assert inside.post("responses", input="x", **{**fields, "detokenize": False}).status_code == 400

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import OpenAI
 
+from speculon.decoding.text.conversations import plain_form
 from speculon.decoding.text.deltas import ReplyParser, TextParser, merge_deltas
 from speculon.decoding.text.tool_calls import (
     CLOSE,
@@ -21,7 +22,8 @@ from speculon.decoding.text.tool_calls import (
     TaggedCallsParser,
     parser_for,
 )
-from speculon.server.completions import generic_messages, template_message
+from speculon.server.completions import generic_messages
+from speculon.server.request import template_message
 from speculon.server.schemas import Message
 from tests.server.inside import served
 from tests.server.test_answers import check_alike, events_of
@@ -303,26 +305,28 @@ def test_a_chat_with_tools_for_a_template_without() -> None:
         {"role": "tool", "content": "1", "tool_call_id": "a"},
         {"role": "tool", "content": "2", "tool_call_id": "b"},
     ]
-    system, question, called, answered = generic_messages(messages, TOOLS, "Call:")
-    assert system["role"] == "system" and system["content"].endswith("\nBe brief.")
-    assert system["content"].startswith('Call:\n{"name": "f"')
+    named = [(str(i), message) for i, message in enumerate(messages)]
+    names, written = zip(*generic_messages(named, TOOLS, "Call:"), strict=True)
+    tools, system, question, called, answered = written
+    assert names == ("tools", "0", "1", "2", "3") and system == messages[0]
+    assert tools["role"] == "system" and tools["content"].startswith('Call:\n{"name": "f"')
     assert question == {"role": "user", "content": "q"}
     f, g = '{"name":"f","arguments":{"x":"é"}}', '{"name":"g","arguments":{}}'
     content = f"<tool_call>{f}</tool_call>\n<tool_call>{g}</tool_call>"
     assert called == {"role": "assistant", "content": content}
     results = "<tool_response>1</tool_response>\n<tool_response>2</tool_response>"
     assert answered == {"role": "user", "content": results}
-    assert generic_messages(messages[:2], [], "Call:") == messages[:2]
+    assert generic_messages(named[:2], [], "Call:") == named[:2]
 
 
 def test_an_empty_list_of_calls_is_no_list() -> None:
     """Templates ask whether there is a list; Llama's refuses one without exactly one call."""
     for calls in ([], None):
         message = Message(role="assistant", content="a", tool_calls=calls)
-        assert template_message(message) == {"role": "assistant", "content": "a"}
+        assert plain_form(template_message(message)) == {"role": "assistant", "content": "a"}
     made = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     message = Message.model_validate({"role": "assistant", "tool_calls": [made]})
-    assert len(template_message(message)["tool_calls"]) == 1
+    assert len(plain_form(template_message(message))["tool_calls"]) == 1
 
 
 def test_one_call_at_most() -> None:

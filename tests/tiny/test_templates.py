@@ -1,4 +1,6 @@
-"""Without a chat template a chat is refused before the weights are read."""
+"""Chat templates of checkpoints: one, several by name, or none, with which a chat is refused before the
+weights are read.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,13 @@ import numpy
 import pytest
 from typer.testing import CliRunner
 
+from speculon import LLM, SamplingParams
 from speculon.cli import app
+from speculon.core.errors import InvalidParameter
+from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.loading.headers import lacks_chat_template
 from speculon.loading.locate import locate
+from speculon.loading.reading import load_tokenizer
 
 TEMPLATE = "{{ messages }}"
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -49,8 +55,9 @@ def test_what_files_say_of_a_template(
 
 def test_a_gguf_file_says_it_in_its_header(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
-    for template in (TEMPLATE, None):
-        path = tmp_path / f"{template is None}.gguf"
+    named = [{"name": "tool_use", "template": TEMPLATE}]
+    for template in (TEMPLATE, named, None):
+        path = tmp_path / f"{type(template).__name__}.gguf"
         writer = gguf.GGUFWriter(path, "llama")
         if template:
             writer.add_chat_template(template)
@@ -92,3 +99,81 @@ def test_a_chat_is_refused_before_the_weights_are_read(
     Path("chats.jsonl").write_text(json.dumps(CHAT) + "\n")
     result = CliRunner().invoke(app, [*call, "--model", str(base)], input="hi\n", catch_exceptions=False)
     assert result.exit_code == 2 and "has no chat template" in result.stderr, result.stderr
+
+
+# several templates by name
+
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+WITH_TOOLS = "{{ tools | tojson }} <tool_call>" + PLAIN
+WITH_DOCUMENTS = "{% for d in documents %}[{{ d.text }}]{% endfor %}" + PLAIN
+SOURCES = {"default": PLAIN, "tool_use": WITH_TOOLS, "rag": WITH_DOCUMENTS}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+def named_in(base: Path, folder: Path, kind: str) -> Tokenizer:
+    """The tokenizer of a folder that has these templates in files of some kind."""
+    folder.mkdir()
+    for file in base.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    path = folder / "tokenizer_config.json"
+    config, files = json.loads(path.read_text()), dict(SOURCES)
+    if kind == "a list":
+        config["chat_template"] = [{"name": name, "template": text} for name, text in files.items()]
+        files = {}
+    elif kind == "the default in the config":
+        config["chat_template"] = files.pop("default")
+    path.write_text(json.dumps(config))
+    for name, text in files.items():
+        named = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
+        (folder / named).parent.mkdir(exist_ok=True)
+        (folder / named).write_text(text)
+    return Tokenizer(load_tokenizer(folder))
+
+
+@pytest.mark.parametrize("kind", ["a list", "files", "the default in the config"])
+def test_a_chat_is_written_by_the_template_that_is_made_for_it(base: Path, tmp_path: Path, kind: str) -> None:
+    tokenizer, messages = named_in(base, tmp_path / "named", kind), CHAT["messages"]
+    assert tokenizer.inner.chat_template == SOURCES
+    assert tokenizer.render_chat(messages) == "<user>Hello<assistant>"
+    with_tools = tokenizer.render_chat(messages, [TOOL])
+    assert with_tools == json.dumps([TOOL]) + " <tool_call><user>Hello<assistant>"
+    reference = tokenizer.inner.apply_chat_template(messages, tools=[TOOL], tokenize=False)
+    assert with_tools == reference, "as transformers chooses"
+    documents = [{"title": "t", "text": "x"}]
+    assert tokenizer.render_chat(messages, documents=documents) == "[x]<user>Hello<assistant>"
+
+
+# over the library
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("demo", warmup=False)
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def test_llm_chat_goes_on_from_the_last_message(llm: LLM) -> None:
+    begun = {"role": "assistant", "content": "The number is"}
+    (asked,) = CHAT["messages"]
+    whole = llm.tokenizer.render_chat([asked]) + "The number is"
+    ids = llm.tokenizer.encode(whole, add_special_tokens=False)
+    expected = llm.generate([ids], GREEDY)[0]
+    one = llm.chat([asked, begun], GREEDY, continue_final_message=True)
+    two = llm.chat([[asked, begun]], GREEDY, continue_final_message=True, add_generation_prompt=False)
+    assert one.prompt_token_ids == ids and one.token_ids == two[0].token_ids == expected.token_ids
+    assert one.text == expected.text and not one.text.startswith("The number")
+    streamed = llm.stream({"messages": [asked, begun], "continue_final_message": True}, GREEDY)
+    assert "".join(streamed) == one.text
+    assert llm.chat([asked, begun], GREEDY).prompt_token_ids != ids, "a whole message, and another answer"
+
+
+def test_llm_chat_refuses_what_contradicts_itself(llm: LLM) -> None:
+    messages = [*CHAT["messages"], {"role": "assistant", "content": "x"}]
+    with pytest.raises(InvalidParameter, match="add_generation_prompt = True"):
+        llm.chat(messages, GREEDY, continue_final_message=True, add_generation_prompt=True)
+    with pytest.raises(InvalidParameter, match="must be the assistant's"):
+        llm.chat(CHAT["messages"], GREEDY, continue_final_message=True)
+    with pytest.raises(InvalidParameter, match="reasoning_content"):
+        llm.chat(messages, GREEDY, continue_final_message="thoughts")

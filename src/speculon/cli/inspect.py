@@ -175,7 +175,7 @@ def tokenizer_facts(model: str) -> Facts:
     except ModelError as error:
         return {"tokenizer": NO_TEXT, "tokenizer_error": str(error), "chat": False, "tools": None}
     tokenizer = Tokenizer(inner)
-    own_form = tokenizer.has_chat_template and parser_for(tokenizer.chat_template) is not None
+    own_form = parser_for(tokenizer.template_for(tools=True)) is not None
     return {
         "tokenizer": f"{type(inner).__name__}, {len(inner)} tokens",
         "chat": tokenizer.has_chat_template,

@@ -48,12 +48,12 @@ class InvalidParameter(InvalidRequest):
     def renamed(self, name: str) -> InvalidParameter:
         """The same refusal, under the name of another field."""
         refusal = InvalidParameter(name, self.value, self.limit)
-        refusal.feature = self.feature
+        refusal.feature, refusal.logged = self.feature, self.logged
         return refusal
 
     @property
     def for_log(self) -> str:
-        return without_text(self.name, self.value, self.limit)
+        return self.logged or without_text(self.name, self.value, self.limit)
 
 
 class EmptyPrompt(InvalidRequest):

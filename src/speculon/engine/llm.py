@@ -154,6 +154,8 @@ class LLM:
         *,
         speculation: Speculation = None,
         adapter: str = "",
+        continue_final_message: bool | str = False,
+        add_generation_prompt: bool | None = None,
     ) -> RequestOutput: ...
 
     @overload
@@ -164,6 +166,8 @@ class LLM:
         *,
         speculation: Speculation | Seq[Speculation] = None,
         adapter: str | Seq[str] = "",
+        continue_final_message: bool | str = False,
+        add_generation_prompt: bool | None = None,
     ) -> list[RequestOutput]: ...
 
     def chat(
@@ -173,15 +177,25 @@ class LLM:
         *,
         speculation: Speculation | Seq[Speculation] = None,
         adapter: str | Seq[str] = "",
+        continue_final_message: bool | str = False,
+        add_generation_prompt: bool | None = None,
     ) -> RequestOutput | list[RequestOutput]:
         """Answers a conversation, or each of a list of conversations, through the checkpoint's chat template.
 
         Contents are texts, or lists of parts as OpenAI has them, with images as `image_url`. A part
         `{"type": "image", "image": ...}` takes an image as `generate` does. A list of conversations gives a
         list. Its `params`, `speculation` and `adapter` are one for all or one per conversation.
+
+        With `continue_final_message` the answer goes on from the last message, one of the assistant, and is
+        what comes after its text; `"reasoning_content"` goes on from its thinking. Without
+        `add_generation_prompt` the template opens no answer. Raises `InvalidParameter` where both are true.
         """
         _, many = self.tokenizer, conversations(messages)  # refused here where there is no tokenizer
-        prompts = [{"messages": chat} for chat in ([messages] if many is None else many)]
+        begins = {
+            "continue_final_message": continue_final_message,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        prompts = [{"messages": chat, **begins} for chat in ([messages] if many is None else many)]
         outputs = self.generate(prompts, params, speculation=speculation, adapter=adapter)
         return outputs[0] if many is None else outputs
 

@@ -92,7 +92,8 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 def lacks_chat_template(path: Path) -> bool:
     """Whether the files of a model say that it has no chat template; code of its tokenizer may have one."""
     if is_gguf(path):
-        return not read_gguf(path).metadata.get("tokenizer.chat_template")
+        metadata = read_gguf(path).metadata  # one template, or several by name behind a point
+        return not any(metadata[key] for key in metadata if key.startswith("tokenizer.chat_template"))
     files = (path / TOKENIZER_CONFIG, *path.glob("chat_template*"), *path.glob("additional_chat_templates/*"))
     if not files[0].is_file() or len(files) > 1:
         return False

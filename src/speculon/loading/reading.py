@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from speculon.core.errors import ModelError
 from speculon.loading.gguf.header import is_gguf
+from speculon.loading.headers import TOKENIZER_CONFIG, read_json
 from speculon.loading.locate import first_line, locate
 
 BESIDE = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "chat_template*")
@@ -83,4 +84,14 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     # without files transformers makes a tokenizer of special tokens, which reads every text as nothing
     if len(tokenizer) <= len(tokenizer.get_added_vocab()):
         raise ModelError(f"{folder}: no usable tokenizer (it has no vocabulary; {NEEDLESS})")
+    add_default_template(tokenizer, folder)
     return tokenizer
+
+
+def add_default_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Named templates in files beside a config with the default one: transformers forgets the latter."""
+    templates, config = tokenizer.chat_template, folder / TOKENIZER_CONFIG
+    if isinstance(templates, dict) and "default" not in templates and config.is_file():
+        default = read_json(config, ModelError).get("chat_template")
+        if isinstance(default, str):
+            tokenizer.chat_template = {"default": default, **templates}

@@ -98,7 +98,8 @@ def add_completions(app: FastAPI, state: AppState) -> None:
 def read_tokens(body: schemas.TokenizeRequest, model: ServedModel) -> list[int]:
     if body.messages is not None:
         encode = partial(model.tokenizer.encode, add_special_tokens=False)
-        return render(body.messages, [], model, encode=encode)[0]
+        beginning = {"continues": body.continue_final_message, "opens": body.add_generation_prompt}
+        return render(body.messages, [], model, encode=encode, **beginning).ids
     return model.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
 
 

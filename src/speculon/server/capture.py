@@ -19,12 +19,13 @@ from typing import Any
 
 from speculon.core.config.serve import ServeConfig
 from speculon.core.errors import ConfigError
+from speculon.core.media.parts import IMAGE, read_messages
 from speculon.decoding.text.deltas import merge_deltas
 from speculon.server.answer import Answer
 from speculon.server.line_files import Files
 from speculon.server.middleware import tenant_of
 from speculon.server.model import ServedModel
-from speculon.server.request import num_images, text_of
+from speculon.server.request import template_message
 from speculon.server.schemas import ChatRequest, CompletionRequest, Message, Sampling, Tool
 
 GB = 2**30
@@ -162,11 +163,13 @@ def may_be_captured(body: Sampling, model: ServedModel) -> bool:
 
 def message_fields(message: Message) -> dict[str, Any]:
     """Text and tool calls. Of the fields beyond OpenAI's only `reasoning_content`: others may be large."""
+    (read,), images = read_messages([template_message(message)])
     fields = message.model_dump(include={"role", "name", "tool_call_id"}, exclude_none=True)
-    fields["content"] = None if message.content is None else text_of(message.content)
-    if images := num_images(message.content):  # no pixels are kept
-        fields["images"] = images
-    if isinstance(reasoning := (message.model_extra or {}).get("reasoning_content"), str):
+    no_content = message.content is None and message.refusal is None
+    fields["content"] = None if no_content else read["content"].replace(IMAGE, "")
+    if images:  # no pixels are kept
+        fields["images"] = len(images)
+    if isinstance(reasoning := read.get("reasoning_content"), str):
         fields["reasoning_content"] = reasoning
     if message.tool_calls:
         fields["tool_calls"] = [

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from speculon.core.config import Structured
 from speculon.core.errors import InvalidParameter
+from speculon.core.images import ImageInput
 from speculon.core.media.parts import read_messages
-from speculon.core.media.prompts import Prompt
-from speculon.decoding.text.deltas import THINKING_TAGS, ReplyParser, TextParser, ThinkingParser, thinking_of
+from speculon.decoding.text.conversations import CONTINUE, Beginning, Named, arguments_of, beginning_of
+from speculon.decoding.text.deltas import (
+    THINKING_TAGS,
+    ContinuedParser,
+    ReplyParser,
+    TextParser,
+    ThinkingParser,
+    thinking_of,
+)
 from speculon.decoding.text.tokenizer import sure_text
 from speculon.decoding.text.tool_calls import (
     CLOSE,
@@ -35,6 +42,8 @@ from speculon.server.request import (
     common_fields,
     form_of,
     read_sampling,
+    template_message,
+    thinks,
     under_either,
 )
 from speculon.server.schemas import ChatRequest, CompletionRequest, Message, NamedTool, Tool
@@ -112,15 +121,18 @@ def prompt_text(sent: str | list[int], model: ServedModel) -> str:
 def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:
     if body.top_logprobs and not body.logprobs:
         raise InvalidParameter("top_logprobs", body.top_logprobs, "only with logprobs = true")
-    thinks = under_either(body, "enable_thinking", "think")
-    if thinks is not None:  # a variable of the template, unless that is given, too
-        variables = {"enable_thinking": thinks, **(body.chat_template_kwargs or {})}
+    if (thinking := thinks(body)) is not None:  # a variable of the template, unless that is given, too
+        variables = {"enable_thinking": thinking, **(body.chat_template_kwargs or {})}
         body = body.model_copy(update={"chat_template_kwargs": variables})
     requested = under_either(body, "max_tokens", "max_completion_tokens")
     tools = [] if body.tool_choice == "none" else body.tools or []
     parser, form = read_tools(body, tools, model)
-    prompt, images = conversation(body, tools, model)
-    prompts, thinking = [prompt], thinking_of(model.tokenizer, prompt)
+    prompt, images, begun = conversation(body, tools, model)
+    if begun and body.tool_choice not in (None, "none", "auto"):
+        raise InvalidParameter(CONTINUE, True, "not together with a forced tool call, which begins an answer")
+    prompts, thinking = [prompt], thinking_of(model.tokenizer, prompt, begun)
+    if thinking:
+        parser = partial(ThinkingParser, thinking, parser)
     params = read_sampling(
         body,
         model,
@@ -135,24 +147,50 @@ def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:
         params=params,
         form=form,
         prompt_name="messages" if body.prompt_token_ids is None else "prompt_token_ids",
-        parser=partial(ThinkingParser, thinking, parser) if thinking else parser,
-        captured_prompts=chat_prompt(body, tools, model),
+        parser=partial(ContinuedParser, begun.text, parser) if begun else parser,
+        captured_prompts=() if begun else chat_prompt(body, tools, model),
         images=images,
         **common_fields(body, model),
     )
 
 
-def conversation(body: ChatRequest, tools: list[Tool], model: ServedModel) -> Prompt:
+class ChatPrompt(NamedTuple):
+    ids: list[int]
+    images: tuple[ImageInput, ...] = ()
+    begun: Beginning | None = None  # what the answer goes on from
+
+
+def conversation(body: ChatRequest, tools: list[Tool], model: ServedModel) -> ChatPrompt:
     """Token ids of the messages as the template writes them, or those that the client sent instead."""
     if bool(body.messages) == (body.prompt_token_ids is not None):
         raise InvalidParameter("messages", body.messages, "give some, or prompt_token_ids instead")
     if body.prompt_token_ids is not None:
-        return body.prompt_token_ids, ()
-    opens = body.add_generation_prompt is not False
-    prompt = TOOLS_PROMPT if body.tool_choice in (None, "auto") else CALLS_PROMPT
-    encode = partial(model.encode, add_special_tokens=body.add_special_tokens is True)
-    variables = body.chat_template_kwargs
-    return render(body.messages or [], tools, model, variables, prompt, encode=encode, answer_follows=opens)
+        if body.continue_final_message:
+            raise InvalidParameter(CONTINUE, body.continue_final_message, "needs messages")
+        return ChatPrompt(body.prompt_token_ids)
+    messages = body.messages or []
+    return render(
+        messages,
+        tools,
+        model,
+        body.chat_template_kwargs,
+        TOOLS_PROMPT if body.tool_choice in (None, "auto") else CALLS_PROMPT,
+        encode=partial(model.encode, add_special_tokens=body.add_special_tokens is True),
+        opens=body.add_generation_prompt,
+        continues=continues(messages, body.continue_final_message),
+        documents=body.documents or (),
+    )
+
+
+def continues(messages: Seq[Message], field: bool | str | None) -> bool | str | None:
+    """Whether the answer goes on from the last message: as the field says, or the message's own `prefix`, as
+    Mistral and DeepSeek name it.
+    """
+    if not messages[-1].prefix:
+        return field
+    if field is False:
+        raise InvalidParameter(CONTINUE, field, f"messages.{len(messages) - 1}.prefix is True")
+    return field or True
 
 
 def read_tools(
@@ -169,7 +207,7 @@ def read_tools(
     if form is not None and choice != "auto":
         raise InvalidParameter(form.name, form.value, "not together with a forced tool call")
     parallel = body.parallel_tool_calls is not False
-    written = parser_for(model.tokenizer.chat_template)
+    written = parser_for(model.tokenizer.template_for(tools=True, documents=bool(body.documents)))
     if choice == "auto" and written is not None:  # in the model's own form
         return partial(written, None if parallel else 1), form
     functions = callable_functions(tools, named)
@@ -222,60 +260,59 @@ def render(
     tools_prompt: str = TOOLS_PROMPT,
     *,
     encode: Callable[[str], list[int]],
-    answer_follows: bool = True,
-) -> Prompt:
+    opens: bool | None = None,
+    continues: bool | str | None = None,
+    documents: Seq[dict[str, Any]] = (),
+) -> ChatPrompt:
     """The conversation as the checkpoint's template writes it, as token ids, and its images; tools and their
     calls as plain text where the template has no known form of them.
     """
-    rendered, sources = read_messages([template_message(message) for message in messages])
+    read, sources = read_messages([template_message(message) for message in messages])
+    begun = beginning_of(read, continues, opens)
+    named = [(f"messages.{i}", message) for i, message in enumerate(read)]
     functions = [tool.model_dump(exclude_none=True) for tool in tools]
-    if parser_for(model.tokenizer.chat_template) is None:
-        rendered, functions = generic_messages(rendered, functions, tools_prompt), []
-    template = model.images.template(sources)
+    if parser_for(model.tokenizer.template_for(tools=bool(tools), documents=bool(documents))) is None:
+        named, functions = generic_messages(named, functions, tools_prompt), []
     text = model.tokenizer.render_chat(
-        rendered, functions, variables, answer_follows=answer_follows, with_images=template
+        [message for _, message in named],
+        functions,
+        variables,
+        answer_follows=opens,
+        continues=continues,
+        documents=documents,
+        with_images=model.images.template(sources),
+        names=[name for name, _ in named],
     )
-    return model.images.prompt(text, sources, encode, "messages", model.max_context)
-
-
-def template_message(message: Message) -> dict[str, Any]:
-    """One message as templates expect it: arguments of tool calls as objects. Its parts are not read yet."""
-    fields = message.model_dump(exclude_none=True)
-    fields["content"] = fields.get("content", "")
-    if not message.tool_calls:
-        fields.pop("tool_calls", None)  # to templates a list is a list of calls
-    if message.role == "developer":
-        fields["role"] = "system"
-    for call in fields.get("tool_calls", ()):
-        try:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        except ValueError:
-            pass  # the template gets the text as it is
-    return fields
+    return ChatPrompt(*model.images.prompt(text, sources, encode, "messages", model.max_context), begun)
 
 
 def generic_messages(
-    messages: list[dict[str, Any]], functions: list[dict[str, Any]], tools_prompt: str
-) -> list[dict[str, Any]]:
-    """A conversation without fields for tools: one system message, calls in tags, results from the user."""
-    written: list[dict[str, Any]] = []
+    messages: list[Named], functions: list[dict[str, Any]], tools_prompt: str
+) -> list[Named]:
+    """A conversation without fields for tools: they are a system message, calls in tags, and results the
+    user's, those of one turn in one message.
+    """
+    written: list[Named] = []
     if functions:
         lines = [as_json(tool["function"]) for tool in functions]
-        written.append({"role": "system", "content": "\n".join([tools_prompt, *lines])})
+        written.append(("tools", {"role": "system", "content": "\n".join([tools_prompt, *lines])}))
     last = ""
-    for message in map(generic_message, messages):
-        # templates may allow one system message, and no two messages of the user in a row
-        if written and (last, message["role"]) in (("", "system"), ("tool", "tool")):
-            written[-1]["content"] += "\n" + message["content"]
+    for name, message in messages:
+        generic = generic_message(message)
+        if last == message["role"] == "tool":
+            written[-1][1]["content"] += "\n" + generic["content"]
         else:
-            written.append({**message, "role": "user"} if message["role"] == "tool" else message)
+            written.append((name, generic))
         last = message["role"]
     return written
 
 
 def generic_message(message: dict[str, Any]) -> dict[str, Any]:
     if message["role"] == "tool":
-        return {"role": "tool", "content": f"<tool_response>{message['content']}</tool_response>"}
-    calls = [call["function"] for call in message.pop("tool_calls", ())]
-    lines = [tagged_call(call["name"], call["arguments"]) for call in calls]
-    return {**message, "content": "\n".join([message["content"], *lines]).lstrip("\n")} if lines else message
+        return {"role": "user", "content": f"<tool_response>{message['content']}</tool_response>"}
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    if not calls:
+        return message
+    lines = [tagged_call(call["name"], arguments_of(call["arguments"])) for call in calls]
+    text = "\n".join([message["content"], *lines]).lstrip("\n")
+    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": text}

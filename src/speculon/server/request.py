@@ -15,7 +15,7 @@ from speculon.core.media.parts import IMAGE_PARTS
 from speculon.decoding.text.deltas import ReplyParser, TextParser
 from speculon.engine.admission import read_prediction
 from speculon.server.model import ServedModel
-from speculon.server.schemas import Content, MessageContent, Sampling
+from speculon.server.schemas import Content, Message, Sampling
 
 # vLLM's field -> our field, in `structured_outputs` and in the fields that begin with `guided_`
 NAMES = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
@@ -73,7 +73,7 @@ def read_sampling(body: Sampling, model: ServedModel, form: Form | None, **more:
     """
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidParameter("best_of", body.best_of, "must equal n: all choices are returned")
-    names = set(SamplingParams.model_fields) & (set(Sampling.model_fields) - {"logit_bias"})
+    names = set(SamplingParams.model_fields) & (set(Sampling.model_fields) - {"logit_bias", "thinking"})
     fields = {name: value for name in names if (value := getattr(body, name)) is not None}
     if (penalty := under_either(body, "repetition_penalty", "repeat_penalty")) is not None:
         fields["repetition_penalty"] = penalty
@@ -197,23 +197,48 @@ def common_fields(body: Sampling, model: ServedModel) -> dict[str, Any]:
         "speculation": speculation,
         "method": speculation.method or model.method,
         "stream": bool(body.stream),
-        "include_usage": options is not None and options.include_usage,
+        "include_usage": shows_usage(body),
         "continuous_usage": options is not None and options.continuous_usage_stats,
         "include_stats": body.speculation is not None and body.speculation.stats,
         "explain": body.speculation is not None and body.speculation.explain,
     }
 
 
-def text_of(content: Content | MessageContent | None) -> str:
+def shows_usage(body: Sampling) -> bool:
+    """Whether a stream ends with its usage."""
+    options, usage = body.stream_options, body.usage
+    return (options is not None and options.include_usage) or (usage is not None and usage.include)
+
+
+def thinks(body: Sampling) -> bool | None:
+    """Whether the model is to think, by any of the fields that say it, which must not differ."""
+    thinking, reasoning = body.thinking, body.reasoning
+    if thinking is not None and not isinstance(thinking, bool):
+        thinking = {"enabled": True, "disabled": False}.get(thinking.type)
+    enabled = None if reasoning is None else False if reasoning.effort == "none" else reasoning.enabled
+    fields = {
+        "enable_thinking": body.enable_thinking, "think": body.think, "thinking": thinking,
+        "reasoning": enabled,
+    }  # fmt: skip
+    given = [(name, value) for name, value in fields.items() if value is not None]
+    for name, value in given[1:]:
+        if value != given[0][1]:
+            raise InvalidParameter(given[0][0], given[0][1], f"{name} says {value}")
+    return given[0][1] if given else None
+
+
+def text_of(content: Content | None) -> str:
     """One text from a string or from text parts."""
-    return content or "" if isinstance(content, str | None) else "".join(part.text or "" for part in content)
+    return content or "" if isinstance(content, str | None) else "".join(part.text for part in content)
 
 
-def num_images(content: Any) -> int:
-    """The images among the parts of a content."""
-    return sum(part.type in IMAGE_PARTS for part in content) if isinstance(content, list) else 0
+def template_message(message: Message) -> dict[str, Any]:
+    """One message as a table, with a content. Its parts are not read yet."""
+    fields = message.model_dump(exclude_none=True)
+    return {**fields, "content": fields.get("content") or message.refusal or ""}
 
 
 def has_images(messages: Any) -> bool:
     """Whether any message, or item of a response, has one."""
-    return isinstance(messages, list) and any(num_images(message.content) for message in messages)
+    contents = [message.content for message in messages] if isinstance(messages, list) else []
+    return any(part.type in IMAGE_PARTS for parts in contents if isinstance(parts, list) for part in parts)

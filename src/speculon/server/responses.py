@@ -20,6 +20,7 @@ from speculon.server.schemas import (
     MAX_PARTS,
     MAX_TOOLS,
     MAX_TOP_LOGPROBS,
+    Arguments,
     Body,
     ChatRequest,
     Common,
@@ -73,7 +74,7 @@ class Item(Extensible):
     content: Parts | None = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
+    arguments: Arguments = "{}"
     output: Parts | None = None
 
 
@@ -151,11 +152,19 @@ def read_response(body: ResponseRequest, model: ServedModel) -> GenerationReques
     try:
         request = read_chat(as_chat(body), model)
     except InvalidParameter as error:
-        name = "messages" if error.name.startswith("messages.") else error.name
-        raise error.renamed(NAMES.get(name, name)) from None
+        raise error.renamed(name_in(body, error.name)) from None
     form, prompt_name = request.form, NAMES.get(request.prompt_name, request.prompt_name)
     form = form and form._replace(name=NAMES.get(form.name, form.name))
     return replace(request, form=form, prompt_name=prompt_name)
+
+
+def name_in(body: ResponseRequest, name: str) -> str:
+    """The field of a response that is a field of the same request as a chat."""
+    messages, number, *rest = f"{name}..".split(".")
+    if messages != "messages" or not number:
+        return NAMES.get(name, name)
+    fields = [field for field, _ in read_messages(body)]
+    return ".".join([fields[int(number)], *filter(None, rest)])
 
 
 def check_echo(body: ResponseRequest) -> None:
@@ -177,7 +186,7 @@ def as_chat(body: ResponseRequest) -> ChatRequest:
         choice = NamedTool(type="function", function=NamedFunction(name=choice.name))
     return ChatRequest.model_construct(
         **{name: getattr(body, name) for name in SAME},
-        messages=read_messages(body),
+        messages=[message for _, message in read_messages(body)],
         max_completion_tokens=body.max_output_tokens,
         logprobs=with_logprobs,
         top_logprobs=body.top_logprobs,
@@ -187,12 +196,17 @@ def as_chat(body: ResponseRequest) -> ChatRequest:
     )
 
 
-def read_messages(body: ResponseRequest) -> list[Message]:
-    items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+def read_messages(body: ResponseRequest) -> list[tuple[str, Message]]:
+    """The messages of a response, each with the field that begins it."""
     messages = [Message(role="system", content=body.instructions)] if body.instructions else []
-    for i, item in enumerate(items):
+    fields = ["instructions"] * len(messages)
+    if isinstance(body.input, str):
+        messages.append(Message(role="user", content=body.input))
+        fields.append("input")
+    for i, item in enumerate(body.input if isinstance(body.input, list) else ()):
         add_item(messages, item, f"input.{i}")
-    return messages
+        fields += [f"input.{i}"] * (len(messages) - len(fields))
+    return list(zip(fields, messages, strict=True))
 
 
 def add_item(messages: list[Message], item: Item, name: str) -> None:
@@ -227,10 +241,8 @@ def is_thinking(message: Message) -> bool:
 
 
 def read_call(item: Item, name: str) -> MessageToolCall:
-    function, arguments = needed(item, "name", name), needed(item, "arguments", name)
-    return MessageToolCall(
-        id=needed(item, "call_id", name), function=FunctionCall(name=function, arguments=arguments)
-    )
+    function = FunctionCall(name=needed(item, "name", name), arguments=item.arguments)
+    return MessageToolCall(id=needed(item, "call_id", name), function=function)
 
 
 def needed(item: Item, field: str, name: str) -> Any:

@@ -1,14 +1,16 @@
 """Bodies of requests: OpenAI's fields, sampling fields of other servers, and our `speculation`.
 
 Unknown fields are refused by name, unless they are null. Fields without an effect on the text are accepted
-(`Ignored`), those of other servers where they mean the same or have a neutral value.
+(`Ignored`, `Hints`), those of other servers where they mean the same or have a neutral value (`NEUTRAL`).
 Here are types and the lengths of lists; the ranges of values are checked once, by `SamplingParams`.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
@@ -20,6 +22,7 @@ MAX_PROMPTS = 64  # of one completions request
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024  # of one message
 MAX_TOOLS = 128  # as OpenAI
+MAX_DOCUMENTS = 1024  # of a chat
 MAX_TOP_LOGPROBS = 20  # as OpenAI, in a chat
 
 LEVELS = ("low", "medium", "high")  # of thinking, as Ollama has them
@@ -34,6 +37,49 @@ Whole = Annotated[int, AS_WHOLE]
 Count = Annotated[int, Field(ge=0, le=2**31), AS_WHOLE]
 TokenId = Count
 Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES), AS_WHOLE]
+# fields of vLLM, llama.cpp, OpenRouter, Mistral and Groq, and the values with which they change nothing
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "detokenize": (True,),
+    "priority": (0,),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "length_penalty": (1,),
+    "spaces_between_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "include_reasoning": (True,),
+    "reasoning_format": ("auto", "deepseek", "parsed"),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "vllm_xargs": ({},),
+    "id_slot": (-1,),
+    "n_keep": (0,),
+    "n_discard": (0,),
+    "n_probs": (0,),
+    "min_keep": (0,),
+    "mirostat": (0,),
+    "typical_p": (1,),
+    "tfs_z": (1,),
+    "top_a": (0,),
+    "top_n_sigma": (-1,),
+    "dynatemp_range": (0,),
+    "xtc_probability": (0,),
+    "dry_multiplier": (0,),
+    "grammar": ("",),
+    "lora": ([],),
+    "parse_tool_calls": (True,),
+    "post_sampling_probs": (False,),
+    "return_progress": (False,),
+    "return_tokens": (False,),
+    "timings_per_token": (False,),
+    "t_max_predict_ms": (0,),
+    "models": ([],),
+    "plugins": ([],),
+    "provider": ({},),
+    "transforms": ([],),
+    "safe_prompt": (False,),
+}
+
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 # report the first fault of a list: a million of them would block every stream while they are written
@@ -61,19 +107,32 @@ Legacy = Annotated[None, BeforeValidator(use_tools)]
 CacheControl = Annotated[dict[str, Any] | None, Field(exclude=True)]
 
 
+def as_arguments(value: Any) -> Any:
+    """The arguments of a tool call as JSON; clients also send the object, or nothing."""
+    if isinstance(value, str):
+        return value
+    return "{}" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+Arguments = Annotated[str, BeforeValidator(as_arguments)]
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def first_unknown(cls, value: Any) -> Any:
-        """Leaves out unknown fields: those that are null, and of the others all but one, which is enough to
-        refuse a body.
+        """Leaves out unknown fields: those that are null or neutral, and of the others all but one, which is
+        enough to refuse a body.
         """
         known = field_names(cls)
         if not isinstance(value, dict) or value.keys() <= known:
             return value
-        unknown = next((name for name, part in value.items() if name not in known and part is not None), None)
+        others = {name: part for name, part in value.items() if name not in known and part is not None}
+        unknown = next((name for name, part in others.items() if part not in cls.neutral.get(name, ())), None)
         return {name: part for name, part in value.items() if name in known or name == unknown}
 
 
@@ -101,13 +160,18 @@ class ImageUrl(Body):
 
 
 class MessagePart(Body):
-    """A text or an image; parts of other media are refused by their type."""
+    """A text, an image, or of an answer a refusal or a thinking. Other media are refused by their type."""
 
     type: PartType
     text: str | None = None
     image_url: str | ImageUrl | None = Field(None, description="a data URL; others where they are fetched")
     detail: str | None = None  # without an effect
     cache_control: CacheControl = None
+    refusal: str | None = None
+    thinking: str | Annotated[list[TextPart], FIRST, Field(max_length=MAX_PARTS)] | None = None
+    reasoning: str | None = None
+    signature: Any = Field(None, exclude=True)  # of a thinking, for the server that wrote it
+    data: Any = Field(None, exclude=True)  # the same, of a redacted one
     file_id: Any = None
     input_audio: Any = None
     audio_url: Any = None
@@ -210,7 +274,32 @@ class Ignored(Body):
     num_ctx: Count | None = None
 
 
-class Common(Body):
+class Options(Body):
+    """Those of Ollama's options that say how a model is loaded and computed; others change the text."""
+
+    num_ctx: Count | None = None
+    num_batch: Count | None = None
+    num_gpu: Whole | None = None
+    main_gpu: Count | None = None
+    num_thread: Count | None = None
+    numa: bool | None = None
+    low_vram: bool | None = None
+    use_mmap: bool | None = None
+    use_mlock: bool | None = None
+
+
+class Hints(Body):
+    """Fields of Ollama, LM Studio and vLLM that are not about the text, and have no effect here."""
+
+    neutral = NEUTRAL
+
+    keep_alive: str | Finite | None = None
+    ttl: Finite | None = None
+    request_id: str | None = None
+    options: Options | None = None
+
+
+class Common(Hints):
     """What chats, completions and responses have under the same names."""
 
     model: str | None = Field(None, description="as `/v1/models` lists it")
@@ -226,6 +315,29 @@ class Common(Body):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+
+
+class ReasoningOptions(Body):
+    """OpenRouter's; `exclude`, which hides the thinking, is refused."""
+
+    enabled: bool | None = None
+    exclude: Literal[False] | None = None
+    effort: str | None = None  # `none` switches it off; without an effect otherwise
+    max_tokens: Count | None = None  # without an effect
+    summary: str | None = None  # without an effect
+
+
+class ThinkingOptions(Body):
+    """Anthropic's."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Count | None = None  # without an effect
+
+
+class UsageOptions(Body):
+    """OpenRouter's."""
+
+    include: bool = False
 
 
 class Sampling(Ignored, Common):
@@ -253,6 +365,9 @@ class Sampling(Ignored, Common):
     think: Annotated[bool, AS_SWITCH] | None = Field(
         None, description="is `enable_thinking`; a level is true"
     )
+    thinking: bool | ThinkingOptions | None = Field(None, description="is `enable_thinking`")
+    reasoning: ReasoningOptions | None = Field(None, description="`enabled` is `enable_thinking`")
+    usage: UsageOptions | None = Field(None, description="`include` is `stream_options.include_usage`")
     add_special_tokens: bool | None = Field(
         None, description="whether the tokenizer adds its own to a prompt; not to a chat, by default"
     )
@@ -289,7 +404,7 @@ class CompletionRequest(Sampling):
 
 class FunctionCall(Extensible):
     name: str
-    arguments: str
+    arguments: Arguments = "{}"
 
 
 class MessageToolCall(Extensible):
@@ -302,6 +417,8 @@ class Message(Extensible):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: MessageContent | None = None
     name: str | None = None
+    refusal: str | None = Field(None, exclude=True, description="the content where there is no other")
+    prefix: bool | None = Field(None, exclude=True, description="the answer goes on from this last message")
     tool_calls: Annotated[list[MessageToolCall], FIRST] | None = None
     function_call: Legacy = None
     tool_call_id: str | None = None
@@ -338,8 +455,13 @@ class ChatRequest(Sampling):
     messages: Annotated[list[Message], FIRST] | None = Field(None, max_length=MAX_MESSAGES)
     prompt_token_ids: TokenIds | None = Field(None, description="in place of `messages`")
     add_generation_prompt: bool | None = Field(None, description="whether the template opens an answer")
+    continue_final_message: bool | Literal["content", "reasoning_content"] | None = Field(
+        None, description="whether the answer goes on from the last message, or which field of it"
+    )
     echo: Literal[False] | None = None
-    documents: Annotated[list[Any], Field(max_length=0)] | None = None
+    documents: Annotated[list[dict[str, Any]], FIRST, Field(max_length=MAX_DOCUMENTS)] | None = Field(
+        None, description="for templates that show documents to the model"
+    )
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), AS_WHOLE] | None = None
     tools: Annotated[list[Tool], FIRST] | None = Field(None, max_length=MAX_TOOLS)
@@ -358,6 +480,8 @@ class TokenizeRequest(Body):
     prompt: str | None = Field(None, description="this or `messages`")
     messages: Annotated[list[Message], FIRST] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | Literal["content", "reasoning_content"] | None = None
 
 
 class DetokenizeRequest(Body):

@@ -15,8 +15,11 @@ ImagePart = Literal["image_url", "input_image", "image"]
 OtherPart = Literal[
     "input_audio", "audio_url", "audio", "video_url", "input_video", "video", "input_file", "file"
 ]
-PartType = TextPart | ImagePart | OtherPart
-TEXT_PARTS, IMAGE_PARTS, OTHER_PARTS = map(get_args, (TextPart, ImagePart, OtherPart))
+AnswerPart = Literal["refusal", "thinking", "reasoning", "redacted_thinking"]  # of the assistant's messages
+PartType = TextPart | ImagePart | OtherPart | AnswerPart
+TEXT_PARTS, IMAGE_PARTS, OTHER_PARTS, ANSWER_PARTS = map(
+    get_args, (TextPart, ImagePart, OtherPart, AnswerPart)
+)
 
 
 class Source(NamedTuple):
@@ -27,7 +30,8 @@ class Source(NamedTuple):
 
 
 def read_messages(messages: Seq[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Source]]:
-    """Messages whose contents are texts, with `IMAGE` for each image, and the images in their order.
+    """Messages whose contents are texts, with `IMAGE` for each image, and the images in their order. Thinking
+    in the parts of an answer becomes the `reasoning_content` of its message.
 
     Raises `InvalidParameter` by the name of the field, `messages.0.content.1.image_url` say.
     """
@@ -37,9 +41,10 @@ def read_messages(messages: Seq[Mapping[str, Any]]) -> tuple[list[dict[str, Any]
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise InvalidParameter(f"messages.{i}", message, "needs a role, a string")
-        name = f"messages.{i}.content"
-        content, found = read_content(message.get("content"), name)
-        read.append({**message, "content": content} if "content" in message else dict(message))
+        name, parts = f"messages.{i}.content", message.get("content")
+        content, found = read_content(parts, name, answer=message.get("role") == "assistant")
+        thinking = {"reasoning_content": text} if (text := thinking_in(parts)) else {}
+        read.append({**thinking, **message, "content": content} if "content" in message else dict(message))
         sources += found
     if sources and IMAGE * len(sources) != "".join(marks(message) for message in read):
         raise InvalidParameter("messages", IMAGE, "U+10FFFF is no character")
@@ -51,8 +56,9 @@ def marks(message: Mapping[str, Any]) -> str:
     return IMAGE * content.count(IMAGE) if isinstance(content, str) else ""
 
 
-def read_content(content: Any, name: str) -> tuple[Any, list[Source]]:
-    """The text of a content, with `IMAGE` for each image, and these. `name` is its field.
+def read_content(content: Any, name: str, answer: bool = False) -> tuple[Any, list[Source]]:
+    """The text of a content, with `IMAGE` for each image, and these. `name` is its field, and `answer` says
+    whether it may have the parts of an answer.
 
     Raises `InvalidParameter` for parts of other media, by their type.
     """
@@ -63,17 +69,38 @@ def read_content(content: Any, name: str) -> tuple[Any, list[Source]]:
         field = f"{name}.{i}"
         part_type = part.get("type") if isinstance(part, Mapping) else None
         if part_type in TEXT_PARTS:
-            if not isinstance(part.get("text"), str):
-                raise InvalidParameter(f"{field}.text", part.get("text"), "must be a string")
-            text += part["text"]
+            text += text_in(part.get("text"), f"{field}.text")
         elif part_type in IMAGE_PARTS:
             sources.append(image_of(part, field))
             text += IMAGE
         elif part_type in OTHER_PARTS:
             raise refusal(f"{field}.type", part_type, "only text and images are read")
+        elif part_type in ANSWER_PARTS:
+            if not answer:
+                raise InvalidParameter(f"{field}.type", part_type, "only the assistant's messages have it")
+            text += text_in(part.get("refusal"), f"{field}.refusal") if part_type == "refusal" else ""
         else:
             raise InvalidParameter(f"{field}.type", part_type, "must be text or image_url")
     return text, sources
+
+
+def text_in(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidParameter(name, value, "must be a string")
+    return value
+
+
+def thinking_in(content: Any) -> str:
+    """The thinking among the parts of a content, as Anthropic, Mistral and LangChain write it. A redacted one
+    is encrypted, so there is nothing to read.
+    """
+    texts = []
+    for part in content if isinstance(content, list | tuple) else ():
+        if isinstance(part, Mapping) and part.get("type") in ("thinking", "reasoning"):
+            value = next((part[key] for key in ("thinking", "reasoning", "text") if part.get(key)), "")
+            inner = value if isinstance(value, list | tuple) else [{"text": value}]
+            texts += [str(one.get("text") or "") for one in inner if isinstance(one, Mapping)]
+    return "".join(texts)
 
 
 def image_of(part: Mapping[str, Any], field: str) -> Source:

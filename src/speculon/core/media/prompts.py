@@ -26,6 +26,9 @@ USED_BYTES = 2**31  # guess: of what was made of the images of open requests
 # of a processor's result, what is of the text
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 
+# of a prompt of messages, how its answer begins
+OF_MESSAGES = ("continue_final_message", "add_generation_prompt")
+
 Prompt = tuple[list[int], tuple[ImageInput, ...]]  # token ids, and the images at their placeholders
 
 
@@ -51,7 +54,7 @@ class Processor:
     def __init__(self, inner: Any, image_id: int, cache_bytes: int = CACHE_BYTES):
         self.inner, self.image_id = inner, image_id
         self.placeholder: str = inner.image_token  # of an image, as templates write it
-        self.chat_template: str | None = getattr(inner, "chat_template", None)
+        self.chat_template: Any = getattr(inner, "chat_template", None)  # one, or several by name
         self._cache: OrderedDict[str, Prepared] = OrderedDict()
         self._room = self._cache_bytes = cache_bytes
         self._used: WeakValueDictionary[int, ndarray] = WeakValueDictionary()  # all that is alive, by its id
@@ -139,20 +142,26 @@ class Images:
 
         return cls(load, ImageLimits(0, 0, 0))
 
-    def template(self, sources: Seq[Source]) -> str | None:
-        """What writes a conversation with these images: the processor's template, or where it has none the
-        tokenizer's (""); None without images.
+    def template(self, sources: Seq[Source]) -> Any:
+        """What writes a conversation with these images: the processor's template, or templates by name, or
+        where it has none the tokenizer's (""); None without images.
         """
         return (self.processor(sources).chat_template or "") if sources else None
 
     def read(self, prompt: Mapping[str, Any], tokenizer: Tokenizer, max_context: int | None = None) -> Prompt:
-        """A prompt as a table: `{"prompt": text, "images": [...]}` or `{"messages": [...]}`, as `prompt`."""
-        known = {"messages"} if "messages" in prompt else {"prompt", "images"}
+        """A prompt as a table: `{"prompt": text, "images": [...]}` or `{"messages": [...]}`, as `prompt`.
+
+        A table of messages may have `continue_final_message` and `add_generation_prompt`.
+        """
+        known = {"messages", *OF_MESSAGES} if "messages" in prompt else {"prompt", "images"}
         if unknown := prompt.keys() - known:
             raise InvalidParameter("prompt", min(map(str, unknown)), "give prompt and images, or messages")
         if "messages" in prompt:
             messages, sources = read_messages(prompt["messages"])
-            text = tokenizer.render_chat(messages, with_images=self.template(sources))
+            continues, opens = map(prompt.get, OF_MESSAGES)
+            text = tokenizer.render_chat(
+                messages, answer_follows=opens, continues=continues, with_images=self.template(sources)
+            )
             encode = partial(tokenizer.encode, add_special_tokens=False)
             return self.prompt(text, sources, encode, "messages", max_context)
         given, images = prompt.get("prompt"), prompt.get("images", ())

@@ -8,6 +8,8 @@ from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
 from speculon.core.config import Thinking
+from speculon.core.types import shared_length
+from speculon.decoding.text.conversations import Beginning
 from speculon.decoding.text.tokenizer import Tokenizer
 
 THINKING_TAGS = (Thinking().start, Thinking().end)
@@ -32,12 +34,18 @@ class ReplyParser(Protocol):
         """Whether the reply has tool calls."""
         ...
 
+    @property
+    def held(self) -> str:
+        """The end of the text so far that is not shown yet: a tag may begin there."""
+        ...
+
 
 class TextParser:
     """Text without tool calls."""
 
     tags: tuple[str, ...] = ()
     called = False
+    held = ""
 
     def push(self, text: str) -> list[Delta]:
         return text_delta(text)
@@ -84,15 +92,19 @@ def merge_deltas(deltas: Seq[Delta]) -> Delta:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def thinking_of(tokenizer: Tokenizer, prompt: Seq[int]) -> Thinking | None:
+def thinking_of(tokenizer: Tokenizer, prompt: Seq[int], begun: Beginning | None = None) -> Thinking | None:
     """How the reply to a prompt may think; None where it does not.
 
     A template opens the thinking, leaves that to the model, or closes an empty one, where it is switched off.
+    An answer that goes on thinks where it has begun with that and not ended it.
     """
     tags = Thinking()
     known = any(tag in tokenizer.chat_template for tag in THINKING_TAGS)
     if not known and tokenizer.token_id(tags.end) is None:
         return None
+    if begun is not None:
+        open_tag = begun.text.lstrip().startswith(tags.start) and tags.end not in begun.text
+        return Thinking(opened=True) if open_tag or begun.field != "content" else None
     tail = [token for token in prompt[-TAIL:] if token < tokenizer.vocab_size]  # the engine refuses others
     end = tokenizer.decode(tail, skip_special_tokens=False).rstrip()
     return None if end.endswith(tags.end) else Thinking(opened=end.endswith(tags.start))
@@ -113,6 +125,10 @@ class ThinkingParser:
     @property
     def called(self) -> bool:
         return self._answer.called
+
+    @property
+    def held(self) -> str:
+        return self._answer.held + self._held
 
     def push(self, text: str) -> list[Delta]:
         self._held += text
@@ -158,3 +174,37 @@ class ThinkingParser:
     def _pass_on(self) -> list[Delta]:
         text, self._held = self._held, ""
         return self._answer.push(text)
+
+
+class ContinuedParser:
+    """A reply that goes on from a text which the client has: another parser reads both, and what is new is
+    shown.
+    """
+
+    def __init__(self, begun: str, make: Callable[[], ReplyParser]):
+        self._parser = make()
+        self._parser.push(begun)
+        if self._parser.called:  # whole calls in the text are the client's, and not counted again
+            self._parser = make()
+        self.tags, self.held = self._parser.tags, self._parser.held
+
+    @property
+    def called(self) -> bool:
+        return self._parser.called
+
+    def push(self, text: str) -> list[Delta]:
+        return self._new(self._parser.push(text))
+
+    def end(self, cut: bool) -> list[Delta]:
+        return self._new(self._parser.end(cut))
+
+    def _new(self, deltas: list[Delta]) -> list[Delta]:
+        """Without the end of the first text, which the parser shows once it is no tag."""
+        for delta in deltas:
+            for key, value in delta.items():
+                if not isinstance(value, str):
+                    self.held = ""  # it was a tag
+                    continue
+                known = shared_length(self.held, value)
+                delta[key], self.held = value[known:], self.held[known:] if known == len(value) else ""
+        return [delta for delta in deltas if any(delta.values())]

@@ -14,6 +14,7 @@ from speculon.core.errors import InvalidParameter, InvalidRequest
 from speculon.core.media.parts import with_parts
 from speculon.core.types import shared_length
 from speculon.decoding.text.bad_words import BadWords, Spellings
+from speculon.decoding.text.conversations import beginning_of, first_line, template_for, written
 
 if TYPE_CHECKING:
     from speculon.core.config import SamplingParams
@@ -76,41 +77,62 @@ class Tokenizer:
         tools: Seq[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
         *,
-        answer_follows: bool = True,
-        with_images: str | None = None,
+        answer_follows: bool | None = None,
+        continues: bool | str | None = None,
+        documents: Seq[Mapping[str, Any]] = (),
+        with_images: Any = None,
+        names: Seq[str] | None = None,
     ) -> str:
-        """The conversation as the template writes it, up to where the answer begins, if one follows.
+        """The conversation as the template writes it, up to where the answer begins, if one follows (as it
+        does by default), or goes on.
 
-        `with_images` is the template of a processor, which writes a placeholder for each `IMAGE`; an empty
-        one is the tokenizer's.
+        With `continues` the answer goes on from the last message, at the end of its text or of the field
+        that is named. `with_images` is the template of a processor, which writes a placeholder for each
+        `IMAGE`; an empty one is the tokenizer's. Errors are about the `names` of messages.
         """
+        beginning = beginning_of(messages, continues, answer_follows)
+        if continues and not beginning:
+            messages, names, answer_follows = messages[:-1], names and names[:-1], True
         check_messages(messages)
-        if not (self.has_chat_template or with_images):
+        templates = with_images or self.inner.chat_template
+        if not templates:
             raise InvalidRequest("this checkpoint has no chat template: give a plain prompt")
-        known = {**(variables or {}), "tokenize": False, "add_generation_prompt": answer_follows}
+        template = template_for(templates, tools=bool(tools), documents=bool(documents))
+        if documents and "documents" not in template:
+            raise InvalidParameter("documents", documents, "the model's chat template has no place for them")
+        if not template:
+            named = ", ".join(sorted(templates))
+            raise InvalidRequest(f"this checkpoint has chat templates for {named} alone: give a plain prompt")
         parameters = inspect.signature(self.inner.apply_chat_template).parameters
-        if taken := known.keys() & parameters.keys() - OWN_VARIABLES:
+        if taken := (variables or {}).keys() & parameters.keys() - OWN_VARIABLES:
             raise InvalidParameter("chat_template_kwargs", min(taken), "is no variable of a template")
-        try:
-            plain = [dict(message) for message in messages] if with_images is None else with_parts(messages)
-            if with_images:
-                known["chat_template"] = with_images
-            text: str = self.inner.apply_chat_template(plain, tools=list(tools) or None, **known)
-        except Exception as error:  # templates raise errors of their own choice
-            refusal = "the chat template refuses these messages"
-            refused = InvalidRequest(f"{refusal}: {first_line(error)}")
-            refused.logged = refusal
-            raise refused from error
-        return text
+        known: dict[str, Any] = {**(variables or {}), "tokenize": False}
+        known["add_generation_prompt"] = not beginning and answer_follows is not False
+        if template is not self.inner.chat_template:
+            known["chat_template"] = template
+        if documents:
+            known["documents"] = list(documents)
+
+        def write(form: Seq[dict[str, Any]], continued: str = "") -> str:
+            plain = list(form) if with_images is None else with_parts(form)
+            goes_on = {"continue_final_message": continued} if continued else {}
+            return str(self.inner.apply_chat_template(plain, tools=list(tools) or None, **known, **goes_on))
+
+        return written(messages, names, write, beginning.field if beginning else "")
 
     def apply_chat(self, messages: Seq[Mapping[str, Any]]) -> list[int]:
         return self.encode(self.render_chat(messages), add_special_tokens=False)
 
     @property
     def chat_template(self) -> str:
-        """The source of the template in use; empty where there is none."""
-        template = self.inner.chat_template
-        return str(template.get("default", "") if isinstance(template, dict) else template or "")
+        """The source of its template, or those of all that it has by name; empty where there is none."""
+        templates = self.inner.chat_template
+        return "\n".join(templates.values()) if isinstance(templates, dict) else str(templates or "")
+
+    def template_for(self, *, tools: bool = False, documents: bool = False) -> str:
+        """The source of the template that writes such a conversation; empty where there is none."""
+        template: str = template_for(self.inner.chat_template, tools=tools, documents=documents)
+        return template
 
     def hidden(self, skip_special_tokens: bool) -> frozenset[int]:
         """The tokens that are left out of a text."""
@@ -430,7 +452,3 @@ def byte_alphabet() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

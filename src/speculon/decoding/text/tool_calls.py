@@ -29,6 +29,7 @@ class NamedCallParser:
 
     tags: tuple[str, ...] = ()
     called = True
+    held = ""
 
     def __init__(self, name: str):
         self._name, self._started = name, False
@@ -64,6 +65,10 @@ class CallsParser:
     @property
     def called(self) -> bool:
         return self._calls > 0
+
+    @property
+    def held(self) -> str:
+        return self._raw + self._held
 
     def push(self, text: str) -> list[Delta]:
         self._held += text
