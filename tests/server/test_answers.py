@@ -46,6 +46,7 @@ def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
         for choice in event["choices"]:
             merged = choices.setdefault(choice["index"], {"index": choice["index"], "logprobs": None})
             assert merged.get("finish_reason") is None, "something comes after the end"
+            assert not (choice["finish_reason"] and carried(choice)), "some clients ignore what is beside it"
             for key in ("text", "delta", "logprobs", "speculation"):
                 if key in choice:
                     merged[key] = add(merged.get(key), choice[key])
@@ -54,6 +55,12 @@ def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
         if "delta" in choice:
             choice["message"] = message_of(choice.pop("delta"))
     return {"choices": [choices[index] for index in sorted(choices)], **more}
+
+
+def carried(choice: dict[str, Any]) -> list[Any]:
+    """What a chunk adds to a choice."""
+    parts = [choice.get("text"), choice.get("delta"), choice.get("speculation", {}).get("tokens")]
+    return [part for part in (*parts, *(choice["logprobs"] or {}).values()) if part]
 
 
 def message_of(delta: dict[str, Any]) -> dict[str, Any]:
@@ -122,6 +129,38 @@ def test_streamed_and_whole_chats_are_alike(inside: Inside, case: str) -> None:
     )
     assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     check_alike(whole, events)
+
+
+CALL: dict[str, Any] = {
+    "messages": [{"role": "user", "content": 'say:{"age":7}'}],
+    "tools": [{"type": "function", "function": {"name": "birth"}}],
+    "tool_choice": {"type": "function", "function": {"name": "birth"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("completions", CASES["length"]),
+        ("completions", {**CASES["many"], "speculation": {"explain": True}}),
+        ("completions", {**CASES["stop string"], "logprobs": 1}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 7}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 7, "n": 2}),
+        ("chat/completions", {**CALL, "max_tokens": 13}),
+        ("chat/completions", {**CALL, "max_tokens": 12, "logprobs": True, "stop": "7"}),
+    ],
+    ids=["text", "several", "stop string", "chat", "n", "call", "cut call"],
+)
+def test_the_finish_reason_has_a_chunk_of_its_own(inside: Inside, route: str, body: dict[str, Any]) -> None:
+    """After the text, and before the usage."""
+    options = {"include_usage": True}
+    *chunks, usage = events_of(inside.post(route, **body, stream=True, stream_options=options))
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    ends = [choice for choice in choices if choice["finish_reason"]]
+    assert len(ends) == len({choice["index"] for choice in choices}) and not any(map(carried, ends))
+    assert all("text" in end or end["delta"] == {} for end in ends)
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] > 0
+    check_alike(inside.post(route, **body).json(), [*chunks, usage])
 
 
 @pytest.mark.parametrize(

@@ -181,8 +181,13 @@ class Answer:
         return [self.chunk(ChoiceDelta(choice.index, [role])) for choice in self.choices]
 
     def chunks(self, new: ChoiceDelta) -> list[dict[str, Any]]:
-        """What an event added, as the stream sends it."""
-        return [self.chunk(new)]
+        """What an event added, as the stream sends it. The finish reason has a chunk of its own, because
+        some clients ignore the text beside it.
+        """
+        if new.finish_reason is None or not new.has_content:
+            return [self.chunk(new)]
+        content, end = new.split()
+        return [self.chunk(content), self.chunk(end)]
 
     def failure(self, body: dict[str, Any]) -> dict[str, Any]:
         """The last chunk of a stream that a fault ends; `body` is that of an error."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat, zip_longest
 from typing import Any, NamedTuple
 
@@ -29,6 +29,22 @@ class ChoiceDelta:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     tokens: list[dict[str, Any]] | None = None  # explained, where the client asks for that
+
+    @property
+    def has_content(self) -> bool:
+        """Whether it adds anything but the end."""
+        return bool(self.deltas or self.tokens or any((self.logprobs or {}).values()))
+
+    def split(self) -> tuple[ChoiceDelta, ChoiceDelta]:
+        """What it adds, and the end of the choice alone."""
+        end = ChoiceDelta(
+            self.index,
+            [],
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            tokens=None if self.tokens is None else [],
+        )
+        return replace(self, finish_reason=None, stop_reason=None), end
 
 
 class Choice:
