@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import http.client
 import json
 import socket
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx2 as httpx
 import pytest
@@ -131,6 +132,102 @@ def test_slow_requests_are_not_cut(inside: Inside) -> None:
     assert b'"text":"slow"' in slow.receive_all(b'"text":"slow"')
     assert b'"text":"second"' in piped.receive_all(b'"text":"second"')
     assert b"[DONE]" in stream.receive_all(b"[DONE]")
+
+
+# a client that has sent all that it will send
+
+
+def half_closed(url: str, *parts: bytes) -> Client:
+    client = Client(url).send(*parts)
+    client.socket.shutdown(socket.SHUT_WR)
+    return client
+
+
+def answers_of(client: Client, number: int = 1) -> list[tuple[int, bytes]]:
+    """(status, body) of its answers, without interim ones; then the connection is closed."""
+    found = []
+    with client.socket.makefile("rb") as file:
+        for _ in range(number):
+            response = http.client.HTTPResponse(cast(Any, Reads(file)))
+            response.begin()
+            found.append((response.status, response.read()))
+        assert file.read() == b"", "the connection is closed after the last answer"
+    return found
+
+
+class Reads:
+    """A socket that is only read, by way of a file that stays open."""
+
+    def __init__(self, file: Any):
+        self.readline, self.read, self.readinto = file.readline, file.read, file.readinto
+        self.read1, self.peek, self.flush, self.closed = file.read1, file.peek, file.flush, False
+
+    def makefile(self, mode: str) -> Reads:
+        return self
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "FIRST_PROBE", 0.05)
+
+
+@pytest.mark.usefixtures("probes")
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("tokens", [1, 60])
+def test_a_client_that_closes_its_sending_half_gets_its_answer(
+    inside: Inside, stream: bool, tokens: int
+) -> None:
+    aborted = len(inside.engine.aborted)
+    ((status, body),) = answers_of(half_closed(inside.url, *request("x", tokens, stream=stream)))
+    assert status == 200 and (b"[DONE]" in body if stream else b'"completion_tokens":%d,' % tokens in body)
+    assert len(inside.engine.aborted) == aborted
+    ((status, _),) = answers_of(half_closed(inside.url, HEALTH))
+    assert status == 200
+
+
+@pytest.mark.usefixtures("probes")
+def test_so_does_one_with_two_requests(inside: Inside) -> None:
+    """The second waits in the connection while the first is streamed: no interim response comes between."""
+    parts = (*request("x", 60, stream=True), *request("say:second", 20))
+    (first, second) = answers_of(half_closed(inside.url, b"".join(parts)), 2)
+    assert b"[DONE]" in first[1] and b"100 Continue" not in first[1] and b'"text":"second"' in second[1]
+
+
+@pytest.mark.usefixtures("probes")
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_client_that_has_closed_the_connection_is_noticed(inside: Inside, stream: bool) -> None:
+    aborted = len(inside.engine.aborted)
+    client = Client(inside.url).send(*request("x", 3000, stream=stream))
+    wait_until(lambda: inside.engine.running)
+    client.socket.close()
+    wait_until(lambda: len(inside.engine.aborted) > aborted, 5)
+
+
+@pytest.mark.usefixtures("probes")
+def test_half_a_request_has_no_answer(inside: Inside) -> None:
+    header, body = request("x", 3)
+    for parts in ((header[:30],), (header,), (header, body[:9])):
+        assert half_closed(inside.url, *parts).receive_all(b"never") == b""
+
+
+@pytest.mark.usefixtures("probes")
+def test_in_http_1_0_only_short_answers_come(inside: Inside) -> None:
+    """It has no interim responses, so a client that is gone is not told from one that reads."""
+    short, long = ([part.replace(b"HTTP/1.1", b"HTTP/1.0") for part in request("x", n)] for n in (1, 3000))
+    ((status, _),) = answers_of(half_closed(inside.url, HEALTH.replace(b"1.1", b"1.0")))
+    assert status == 200 and short
+    assert half_closed(inside.url, *long).receive_all(b"never") == b""
+
+
+def test_without_the_rule_there_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin."""
+    monkeypatch.setattr(LimitedProtocol, "eof_received", lambda protocol: False)
+    with served(script={"step_seconds": 0.04}) as inside:
+        with pytest.raises(http.client.RemoteDisconnected):
+            answers_of(half_closed(inside.url, *request("x", 60)))
 
 
 def test_an_address_has_a_limit(caplog: pytest.LogCaptureFixture) -> None:

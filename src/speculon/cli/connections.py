@@ -30,6 +30,9 @@ OWN_DESCRIPTORS = 64  # for pipes, files and sockets of the server itself
 MOST_DESCRIPTORS = 65_536
 SOCKET_BYTES = 1_000_000  # of one message; those of the dashboard have some hundred
 WARNING_SECONDS = 60.0  # between two warnings of a kind
+# guess: seconds from the end of what a client sends to the first look whether it still reads; then doubled
+FIRST_PROBE = 0.5
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 log = logging.getLogger("speculon.server")
 
@@ -125,6 +128,7 @@ class LimitedProtocol(CountedProtocol):
 
     if TYPE_CHECKING:  # uvicorn's own
         cycle: Any
+        scope: Any
         timeout_keep_alive: float
         transport: asyncio.Transport
 
@@ -132,6 +136,7 @@ class LimitedProtocol(CountedProtocol):
         super().__init__(**options)
         self.limits, self.timeout_keep_alive = limits, limits.keep_alive
         self._timer: asyncio.TimerHandle | None = None
+        self._probe: asyncio.TimerHandle | None = None  # of a client that sends nothing more
         self._upgraded = False  # a websocket's protocol has the connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -150,6 +155,40 @@ class LimitedProtocol(CountedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
         self._stop_timer()
+        if self._probe is not None:
+            self._probe.cancel()
+
+    def eof_received(self) -> bool:
+        """Whether the connection stays open, although its client sends nothing more: for the answer to a
+        whole request. TCP does not tell whether the client still reads, or has closed the connection.
+        """
+        cycle = self.cycle
+        if self._upgraded or cycle is None or cycle.response_complete or cycle.more_body:
+            return False
+        self._await_answer(FIRST_PROBE)
+        return True
+
+    def on_response_complete(self) -> None:
+        """Closes the connection after the last answer to a client that sends nothing more."""
+        super().on_response_complete()  # type: ignore[misc]
+        if self._probe is not None and self.cycle.response_complete:
+            self.transport.close()
+
+    def _await_answer(self, seconds: float) -> None:
+        self._probe = asyncio.get_running_loop().call_later(seconds, self._look_for_client, seconds)
+
+    def _look_for_client(self, waited: float) -> None:
+        """Writes an interim response, which HTTP/1.1 allows before the answer. A closed connection answers
+        with a reset, so the next write fails, and the request ends. The chunks of a stream do the same.
+        """
+        if self.transport.is_closing() or self.cycle.response_complete:
+            return
+        # while an earlier request of the connection is answered, this one waits in the pipeline
+        if not self.cycle.response_started and not getattr(self, "pipeline", ()):
+            if self.scope["http_version"] != "1.1":
+                return self.transport.close()
+            self.transport.write(CONTINUE)
+        self._await_answer(2 * waited)
 
     def handle_websocket_upgrade(self) -> None:
         """The websocket's protocol enters the limits in the place of this one."""
