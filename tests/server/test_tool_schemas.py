@@ -213,3 +213,18 @@ def test_the_schema_of_calls_keeps_a_tools_reference_to_itself() -> None:
     assert schema["$defs"] == {"a": arguments}
     parts = {"left": {"$ref": "#/$defs/a"}, "right": {"$ref": "#/$defs/a/properties/left"}}
     assert arguments["properties"] == parts
+
+
+ENDLESS = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}
+ENDING = {"type": "object", "properties": {"next": {"$ref": "#"}}}
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_parameters_that_never_end_are_no_grammar(exact: bool) -> None:
+    function = {"name": "f", "parameters": ENDLESS}
+    if exact:
+        with pytest.raises(InvalidParameter, match="the parameters of f"):
+            fitted(function, exact)
+    else:
+        assert fitted(function, exact)["parameters"] == {"type": "object"}
+    assert fitted({"name": "f", "parameters": ENDING}, exact)["parameters"] == ENDING

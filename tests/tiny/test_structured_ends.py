@@ -144,7 +144,12 @@ def test_log_probabilities_stay_raw() -> None:
         ),
         ({"choice": [""]}, "structured.choice", "no text but the empty one"),
         ({"regex": "#"}, "structured.regex", "in this vocabulary"),
-        ({"json_schema": {"$ref": "#"}}, "structured.json_schema", "a reference to itself alone never ends$"),
+        ({"json_schema": {"$ref": "#"}}, "structured.json_schema", "no value of # ends"),
+        (
+            {"json_schema": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}},
+            "structured.json_schema",
+            "no value of # ends",
+        ),
         ({"grammar": "start: ("}, "structured.grammar", "Expected token"),
     ],
 )

@@ -20,6 +20,7 @@ from torch import Tensor
 from speculon.core.config import SamplingParams, Structured, Thinking
 from speculon.core.errors import InvalidParameter
 from speculon.core.types import Finish, ceil_div
+from speculon.decoding.text.recursion import endless_references
 from speculon.decoding.text.tokenizer import BYTE_PIECE
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class Grammars:
             if thinking is not None:
                 text = after_thinking(text, thinking, self.tokenizer, self.ends)
             compiled = LLMatcher(tokenizer, text, log_level=0, limits=limits)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidParameter(f"structured.{name}", value, first_line(str(error))) from None
         if compiled.is_error():
             why = first_line(compiled.get_error())
@@ -304,4 +305,6 @@ def source(kind: str, value: Any) -> str:
         case "grammar":
             return LLMatcher.grammar_from_lark(value)
     schema = {"type": "object"} if kind == "json_object" else {} if value is True else value
+    if endless := endless_references(schema):
+        raise ValueError(f"no value of {endless[0]} ends, because each has to have another one in it")
     return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_STYLE)

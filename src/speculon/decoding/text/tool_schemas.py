@@ -17,6 +17,7 @@ from typing import Any
 from speculon.core.config import MAX_GRAMMAR
 from speculon.core.errors import InvalidParameter
 from speculon.core.logs import name_for_log
+from speculon.decoding.text.recursion import endless_references
 from speculon.decoding.text.tool_calls import CLOSE, OPEN
 
 log = logging.getLogger("speculon.server")
@@ -188,6 +189,8 @@ def compiles(schema: Any, style: Any = EXACT) -> bool:
     from llguidance import LLMatcher
 
     try:
+        if endless_references(schema):
+            return False
         grammar = LLMatcher.grammar_from_json_schema(schema, defaults=style)
     except (ValueError, OverflowError, RecursionError):
         return False
