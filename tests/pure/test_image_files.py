@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,36 @@ def test_the_digest_is_of_pixels_and_size() -> None:
 def test_blanks_within_base64_are_no_fault() -> None:
     url = data_url(file_of(pixels()))
     assert read_image(url[:60] + "\r\n" + url[60:] + "\n", "x", LIMITS).image.size == (24, 16)
+
+
+@pytest.mark.parametrize("size", [23, 24, 25])  # of which two need padding
+def test_base64_is_read_in_all_its_forms(size: int) -> None:
+    data = file_of(pixels(size, 16))
+    plain = base64.b64encode(data).decode()
+    forms = {
+        "no padding": plain.rstrip("="),
+        "url-safe": base64.urlsafe_b64encode(data).decode(),
+        "lines": base64.encodebytes(data).decode(),
+        "indented": "\r\n\t " + " ".join(plain[i : i + 76] for i in range(0, len(plain), 76)) + "\n",
+        "escaped": plain.replace("+", "%2B").replace("/", "%2f").replace("=", "%3D"),
+        "as it is": plain,
+    }
+    heads = ["", "data:;base64,", "data:application/octet-stream;base64,", "DATA:image/jpg;Base64,"]
+    heads += ["data:image/png;name=a.png;base64,", "data:text/plain;charset=utf-8;base64,"]
+    expected = read_image(data, "x", LIMITS).digest
+    for head in heads:
+        for name, text in forms.items():
+            assert read_image(head + text, "x", CLIENT).digest == expected, (head, name)
+
+
+def test_the_limit_of_a_file_is_that_of_its_bytes() -> None:
+    """Not of base64 in lines, which is longer."""
+    data = file_of(pixels(200, 200), "BMP")
+    exact = ImageLimits.of(ServeConfig(max_image_mb=len(data) / 1e6))
+    less = ImageLimits.of(ServeConfig(max_image_mb=(len(data) - 1) / 1e6))
+    for text in (base64.encodebytes(data).decode(), data_url(data), base64.b64encode(data).decode()):
+        assert read_image(text, "x", exact).image.size == (200, 200)
+        assert "larger than max_image_mb" in refusal(text, less)
 
 
 # upright RGB
@@ -155,12 +186,19 @@ def test_what_is_too_large_is_not_even_decoded_from_base64(monkeypatch: pytest.M
     ("url", "limit"),
     [
         ("file:///etc/passwd", "must begin with data:"),
+        ("photo.png", "must begin with data:"),
+        ("", "no image"),
+        ("aGVsbG8", "no image"),
+        ("A", "must begin with data:"),
         ("https://example.org/a.png", "images are not fetched"),
         ("HTTP://127.0.0.1/a.png", "images are not fetched"),
-        ("data:image/png;base64", "a data URL must begin"),
-        ("data:image/png,AAAA", "a data URL must begin"),
-        ("data:text/plain;base64,AAAA", "a data URL must begin"),
-        ("data:image/png;base64,AAA", "no base64"),
+        ("data:image/png;base64", "a data URL must have ;base64,"),
+        ("data:image/png,AAAA", "a data URL must have ;base64,"),
+        ("data:text/plain;base64,aGVsbG8=", "no image"),
+        ("data:image/png;base64,AAA", "no image"),
+        ("data:image/png;base64,AAAAA", "no base64"),
+        ("data:image/png;base64,AA=AA", "no base64"),
+        ("data:image/png;base64,%FF%FF", "no base64"),
         ("data:image/png;base64,A*=!", "no base64"),
         ("data:image/png;base64,\u00e4\u00e4\u00e4\u00e4", "no base64"),
         ("data:image/png;base64,", "no image"),

@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import unquote_to_bytes
 
 from speculon.core.errors import InvalidParameter
 from speculon.core.media.remote import NotFetched, Remote, fetch
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 FEATURE = "images"  # in the capability table
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow's names
 KNOWN = "PNG, JPEG, WebP, GIF or BMP"
-BLANKS = b" \t\r\n"
+BLANKS = b" \t\r\n\v\f"
+URL_SAFE = bytes.maketrans(b"-_", b"+/")  # the other alphabet of base64
 JPEG, JPEG_SCAN = b"\xff\xd8", b"\xff\xda"
 MAX_SCANS = 100  # each takes as long as the whole image, and may have 42 bytes; files of cameras have 1 to 10
 SHOWN = 60  # characters of a URL that a refusal shows
@@ -88,7 +90,8 @@ def read_url(url: str, name: str, limits: ImageLimits) -> bytes:
     if scheme.startswith("data:"):
         return read_data_url(url, name, limits)
     if not scheme.startswith(("http://", "https://")):
-        raise refusal(name, shown_url(url), "must begin with data:, https: or http:")
+        what = "must begin with data:, https: or http:, or be the base64 of an image"
+        return from_base64(url, url, name, limits, what)
     if limits.remote is None:
         why = "images are not fetched: send a data URL, or set remote_images"
         raise refusal(name, shown_url(url), why)
@@ -100,16 +103,24 @@ def read_url(url: str, name: str, limits: ImageLimits) -> bytes:
 
 
 def read_data_url(url: str, name: str, limits: ImageLimits) -> bytes:
-    """The bytes of `data:image/...;base64,...`."""
+    """The bytes of `data:...;base64,...`, whatever type it says: the bytes tell that."""
     head, comma, text = url.partition(",")
-    media, *options = head[len("data:") :].lower().split(";")
-    if not comma or not media.strip().startswith("image/") or "base64" not in (o.strip() for o in options):
-        raise refusal(name, shown_url(url), "a data URL must begin with data:image/TYPE;base64,")
-    check_bytes(len(text) * 3 // 4 - 2, name, limits, shown_url(url))
+    if not comma or "base64" not in (option.strip() for option in head.lower().split(";")):
+        raise refusal(name, shown_url(url), "a data URL must have ;base64, before its data")
+    return from_base64(text, url, name, limits, "no base64")
+
+
+def from_base64(text: str, url: str, name: str, limits: ImageLimits, fault: str) -> bytes:
+    """The bytes of base64 in either alphabet, with or without padding; white space and escapes of URLs are
+    allowed. `url` is what was sent, `fault` how a refusal begins.
+    """
     try:
-        return base64.b64decode(text.encode("ascii").translate(None, BLANKS), validate=True)
+        data = text.encode("ascii")
+        data = (unquote_to_bytes(data) if b"%" in data else data).translate(URL_SAFE, BLANKS).rstrip(b"=")
+        check_bytes(len(data) * 3 // 4, name, limits, shown_url(url))
+        return base64.b64decode(data + b"=" * (-len(data) % 4), validate=True)
     except (binascii.Error, UnicodeEncodeError) as error:
-        raise refusal(name, shown_url(url), f"no base64: {error}") from None
+        raise refusal(name, shown_url(url), f"{fault}: {error}") from None
 
 
 def read_file(path: Path, name: str, limits: ImageLimits) -> bytes:
