@@ -298,7 +298,10 @@ def test_text_that_hides_behind_an_image_is_found_out(
         (b'{"a":"data:image\\/png;base64,AAAA","b":1}', 12),
         (b'{"a":"data:image/png;base64,AA\\u0041","b":1}', 44),
         (b'{"a":"data:image/png;base64,AAAA', 32),
-        (b'["data:image/a","data:image/b"]', 3),
+        (b'["data:image/a;base64,A","data:;base64,A"]', 3),
+        (b'["data:application/octet-stream;base64,AA\\r\\nA"]', 2),
+        (b'["data: of a text that is no image"]', 36),
+        (b'["data:image/png","x;base64,AAAA"]', 33),
         (b"", 0),
     ],
 )
@@ -315,6 +318,7 @@ def test_only_so_many_images_are_taken_out() -> None:
 def test_hostile_bodies_are_searched_quickly() -> None:
     for body in (
         b'"data:image/' * 300_000,
+        b'"data:;base64,' * 300_000,
         b'"data:image/' + b"\\/" * 500_000,
         b'"data:image/' + b"\\" * 4_000_000,
     ):

@@ -50,6 +50,7 @@ HEADERS: dict[int, dict[str, str]] = {
     401: {"www-authenticate": "Bearer", **CLOSE},
     408: CLOSE,
     413: CLOSE,
+    415: {"accept-encoding": "gzip, deflate", **CLOSE},
     429: {"retry-after": "1"},
     503: {"retry-after": "5"},
 }
@@ -64,6 +65,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
         404: "No such model",
         408: "The body took too long to arrive",
         413: "The body is too large",
+        415: "The body has an encoding that is not decoded",
         429: "Too many requests wait",
         500: "A fault of the server or its engine",
         503: "The model is being loaded, the engine hangs, or the server is about to end",

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from speculon.core.config.serve import ServeConfig
 from speculon.core.logs import path_for_log
 from speculon.server.access_log import AccessRecord
+from speculon.server.encodings import DamagedBody, Encodings, UnknownEncoding
 from speculon.server.errors import Failure
 
 OPEN_PATHS = ("/health", "/ready", "/live", "/ping")  # probes have no key
@@ -28,7 +29,9 @@ ADMIN = "/admin"  # has a key of its own, which `AdminGate` checks
 KEY_HEADERS = ("api-key", "x-api-key")  # where clients of Azure and of others send theirs
 REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 LOGGED_PATH = 200  # characters
-IMAGE = b'"data:image'
+IMAGE, BASE64 = b'"data:', b";base64,"
+ESCAPES = (rb"\/", rb"\n", rb"\r", rb"\t")  # that JSON may have in base64
+IMAGE_HEAD = 100  # guess: characters before the base64 of a data URL
 CLIENT_GONE = 499  # a status in the log alone, as nginx logs it
 
 log = logging.getLogger("speculon.server")
@@ -55,17 +58,17 @@ class RequestMiddleware:
             record.status = response["status"]
             MutableHeaders(scope=response)["x-request-id"] = record.request_id
 
-        send = on_start(send, begin)
+        send, arrival = on_start(send, begin), Arrival(receive)
         try:
-            body = await self._body(scope, headers, token, receive)
+            body = await self._body(scope, headers, token, arrival)
             if isinstance(body, Failure):
                 record.reason = body.message
-                send = lingering(receive, send, self._config.body_timeout)
+                send = lingering(arrival, send, self._config.body_timeout)
                 await body.response()(scope, receive, send)
             else:
                 # a HEAD is answered as a GET; the connection leaves out the body of the answer
                 inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
-                await self._app(inner, replay(body, receive), send)
+                await self._app(inner, replay(body, arrival), send)
         except ClientGone:
             record.status = CLIENT_GONE
         except asyncio.CancelledError:  # the server ends, and the client reads nothing
@@ -87,8 +90,13 @@ class RequestMiddleware:
             needed = "a valid API key is needed, as a bearer token or in the header api-key"
             return Failure(401, needed, "invalid_api_key")
         try:
+            encodings = Encodings(headers.getlist("content-encoding"))
             async with asyncio.timeout(config.body_timeout):
-                body = await self._read(headers, receive)
+                body = await self._read(headers, receive, encodings)
+        except UnknownEncoding as error:
+            return Failure(415, str(error), "unknown_encoding")
+        except DamagedBody as error:
+            return Failure(400, str(error), "damaged_body")
         except TimeoutError:
             return Failure(408, f"the body did not arrive within {config.body_timeout:g} s", "body_timeout")
         if body is None:
@@ -109,38 +117,45 @@ class RequestMiddleware:
         fits = [hmac.compare_digest(token, key) for key in self._keys]
         return any(fits)
 
-    async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
-        """The body; None once it is too large. Only data URLs of images may exceed `max_body_mb`."""
+    async def _read(self, headers: Headers, receive: Receive, encodings: Encodings) -> bytes | None:
+        """The decoded body; None once it is too large, as it is sent or decoded. Only data URLs of images may
+        exceed `max_body_mb`.
+        """
         limit, most = (int(mb * 1e6) for mb in (self._config.max_body_mb, self._config.max_image_body_mb))
         most = max(limit, most)
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > most:
             return None
-        body, more, images = bytearray(), True, False
-        while more and len(body) <= most:
+        body, received, more, images = bytearray(), 0, True, False
+        while more and received <= most and len(body) <= most:
             message = await receive()
             if message["type"] != "http.request":
                 raise ClientGone
-            body += message.get("body", b"")
+            sent = message.get("body", b"")
+            received += len(sent)
+            body += encodings.decode(sent, most + 1 - len(body))
             more = message.get("more_body", False)
             images = images or (len(body) > limit and IMAGE in body)
             if len(body) > limit and not images:
                 return None
-        if len(body) > limit and (len(body) > most or without_images(body, self._config.max_images) > limit):
+        if received > most or len(body) > most:
             return None
+        if len(body) > limit and without_images(body, self._config.max_images) > limit:
+            return None
+        encodings.end()
         return bytes(body)
 
 
 def without_images(body: bytes | bytearray, most: int) -> int:
-    """Bytes of a body outside of its first `most` images: data URLs in JSON, where some writers escape a
-    slash.
+    """Bytes of a body outside of its first `most` images: data URLs of base64 in JSON.
 
     Without a regular expression, which takes four times as long.
     """
     size, start = len(body), body.find(IMAGE)
     while most and start >= 0 and (end := body.find(b'"', start + 1)) >= 0:
-        if body.count(b"\\", start, end) == body.count(b"\\/", start, end):
-            size -= end + 1 - start
+        if 0 <= body.find(BASE64, start, start + IMAGE_HEAD) < end:
+            escapes = sum(body.count(escape, start, end) for escape in ESCAPES)
+            size -= (end + 1 - start) * (body.count(b"\\", start, end) == escapes)
         start, most = body.find(IMAGE, end), most - 1
     return size
 
@@ -160,7 +175,20 @@ def on_start(send: Send, change: Callable[[Message], None]) -> Send:
     return send_changed
 
 
-def lingering(receive: Receive, send: Send, seconds: float) -> Send:
+class Arrival:
+    """The messages of a request as they arrive."""
+
+    def __init__(self, receive: Receive):
+        self._receive = receive
+        self.more_body = True  # whether more of the body is to come
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        self.more_body = message.get("more_body", False)
+        return message
+
+
+def lingering(receive: Arrival, send: Send, seconds: float) -> Send:
     """Reads the rest of the body before the connection is closed; otherwise the answer could be lost."""
 
     async def send_and_drain(message: Message) -> None:
@@ -169,8 +197,8 @@ def lingering(receive: Receive, send: Send, seconds: float) -> Send:
         await send({**message, "more_body": True})
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while (await receive()).get("more_body", False):
-                    pass
+                while receive.more_body:
+                    await receive()
         await send({"type": "http.response.body", "body": b""})
 
     return send_and_drain
