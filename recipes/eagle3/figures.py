@@ -118,7 +118,7 @@ def report(modes: dict[tuple[str, int], Mode], cases: int, args: argparse.Namesp
     print("|---|---|---|---|---|---|---|---|")
     for (method, k), mode in modes.items():
         speculation = mode.stats.speculation()
-        positions = " ".join(f"{share:.0%}" for share in speculation.per_position) if speculation else "-"
+        positions = " ".join(f"{share:.0%}" for share in speculation.per_position) or "-"
         ratio = f"{median(mode.ratios):.2f}" if mode.ratios else "1"
         forward, draft = mode.per_step("forward"), mode.per_step("propose")
         rest = sum(mode.parts.values()) / mode.steps - forward - draft

@@ -46,8 +46,8 @@ def complete(llm: LLM, tasks: list[dict[str, str]], mode: str, batch: int, token
         "seconds": seconds,
         "ids": [out.token_ids for out in outputs],
         "texts": [out.text for out in outputs],
-        "drafted": sum(one.drafted for one in totals if one),
-        "accepted": sum(one.accepted for one in totals if one),
+        "drafted": sum(one.drafted for one in totals),
+        "accepted": sum(one.accepted for one in totals),
     }
 
 

@@ -80,7 +80,7 @@ def measure(llm: LLM, last: list[Turn], turns: list[Turn], length: int, tokens: 
             total.add(llm.generate([prompt], params)[0].outputs[0].stats)
             sizes.append(len(prompt))
     found = total.speculation()
-    if found is None:
+    if not found.rounds:
         return [f"{min(sizes)} to {max(sizes)}", f"{len(sizes)}", "0", ", ".join(total.reasons), ""]
     rounds = found.target_calls
     positions = " ".join(f"{share:.0%}" for share in found.per_position)

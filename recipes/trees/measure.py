@@ -18,7 +18,6 @@ from typing import Any
 from tqdm import tqdm
 
 from speculon import LLM, SamplingParams
-from speculon.core.telemetry import SpeculationStats
 from speculon.measure.bench.data import encode, read_prompts
 from speculon.measure.bench.provenance import cpu_name
 
@@ -72,7 +71,7 @@ def measured(
     speculation: dict[str, Any],
 ) -> str:
     outs = llm.generate(prompts, params, speculation=speculation)
-    stats: list[SpeculationStats] = [out.speculation for out in outs if out.speculation]
+    stats = [out.speculation for out in outs]
     calls, emitted = sum(s.target_calls for s in stats), sum(s.emitted for s in stats)
     draft_ms, verify_ms = sum(s.draft_ms for s in stats), sum(s.verify_ms for s in stats)
     differ = sum(out.token_ids != tokens for out, tokens in zip(outs, plain, strict=True))

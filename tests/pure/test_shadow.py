@@ -227,13 +227,12 @@ MODEL = {"rounds": 1, "drafted": 1, "accepted": 1, "per_position": [1.0]}
 def test_what_was_watched_is_told_also_where_no_round_ran() -> None:
     stats = watched_stats()
     done = stats.speculation()
-    assert done is not None and done.shadow == {"suffix": SUFFIX, "model": MODEL} and done.rounds == 0
+    assert done.shadow == {"suffix": SUFFIX, "model": MODEL} and done.rounds == 0
     assert done.to_dict()["shadow"]["suffix"] == SUFFIX
     counters = EngineCounters()
     counters.totals.add(stats)
     counters.totals.add(stats)
     total = counters.totals.speculation()
-    assert total is not None
     assert total.shadow["suffix"] == {**SUFFIX, "rounds": 4, "drafted": 12, "accepted": 6}
     line = log_line("r-1", stats, 1.0, "stop")
     assert line == (

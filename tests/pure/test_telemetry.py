@@ -54,9 +54,11 @@ ROUNDS = st.lists(
 )
 
 
-def test_without_a_round_there_is_no_speculation_but_reasons_are_there() -> None:
+def test_without_a_round_drafts_are_zero_and_reasons_are_there() -> None:
     stats = recorded(PROMPT, plain(), plain(Reason.MAX_TOKENS, None))
-    assert stats.speculation() is None
+    done = stats.speculation()
+    assert (done.rounds, done.drafted, done.accepted, done.target_calls, done.emitted) == (0, 0, 0, 3, 3)
+    assert (done.per_position, done.by_source, done.tokens_per_target_call) == ([], {}, 1.0)
     assert stats.reasons == {"no_match": 1, "max_tokens": 1}
     assert (stats.target_calls, stats.emitted, stats.draft_calls) == (3, 3, 1)
 
@@ -90,14 +92,11 @@ def test_each_call_of_a_method_is_a_draft_call() -> None:
         plain(Reason.COOLDOWN, None),
     )
     done = stats.speculation()
-    assert done is not None and (done.rounds, done.draft_calls, done.target_calls) == (1, 4, 4)
+    assert (done.rounds, done.draft_calls, done.target_calls) == (1, 4, 4)
 
 
 def test_before_any_round_an_account_is_zeros() -> None:
-    """Of `LLM` there is none then, and `SpeculativeDecoder` has zeros."""
-    stats = RequestStats()
-    done = stats.account()
-    assert stats.speculation() is None
+    done = RequestStats().speculation()
     assert (done.rounds, done.drafted, done.draft_calls, done.target_calls) == (0, 0, 0, 0)
     assert (done.acceptance_rate, done.tokens_per_target_call, done.saved_ms) == (0.0, 0.0, None)
 
@@ -107,7 +106,6 @@ def test_the_figures_of_known_rounds() -> None:
         PROMPT, speculative(4), speculative(0), speculative(2), plain(), speculative(1, k=1, source="other")
     )
     done = stats.speculation()
-    assert done is not None
     assert (done.rounds, done.drafted, done.accepted, done.rejected) == (4, 13, 7, 6)
     assert (done.target_calls, done.draft_calls, done.emitted, done.verified_positions) == (6, 5, 13, 19)
     assert (
@@ -227,8 +225,8 @@ def test_what_is_recorded_adds_up(rounds: list[Call]) -> None:
     )
     assert stats.verified_positions == stats.target_calls + stats.drafted_at.total()
     assert stats.accepted == stats.accepted_at.total() == stats.accepted_from.total()
-    if done := stats.speculation():
-        assert done.drafted == done.accepted + done.rejected
+    done = stats.speculation()
+    assert done.drafted == done.accepted + done.rejected
 
 
 @given(st.lists(ROUNDS, max_size=4))
@@ -256,12 +254,11 @@ def test_adding_leaves_the_added_alone_and_sums_the_times() -> None:
 
 def test_the_account_of_an_engine_is_plain_data_and_does_not_move() -> None:
     totals = EngineCounters().totals
-    assert totals.speculation() is None
+    assert totals.speculation() == RequestStats().speculation()
     totals.add(recorded(speculative(3), plain()))
     before, changes = totals.speculation(), totals.change_list()
     totals.add(recorded(speculative(3), plain()))
     after = totals.speculation()
-    assert before is not None and after is not None
     assert before.to_dict()["emitted"] == 5 and before.rounds == 1 and after.rounds == 2
     assert changes == [{"from": "ngram", "to": "plain", "reason": "no_match", "count": 1}]
 

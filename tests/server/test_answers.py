@@ -131,6 +131,18 @@ def test_streamed_and_whole_chats_are_alike(inside: Inside, case: str) -> None:
     check_alike(whole, events)
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1, 2])
+@pytest.mark.parametrize("route", ["completions", "chat/completions", "responses"])
+def test_statistics_of_a_short_answer_have_all_counts(inside: Inside, route: str, max_tokens: int) -> None:
+    """Zeros where no round ran."""
+    prompts = {"completions": {"prompt": "x"}, "responses": {"input": "x"}}
+    body = prompts.get(route, {"messages": [{"role": "user", "content": "x"}]})
+    body |= {"max_output_tokens" if route == "responses" else "max_tokens": max_tokens}
+    account = inside.post(route, **body, speculation={"stats": True}).json()["speculation"]
+    assert (account["rounds"], account["drafted"], account["emitted"]) == (0, 0, max_tokens)
+    assert account.keys() >= {"target_calls", "accepted", "tokens_per_target_call", "per_position", "reasons"}
+
+
 CALL: dict[str, Any] = {
     "messages": [{"role": "user", "content": 'say:{"age":7}'}],
     "tools": [{"type": "function", "function": {"name": "birth"}}],

@@ -157,7 +157,7 @@ def test_figures_move_while_an_answer_is_written(
         assert inside.post("completions", **body).status_code == 200
     for choice in set(seen):
         assert choice.stats is not None and choice.stats.rounds
-        so_far, whole = choice.so_far.account(), choice.stats.account()
+        so_far, whole = choice.so_far.speculation(), choice.stats.speculation()
         assert all(getattr(so_far, name) == getattr(whole, name) for name in IN_PROGRESS)
 
 

@@ -136,7 +136,7 @@ def some(mode: str, results: dict[Key, Result]) -> Texts:
 
 def drafted(results: dict[Key, Result]) -> tuple[int, int]:
     """Drafts that were verified, and of these the accepted ones."""
-    found = [done for result in results.values() if (done := result.stats.speculation())]
+    found = [result.stats.speculation() for result in results.values()]
     return sum(done.drafted for done in found), sum(done.accepted for done in found)
 
 

@@ -166,7 +166,7 @@ def plain(name: str, made: list[Request]) -> dict[Key, Result]:
 
 
 def rejected(results: dict[Key, Result]) -> int:
-    return sum(done.rejected for result in results.values() if (done := result.stats.speculation()))
+    return sum(result.stats.speculation().rejected for result in results.values())
 
 
 def check_states(name: str, kept: bool) -> None:

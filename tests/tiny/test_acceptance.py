@@ -56,7 +56,7 @@ def test_rules_with_q_accept_everything_where_q_is_p(acceptance: str) -> None:
     results = write(requests)
     for result in results.values():
         done = result.stats.speculation()
-        assert done is not None and done.rejected == 0 and done.drafted > 20
+        assert done.rejected == 0 and done.drafted > 20
     plain = run(tiny_target("llama"), [Request(r.prompt, r.params, OFF, r.id) for r in requests])
     assert (texts_of(results) == texts_of(plain)) == (acceptance == "rejection")
 
@@ -72,7 +72,7 @@ def test_rules_with_q_sample_another_output_but_the_same_one_each_time(acceptanc
     for result in results.values():
         assert [lp.token for lp in result.logprobs] == result.tokens
         done = result.stats.speculation()
-        assert done is not None and 0 < done.accepted < done.drafted
+        assert 0 < done.accepted < done.drafted
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_one_object_per_turn_and_commands_on_the_way(folder: Path, llm: LLM) -> 
     session.turns.pop()
     session.system = "Be brief."
     assert session.send("Again.").prompt_token_ids == other["prompt_token_ids"]
-    assert (empty["turns"], empty["speculation"]) == (0, None)
+    assert (empty["turns"], empty["speculation"]["drafted"]) == (0, 0)
 
 
 def test_a_refused_turn_is_named_and_the_next_one_comes(folder: Path) -> None:

@@ -307,7 +307,7 @@ def test_a_step_says_what_it_did() -> None:
 
 def test_before_any_round_and_after_a_reset_there_is_nothing() -> None:
     decoder = make()
-    none = (RequestStats().account(), 0.0, 0.0, 1.0)
+    none = (RequestStats().speculation(), 0.0, 0.0, 1.0)
 
     def figures() -> tuple[Any, ...]:
         rates = decoder.acceptance_rate, decoder.tokens_per_target_call

@@ -45,7 +45,6 @@ def test_it_brings_more_than_two_tokens_a_call_on_files_it_never_saw(llm: LLM, m
         speculation = {"method": method, "num_speculative_tokens": k}
         out = llm.generate([case.prompt], case.params, speculation=speculation)[0]
         assert out.token_ids == plain.token_ids
-        assert out.speculation is not None
         tokens, calls = tokens + out.speculation.emitted, calls + out.speculation.target_calls
     assert calls > 20, "too few texts that do not run in circles"
     assert tokens / calls > 2.2

@@ -159,7 +159,7 @@ def test_an_engine_drafts_with_it(target: Path, cache: Path) -> None:
     llm = LLM(str(target), warmup=False, speculation=settings)
     done = llm.generate("def add(", params, speculation={"method": "eagle3"})[0]
     assert done.token_ids == plain.token_ids
-    assert done.speculation is not None and set(done.speculation.by_source) == {"eagle3"}
+    assert set(done.speculation.by_source) == {"eagle3"}
     assert llm.engine.facts().drafters == {"eagle3": str(path)}
     row = llm.engine.capabilities()["known_drafters"]
     assert row.status == "on" and row.reason.endswith("from the hub's cache: org/head")

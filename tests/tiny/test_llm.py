@@ -61,13 +61,26 @@ def test_results_come_in_the_order_of_the_prompts_each_with_its_own_settings(llm
     assert [len(out.token_ids) for out in together] == [30, 5, 12]
     for prompt, p, out in zip(prompts, params, together, strict=True):
         assert llm.generate(prompt, p)[0].text == out.text
-    assert together[0].speculation is None and set(together[0].reasons) == {"off_request"}
+    assert together[0].speculation.drafted == 0 and set(together[0].reasons) == {"off_request"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "speculation"),
+    [("a", 1, None), ("ab" * 20, 1, {"method": "ngram"}), ("a", 9, {"method": "off"}), ("a", 0, None)],
+)
+def test_without_a_round_the_counts_are_there(
+    llm: LLM, prompt: str, max_tokens: int, speculation: dict[str, Any] | None
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    done = llm.generate(prompt, params, speculation=speculation)[0].speculation
+    assert (done.rounds, done.drafted, done.accepted, done.acceptance_rate) == (0, 0, 0, 0.0)
+    assert done.target_calls == done.emitted == max_tokens
 
 
 def test_the_result_says_what_speculation_did(llm: LLM):
     out = llm.generate("ab" * 20, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))[0]
     stats = out.speculation
-    assert stats is not None and stats.rounds > 0
+    assert stats.rounds > 0
     assert stats.drafted == stats.accepted + stats.rejected
     assert stats.emitted == 60 == len(out.token_ids)
     assert stats.tokens_per_target_call == pytest.approx(60 / stats.target_calls)

@@ -176,7 +176,7 @@ def test_step_by_step_the_output_is_the_plain_one(policy: str) -> None:
     decoder.step(REPEATED, STEPPED)
     decoder.step([9, 9, 9], STEPPED)
     decoder.reset_stats()
-    assert unknown_to(decoder.engine) and decoder.stats == RequestStats().account()
+    assert unknown_to(decoder.engine) and decoder.stats == RequestStats().speculation()
 
 
 def test_step_by_step_the_account_in_the_shadow_is_the_one_that_verification_has() -> None:

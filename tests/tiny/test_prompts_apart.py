@@ -166,4 +166,4 @@ def test_a_drafter_that_is_the_target_is_always_accepted(llm: LLM) -> None:
     """Its prompts are apart too."""
     for params in (GREEDY, SEEDED):
         for out in llm.generate(PROMPTS[:1], params, speculation={"method": "draft_model"}):
-            assert out.speculation is not None and out.speculation.acceptance_rate == 1.0
+            assert out.speculation.acceptance_rate == 1.0

@@ -82,7 +82,7 @@ def test_every_method_of_a_cascade_is_measured() -> None:
         speculation=DRAFT,
     )["r", 0]
     done = result.stats.speculation()
-    assert done is not None and set(done.shadow) == {"suffix", "draft_model"}
+    assert set(done.shadow) == {"suffix", "draft_model"}
     model = done.shadow["draft_model"]
     assert model["accepted"] == model["drafted"] > 30 and set(model["per_position"]) == {1.0}
     assert set(result.stats.reasons) == {"shadow", "max_tokens"} and result.stats.reasons["max_tokens"] == 1
@@ -114,7 +114,7 @@ def test_a_sequence_that_is_stopped_or_aborted_is_accounted_for() -> None:
     result = drain(engine)[request.id, 0]
     at = truth.index(truth[6])
     done = result.stats.speculation()
-    assert result.tokens == truth[:at] and done is not None
+    assert result.tokens == truth[:at]
     assert done.shadow["scripted"]["drafted"] == done.shadow["scripted"]["accepted"] == at - 1 - (at - 1) // 5
     assert engine.counters.totals.speculation() == done and unknown_to(engine)
     engine = make_engine(tiny_target(LLAMA))

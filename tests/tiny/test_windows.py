@@ -183,7 +183,7 @@ def test_a_draft_that_has_read_all_in_time_is_that_of_all_pages() -> None:
     assert found[0] == found[1]
     for result in results.values():
         done = result.stats.speculation()
-        assert done is not None and done.rejected == 0 and not result.stats.preemptions
+        assert done.rounds and done.rejected == 0 and not result.stats.preemptions
 
 
 def test_a_draft_model_without_windows_keeps_all_pages() -> None:
@@ -211,7 +211,7 @@ def test_a_draft_reads_no_row_of_another_text() -> None:
     result = drain(engine)["r", 0]
     done = result.stats.speculation()
     assert result.tokens == whole("windows")["q1", 0][-len(result.tokens) :]
-    assert done is not None and done.rejected == 0, "what is left of the prompt is as much as layers see"
+    assert done.rounds and done.rejected == 0, "what is left of the prompt is as much as layers see"
 
 
 @pytest.fixture

@@ -234,7 +234,7 @@ class Chat:
             "cached_tokens": total.cached_tokens,
         }
         if self.as_json:
-            reasons, speculation = dict(total.reasons), done and done.to_dict()
+            reasons, speculation = dict(total.reasons), done.to_dict()
             return print_json({**figures, "reasons": reasons, "speculation": speculation})
         self.tell(
             f"{counted(len(turns))}, {figures['length']} of {figures['max_context']} tokens; "

@@ -188,7 +188,7 @@ def side_of(measurements: list[Measurement]) -> Side:
         ms=median(run.seconds for run in measurements) * 1e3,
         target_calls=stats.target_calls,
         tokens_per_call=stats.tokens_per_target_call,
-        acceptance=done.acceptance_rate if done else None,
+        acceptance=done.acceptance_rate if done.rounds else None,
     )
 
 

@@ -196,12 +196,12 @@ def lacks_template(config: EngineConfig) -> bool:
         return False
 
 
-def account(done: SpeculationStats | None, reasons: Mapping[str, int]) -> str:
+def account(done: SpeculationStats, reasons: Mapping[str, int]) -> str:
     """What speculation did, and why rounds had none, in one line."""
     frequent = sorted(reasons.items(), key=lambda item: -item[1])
     why = "; ".join(f"{MEANING.get(reason, reason)} ({n} round{'s' * (n != 1)})" for reason, n in frequent)
-    shadow = [in_shadow(*figures) for figures in done.shadow.items()] if done else []
-    if done is None or not done.rounds:
+    shadow = [in_shadow(*figures) for figures in done.shadow.items()]
+    if not done.rounds:
         none = f"no speculation: {why or 'the text ended before the first round'}"
         return "; ".join([none, *shadow])
     stop = f" and {done.stop_tokens} stop token{'s' * (done.stop_tokens > 1)}" if done.stop_tokens else ""

@@ -259,11 +259,8 @@ class RequestStats:
     def add(self, other: RequestStats) -> None:
         add_fields(self, other, ("last",))  # which a sum of texts has not
 
-    def speculation(self) -> SpeculationStats | None:
-        """The account; None where no round ran and none was watched."""
-        return self.account() if self.rounds or self.watched else None
-
-    def account(self) -> SpeculationStats:
+    def speculation(self) -> SpeculationStats:
+        """The account; rounds and drafts are 0 where no round ran."""
         drafted = self.drafted_at.total()
         return SpeculationStats(
             rounds=self.rounds,
@@ -355,16 +352,14 @@ def log_line(request_id: str, stats: RequestStats, seconds: float, finish: str) 
     """`r-81 512 tok 6.1 s 83.9 tok/s stop | 71 % of 640 drafts 3.27/call saved 3.1 s | no_match 12`"""
     rate = stats.emitted / seconds if seconds else 0.0
     line = f"{request_id} {stats.emitted} tok {seconds:.2f} s {rate:.1f} tok/s {finish}"
-    if done := stats.speculation():
+    done = stats.speculation()
+    if done.rounds:
+        sources = "+".join(done.by_source)
         saved = "" if done.saved_ms is None else f" saved {done.saved_ms / 1e3:.2f} s"
-        if done.rounds:
-            sources = "+".join(done.by_source)
-            line += f" | {sources} {done.acceptance_rate:.0%} of {done.drafted} drafts"
-            line += f" {done.tokens_per_target_call:.2f}/call{saved}"
-        for method, seen in done.shadow.items():
-            line += (
-                f" | {method} in shadow {seen['accepted'] / seen['drafted']:.0%} of {seen['drafted']} drafts"
-            )
+        line += f" | {sources} {done.acceptance_rate:.0%} of {done.drafted} drafts"
+        line += f" {done.tokens_per_target_call:.2f}/call{saved}"
+    for method, seen in done.shadow.items():
+        line += f" | {method} in shadow {seen['accepted'] / seen['drafted']:.0%} of {seen['drafted']} drafts"
     if stats.reasons:
         line += " | " + " ".join(f"{reason} {n}" for reason, n in stats.reasons.most_common())
     return line

@@ -243,7 +243,7 @@ class SpeculativeDecoder:
     @property
     def stats(self) -> SpeculationStats:
         """The account of all steps and texts since the last reset; zeros before the first round."""
-        return self._stats.account()
+        return self._stats.speculation()
 
     @property
     def acceptance_rate(self) -> float:

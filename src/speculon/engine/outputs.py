@@ -41,8 +41,8 @@ class Completion:
         return self.stats.change_list()
 
     @property
-    def speculation(self) -> SpeculationStats | None:
-        """What speculation did; None when no round ran, and none was watched."""
+    def speculation(self) -> SpeculationStats:
+        """What speculation did. Where no round ran, target calls are counted, and rounds and drafts are 0."""
         return self.stats.speculation()
 
 

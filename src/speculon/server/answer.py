@@ -139,7 +139,7 @@ class Answer:
         total = RequestStats()
         for choice in self.choices:
             total.add(choice.stats or choice.so_far)
-        done = total.account()
+        done = total.speculation()
         figures = {name: getattr(done, name) for name in IN_PROGRESS}
         return {"method": self.request.method, **figures}
 
@@ -166,12 +166,11 @@ class Answer:
         }
 
     def speculation(self) -> dict[str, Any]:
-        """The `speculation` object; its reasons and changes are there also where no round ran."""
+        """The `speculation` object."""
         stats = self.stats
-        done = stats.speculation()
         why = {"reasons": dict(stats.reasons), "changes": stats.change_list(), "prompt": stats.prompt()}
         resumed = {"resumed": self._outputs.resumed} if self._outputs and self._outputs.resumed else {}
-        return {"method": self.request.method, **why, **(done.to_dict() if done else {}), **resumed}
+        return {"method": self.request.method, **why, **stats.speculation().to_dict(), **resumed}
 
     def first_chunks(self) -> list[dict[str, Any]]:
         """Before any token: the role of a chat's message."""

@@ -70,7 +70,7 @@ class Change(Extensible):
 
 
 class SpeculationAccount(Extensible):
-    """Statistics of speculation for this request; without a round there are `reasons` and no counts."""
+    """Statistics of speculation for this request; rounds and drafts are 0 where no round ran."""
 
     method: str
     reasons: dict[str, int]

@@ -104,7 +104,7 @@ def evaluate(
             advance(1)
     llm.close()
     account = total.speculation()
-    if account is None:
+    if not account.rounds:
         raise EngineError(f"no draft was made after held-out prompts: {dict(total.reasons)}")
     return {
         "prompts": settings.eval_prompts,

@@ -98,11 +98,9 @@ def summarise(workload: str, concurrency: int, mode: Mode, runs: Runs, cases: li
         ratio_without_loops=median_or_none(chain(*not_looping.values())),
         texts_without_loops=len(not_looping),
         tokens_per_target_call=stats.tokens_per_target_call if stats.target_calls else None,
-        acceptance_rate=done.acceptance_rate if done else None,
-        per_position=done.per_position if done else [],
-        sources={n: of["accepted"] / max(1, done.accepted) for n, of in done.by_source.items()}
-        if done
-        else {},
+        acceptance_rate=done.acceptance_rate if done.rounds else None,
+        per_position=done.per_position,
+        sources={n: of["accepted"] / max(1, done.accepted) for n, of in done.by_source.items()},
         rejection=mode.speculates and rule in ("rejection", "block") and sampled,
         ms_by_rows=ms_by_rows(measurements),
         profile=profile(measurements),

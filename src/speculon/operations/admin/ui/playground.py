@@ -58,13 +58,12 @@ class Output:
 
     def figures(self) -> dict[str, str]:
         speed, account = self.speed, self.account or {}
-        # the account has no rounds where nothing was to draft: each call then gives one token
-        calls = account.get("tokens_per_target_call", 1.0) if self.rows and self.account else None
+        calls = account.get("tokens_per_target_call") if self.rows else None
         return {
             "speed": "-" if speed is None else f"{speed:,.1f}",
             "per_call": "-" if calls is None else f"{calls:.2f}",
-            "drafted": f"{account.get('drafted', 0):,}" if self.account else "-",
-            "accepted": f"{account.get('accepted', 0):,}" if self.account else "-",
+            "drafted": f"{account['drafted']:,}" if account else "-",
+            "accepted": f"{account['accepted']:,}" if account else "-",
         }
 
 
