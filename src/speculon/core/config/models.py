@@ -417,10 +417,10 @@ class ModelSettingsFile:
             raise ConfigError(f"{self.path}: [{TOP}.{name}] is written in a form that cannot be edited")
         try:
             settings = self._merged(changed, name, given)
-        except ConfigError as conflict:
+        except ConfigError as error:
             self._merged(text, name, given)  # raises where the conflict was there before the change
             field, value = next(iter(changes.items()))
-            raise InvalidParameter(field, value, str(conflict)) from None
+            raise InvalidParameter(field, value, str(error)) from None
         for field, value in changes.items():
             if field in settings.left_out:
                 raise InvalidParameter(field, value, settings.left_out[field])
