@@ -71,6 +71,8 @@ docs: $(VENV)/.docs ## the documentation as a site, in build/site
 
 test: export HF_HUB_OFFLINE := 1
 test: export OMP_NUM_THREADS := 1
+# Hundreds of small models multiply by any number of rows: oneDNN would forget a kernel before it is needed again.
+test: export ONEDNN_PRIMITIVE_CACHE_CAPACITY := 4096
 test: $(STAMP) ## all tests but the long ones, in two processes of one thread
 	$(BIN)/$(PYTEST) $(SUITES) -m "not soak and not gpu" $(IN_TWO) $(ARGS)
 
