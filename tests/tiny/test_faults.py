@@ -53,9 +53,16 @@ def step_into(engine: Engine, results: dict[Key, Result]) -> None:
 # aborts
 
 
-@pytest.mark.parametrize("moment", [0, 2, 12])
 @pytest.mark.parametrize(
-    "settings", [{}, {"num_blocks": 40}, {"max_num_seqs": 3, "max_batch_tokens": 9}], ids=str
+    ("settings", "moment"),
+    [
+        ({}, 0),
+        ({}, 12),
+        ({"num_blocks": 40}, 2),
+        ({"num_blocks": 40}, 12),
+        ({"max_num_seqs": 3, "max_batch_tokens": 9}, 2),
+    ],
+    ids=str,
 )
 def test_an_abort_frees_its_pages_at_once_and_touches_nobody(settings: dict[str, Any], moment: int) -> None:
     truth = plain("sampled")
@@ -176,10 +183,11 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, place: str, engine: Engine) -> None
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"num_blocks": 40, "max_batch_tokens": 20}], ids=["roomy", "few pages"]
+    ("place", "few_pages"),
+    list(zip(["decide", "pack", "view", "forward", "verify", "cut"], [False, True] * 3, strict=True)),
 )
-@pytest.mark.parametrize("place", ["decide", "pack", "view", "forward", "verify", "cut"])
-def test_an_error_leaves_every_sequence_as_it_was(place: str, settings: dict[str, Any]) -> None:
+def test_an_error_leaves_every_sequence_as_it_was(place: str, few_pages: bool) -> None:
+    settings = {"num_blocks": 40, "max_batch_tokens": 20} if few_pages else {}
     truth = plain("sampled")
     engine, results = engine_with_requests("sampled", **settings), {}
     for step in range(400):
