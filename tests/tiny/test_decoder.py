@@ -72,7 +72,6 @@ def by_steps(decoder: SpeculativeDecoder, params: SamplingParams) -> list[int]:
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"block_size": 1},
-    {"block_size": 16},
     {"prefix_cache": False},
     {"max_batch_tokens": 3},
 ]

@@ -125,18 +125,17 @@ class SeeingLoader(ScriptedLoader):
         return images_of(self.config, files=False)
 
 
-def test_the_official_client_sends_a_png_to_a_real_model(llm: LLM, folders: dict[str, Path]) -> None:
-    with LLM(str(folders["qwen2_5_vl"]), **SETTINGS) as served:
-        with serving(Catalogue.of_one({"model": "seeing", "serve": {}}), SeeingLoader(served)) as inside:
-            url = {"url": data_url(file_of(A))}
-            parts: Any = [{"type": "text", "text": "What is "}, {"type": "image_url", "image_url": url}]
-            options: Any = {"temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
-            with openai.OpenAI(base_url=inside.url + "/v1", api_key="none", max_retries=0) as client:
-                create = client.chat.completions.create
-                messages: Any = [{"role": "user", "content": parts}]
-                answer = create(model="seeing", messages=messages, **options)
-                stream = create(model="seeing", messages=messages, stream=True, **options)
-                text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+def test_the_official_client_sends_a_png_to_a_real_model(llm: LLM) -> None:
+    with serving(Catalogue.of_one({"model": "seeing", "serve": {}}), SeeingLoader(llm)) as inside:
+        url = {"url": data_url(file_of(A))}
+        parts: Any = [{"type": "text", "text": "What is "}, {"type": "image_url", "image_url": url}]
+        options: Any = {"temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
+        with openai.OpenAI(base_url=inside.url + "/v1", api_key="none", max_retries=0) as client:
+            create = client.chat.completions.create
+            messages: Any = [{"role": "user", "content": parts}]
+            answer = create(model="seeing", messages=messages, **options)
+            stream = create(model="seeing", messages=messages, stream=True, **options)
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
     expected = llm.chat(message("What is ", A), GREEDY)
     assert answer.choices[0].message.content == text == expected.text
     assert answer.usage is not None and answer.usage.prompt_tokens == len(expected.prompt_token_ids)
