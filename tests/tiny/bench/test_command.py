@@ -66,7 +66,7 @@ def test_it_measures_writes_and_draws(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_policy_is_compared_with_the_best_fixed_mode(folder: Path, tmp_path: Path) -> None:
-    few = sizes(prompts=2, max_tokens=48)
+    few = sizes(prompts=2, max_tokens=24)
     out = tmp_path / "new"
     code, text, _ = bench(
         folder,

@@ -185,7 +185,7 @@ def test_prompts_that_do_not_fit_are_passed_over_and_too_few_are_an_error(llm: L
 def test_the_command_measures_a_file_and_counts_the_prompts_that_fit(folder: Path, tmp_path: Path) -> None:
     long = {"prompt": "x y " * CONTEXT, "category": "HumanEval"}
     file = write(tmp_path / "mine.jsonl", *SPEC_BENCH, *HUMAN_EVAL, long)
-    few = ["--max-tokens", "48", "--concurrency", "1", "--modes", "ngram:4"]
+    few = ["--max-tokens", "48", "--repeats", "1", "--concurrency", "1", "--modes", "ngram:4"]
     code, out, err = bench(folder, "--data", str(file), *few, "--json", "--out", str(tmp_path / "new"))
     assert (code, err) == (0, "")
     report = json.loads(out)

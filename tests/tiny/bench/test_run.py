@@ -94,7 +94,7 @@ def test_a_planted_pool_that_is_the_same_every_time_is_seen(
 
 def test_other_workloads_leave_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(str(folder), prefix_cache=False, speculation={"policy": "fixed", "method": "suffix"})
-    plan = small(workloads=("code", "edit", "prose"), modes=("suffix:4",), prompts=3, max_tokens=40)
+    plan = small(workloads=("code", "edit", "prose"), modes=("suffix:4",), prompts=2, max_tokens=40)
     assert {pools for *_, pools in watch_pools(llm, plan, monkeypatch)} == {0}
 
 
