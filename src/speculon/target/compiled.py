@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from inspect import getsource
 from itertools import islice
 from pathlib import Path
@@ -54,6 +54,8 @@ THREADS: Settings = {"cpp.dynamic_threads": True}  # as many as there are when i
 Replacement = tuple[Any, str, Any]  # an object, the name of its part, and a program, or a list of them
 Part = tuple[nn.Module, list[Tensor]]  # of a program, with its weights
 Plain = Callable[..., Sequence[Tensor]]  # rows -> what a program of them computes, without the compiler
+
+source_of = cache(getsource)  # which parses the whole file of a class
 
 
 @dataclass(slots=True)
@@ -292,7 +294,7 @@ def program_key(module: nn.Module, inputs: list[Tensor]) -> str:
     shapes = [(x.shape, x.stride(), x.dtype) for x in inputs]
     called = [described(part) for part in module.modules()]
     versions = torch.__version__, transformers.__version__, chip_name()
-    code = Path(__file__).read_bytes(), getsource(rotate), getsource(Packed4), getsource(Packed8)
+    code = Path(__file__).read_bytes(), *map(source_of, (rotate, Packed4, Packed8))
     parts = versions, code, called, shapes
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
