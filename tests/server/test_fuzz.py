@@ -40,14 +40,7 @@ OPERATIONS = {
     "/tokenize": "post",
     "/detokenize": "post",
     "/v1/models/{model}": "get",
-    "/v1/models": "get",
     "/v1/speculation/capabilities": "get",
-    "/health": "get",
-    "/ready": "get",
-    "/live": "get",
-    "/ping": "get",
-    "/version": "get",
-    "/metrics": "get",
 }
 
 
