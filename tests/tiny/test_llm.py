@@ -16,7 +16,6 @@ from speculon.core.errors import (
     InvalidParameter,
     InvalidRequest,
     TooLong,
-    UnknownMethod,
 )
 from speculon.core.types import SpanOutcome
 from tests.tiny.checkpoint import write_checkpoint
@@ -162,20 +161,7 @@ def test_a_session_after_a_stop_string_sends_the_text_and_not_its_remains(llm: L
 @pytest.mark.parametrize(
     ("prompts", "params", "speculation", "error", "message"),
     [
-        pytest.param("", GREEDY, None, EmptyPrompt, "no tokens", id="empty"),
-        pytest.param("x" * 5000, GREEDY, None, TooLong, "> context 512", id="beyond the context"),
         pytest.param([PROMPT, ""], GREEDY, None, EmptyPrompt, "no tokens", id="one of two"),
-        pytest.param(
-            PROMPT,
-            GREEDY,
-            {"method": "magic"},
-            UnknownMethod,
-            "'magic': known are off, auto, dflash, draft_model",
-            id="method",
-        ),
-        pytest.param(
-            PROMPT, GREEDY, {"kay": 3}, InvalidParameter, "kay = 3: unknown field", id="unknown field"
-        ),
         pytest.param(
             [PROMPT], [GREEDY, GREEDY], None, InvalidRequest, "2 given for 1 prompts", id="params per prompt"
         ),
@@ -196,7 +182,7 @@ def test_a_session_after_a_stop_string_sends_the_text_and_not_its_remains(llm: L
         ),
     ],
 )
-def test_bad_input_is_refused_by_name_and_nothing_is_left_running(
+def test_what_is_no_call_is_refused_by_name_and_nothing_is_left_running(
     llm: LLM, prompts: object, params: object, speculation: object, error: type[Exception], message: str
 ):
     with pytest.raises(error, match=message):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from speculon.core.config import SamplingParams, SpeculationConfig
-from speculon.core.errors import UnknownMethod
 from speculon.core.types import Ask, Decision, Draft, Finish, Load, SpanOutcome
 from speculon.decoding.sequence import Span
 from speculon.decoding.text.tokenizer import Tokenizer, final_text
@@ -357,15 +356,6 @@ def test_a_proposer_may_fail_when_a_sequence_begins_or_ends(method: str) -> None
     requests = [replace(r, speculation={"method": "faulty"}) for r in requests_of("greedy")]
     results = run(tiny_target("llama"), requests, max_num_seqs=2)
     assert {key: r.tokens for key, r in results.items()} == truth
-
-
-def test_an_unknown_method_is_refused_at_admission() -> None:
-    engine = make_engine(tiny_target("llama"))
-    with pytest.raises(UnknownMethod, match=r"method = 'eagle9': known are off, auto, .*ngram"):
-        engine.add_request(PROMPT, SamplingParams(max_tokens=3), {"method": "eagle9"})
-    assert not engine.has_work
-    with pytest.raises(UnknownMethod):
-        make_engine(tiny_target("llama"), speculation={"method": "eagle9"})
 
 
 # the account
