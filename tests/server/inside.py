@@ -138,6 +138,9 @@ class ScriptedLoader(Loader):
         self.faults: dict[str, list[Exception]] = {}  # of the next loads, by path
         self.gates: dict[str, threading.Event] = {}  # a model loads once its gate is open
 
+    def is_idle(self) -> bool:
+        return not any(engine.inner.has_work for engine in self.engines.values())
+
     def engine(self, settings: dict[str, Any], on_stage: Any) -> ThreadEngine:
         path = settings["model"]
         made = ThreadEngine(settings, on_stage, over=self._over, **self._script)
@@ -168,6 +171,28 @@ def wait_until(true: Callable[[], Any], seconds: float = PATIENCE) -> None:
         time.sleep(0.01)
 
 
+class QuickServer(HttpServer):
+    """Ends within milliseconds, where uvicorn looks ten times a second whether it shall, and then pauses."""
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):
+            await asyncio.sleep(0.005)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        try:
+            async with asyncio.timeout(1):
+                while self.server_state.connections or self.server_state.tasks:
+                    await asyncio.sleep(0.005)
+        except TimeoutError:
+            await super().shutdown(sockets)  # which ends what goes on
+        else:
+            await self.lifespan.shutdown()
+
+
 @contextmanager
 def served(
     template: str = "{{ messages }}", script: dict[str, Any] | None = None, over: Any = None, **serve: Any
@@ -188,7 +213,7 @@ def serving(catalogue: Catalogue, loader: ScriptedLoader) -> Iterator[Inside]:
     app = create_app(state, "0")
     if state.config.admin:
         add_admin(app, state)
-    http = HttpServer(app, state.config, 5)
+    http = QuickServer(app, state.config, 5)
     thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])))
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -201,7 +226,9 @@ def serving(catalogue: Catalogue, loader: ScriptedLoader) -> Iterator[Inside]:
             default = state.pool.default.config.model
             yield Inside(url, state, loader.engines[default].inner, client)
     finally:
+        with suppress(AssertionError):  # what clients have left is being aborted
+            wait_until(loader.is_idle, 1)
         http.should_exit = True
         thread.join(PATIENCE)
     assert not thread.is_alive(), "the server has not ended"
-    assert not any(engine.inner.has_work for engine in loader.engines.values()), "an engine still has work"
+    assert loader.is_idle(), "an engine still has work"
