@@ -355,6 +355,7 @@ def test_a_key_deletes_what_is_its_own(tmp_path: Path) -> None:
             refusal(inside.client.delete(ROUTE + "?user=alice", headers=by(KEYS[0])), 400)["param"] == "query"
         )
         assert inside.client.delete(ROUTE, headers=by("key-of-c")).status_code == 401
+        settle(inside)
         assert sum(whose(tmp_path).values()) == 2
         statuses = [inside.client.delete(ROUTE, headers=by(KEYS[0])).status_code for _ in range(2)]
         assert statuses == [204, 404] and whose(tmp_path) == {label_of(tenant_of(KEYS[1].encode())): 1}
