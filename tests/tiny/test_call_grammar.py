@@ -20,7 +20,7 @@ from speculon.loading.reading import load_tokenizer
 from tests.tiny.demo_texts import DEMO
 from tests.tiny.forms import an_object, words
 from tests.tiny.scripted import Key, Request, Result
-from tests.tiny.test_structured import spell, write, write_alone
+from tests.tiny.test_structured import spell, write
 
 FUNCTIONS = [
     {"name": "f", "parameters": an_object(x={"type": "integer", "minimum": 0, "maximum": 99})},
@@ -118,7 +118,7 @@ def requests() -> list[Request]:
 
 @cache
 def plain() -> dict[Key, Result]:
-    return write_alone(requests())
+    return write(requests())
 
 
 def calls_of(text: str) -> list[str]:

@@ -62,25 +62,14 @@ def requests_of(mode: str, **more: Any) -> list[Request]:
     ]
 
 
-def write_alone(requests: list[Request]) -> dict[Key, Result]:
-    """What each of the requests writes without the others."""
-    texts: dict[Key, Result] = {}
-    for request in requests:
-        texts |= write([request])
-    return texts
-
-
 @cache
 def plain(mode: str) -> dict[Key, Result]:
-    """What each of the requests writes alone and without drafts."""
-    return write_alone(requests_of(mode))
+    """What each of the requests writes without drafts."""
+    return write(requests_of(mode))
 
 
 def spell(result: Result) -> str:
     return words().decode(result.tokens)
-
-
-# every setting in every mode, and every way at least once; the soak has the whole product
 
 
 def test_forced_tokens_are_drafted_and_save_calls() -> None:
@@ -137,12 +126,6 @@ def test_what_the_grammar_refuses_is_not_verified(monkeypatch: pytest.MonkeyPatc
     assert trimmed.stats.accepted_at.total() == whole.stats.accepted_at.total()
 
 
-# planted errors: each of them must show
-
-
-# faults, aborts, rounds by hand
-
-
 # distribution
 
 
@@ -158,10 +141,9 @@ def check_forms(acceptance: str, seed: int) -> None:
             check(name, spell(result))
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
-def test_rules_with_q_keep_the_form(acceptance: str, seed: int) -> None:
-    check_forms(acceptance, seed)
+def test_rules_with_q_keep_the_form(acceptance: str) -> None:
+    check_forms(acceptance, seed=0)
 
 
 @pytest.mark.soak

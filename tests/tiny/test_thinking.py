@@ -17,7 +17,7 @@ from tests.tiny.demo_texts import DEMO
 from tests.tiny.drafting import DRAFT, noisy_draft
 from tests.tiny.forms import FORMS, an_object, check, words
 from tests.tiny.scripted import Key, Request, Result, script
-from tests.tiny.test_structured import spell, write, write_alone
+from tests.tiny.test_structured import spell, write
 
 TAGS = ("<think>", "</think>")
 ALL_TAGS = (*TAGS, "<tool_call>", "</tool_call>")
@@ -161,7 +161,7 @@ def requests() -> list[Request]:
 
 @cache
 def plain() -> dict[Key, Result]:
-    return write_alone(requests())
+    return write(requests())
 
 
 def test_an_answer_has_its_form_and_ends_at_its_stop_string() -> None:
