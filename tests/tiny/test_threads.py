@@ -25,7 +25,7 @@ from speculon.engine.stepper import Stepper
 from tests.recording import read
 from tests.tiny.checkpoint import write_checkpoint
 
-THREADS, CALLS = 8, 20  # the soak has more calls
+THREADS, CALLS = 8, 10
 PROMPTS = ("def add(first, second):\n    return first", "abcabcabcabc", "class Stack:", "for i in range(3):")
 METHODS: tuple[dict[str, Any] | None, ...] = (
     None,
@@ -34,7 +34,7 @@ METHODS: tuple[dict[str, Any] | None, ...] = (
     {"method": "suffix", "policy": "fixed"},
     {"prediction": "return first + second\n"},
 )
-LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +227,7 @@ def test_a_stream_that_is_collected_inside_a_step_is_ended_after_it(
 @pytest.mark.timeout(120)
 def test_no_thread_waits_for_ever_while_it_is_closed(tmp_path: Path) -> None:
     folder = str(write_checkpoint(tmp_path / "model"))
-    for _ in range(8):
+    for _ in range(3):
         closing = LLM(folder, speculation={"policy": "fixed"})
 
         def work(i: int, closing: LLM = closing) -> None:
@@ -312,7 +312,7 @@ def test_it_is_closed_at_the_end_of_a_block(tmp_path: Path) -> None:
         llm.generate("abc", SamplingParams(max_tokens=4, ignore_eos=True))
     assert len(read(events).rounds) >= 4
     assert_whole(llm)
-    assert len(llm.tokenizer.encode("".join(stream))) < 200, "it has ended with the block"
+    assert len(llm.tokenizer.encode("".join(stream))) < 120, "it has ended with the block"
     with pytest.raises(EngineError, match="closed"):
         llm.generate("abc")
     in_threads(lambda _: llm.close(), 3)
