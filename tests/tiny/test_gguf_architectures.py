@@ -370,12 +370,13 @@ def test_a_value_that_cannot_be_had_is_named(key: str, tmp_path: Path) -> None:
 
 
 IMPOSSIBLE: dict[str, Any] = {
-    "block_count": 0,
+    "block_count": 10**9,
     "embedding_length": "many",
-    "attention.head_count": 2.5,
+    "attention.head_count_kv": 2.5,
     "attention.layer_norm_rms_epsilon": -1.0,
     "rope.freq_base": 0.0,
     "context_length": True,
+    "attention.head_count": 0,
 }
 
 

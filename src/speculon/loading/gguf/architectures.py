@@ -75,7 +75,7 @@ def decoder(values: Metadata, model_type: str, *, norm: str = "rms_norm_eps") ->
         "hidden_size": values.whole("embedding_length"),
         "intermediate_size": values.whole("feed_forward_length"),
         "max_position_embeddings": values.whole("context_length"),
-        "num_hidden_layers": values.whole("block_count"),
+        "num_hidden_layers": values.num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": values.whole("attention.head_count_kv", heads),
         norm: values.real(f"attention.{epsilon}"),
@@ -197,11 +197,11 @@ def gemma3(values: Metadata) -> dict[str, Any]:
 def attention_scalar(values: Metadata, of_27b: int) -> int:
     """The width that scales attention. No key has it: only the models of 27B, which have so many layers, have
     another one than that of their heads."""
-    return even_width(values) if values.whole("block_count") == of_27b else head_dim(values)
+    return even_width(values) if values.num_layers == of_27b else head_dim(values)
 
 
 def layer_types(values: Metadata, period: int) -> list[str]:
-    sliding = values.layers("attention.sliding_window_pattern", period, values.whole("block_count"))
+    sliding = values.layers("attention.sliding_window_pattern", period, values.num_layers)
     return [SLIDING if one else FULL for one in sliding]
 
 
@@ -237,7 +237,7 @@ def gpt2(values: Metadata) -> dict[str, Any]:
         "n_embd": values.whole("embedding_length"),
         "n_inner": values.whole("feed_forward_length"),
         "n_positions": values.whole("context_length"),
-        "n_layer": values.whole("block_count"),
+        "n_layer": values.num_layers,
         "n_head": heads,
         "layer_norm_epsilon": values.real("attention.layer_norm_epsilon"),
     }

@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from speculon.core.errors import UnsupportedModel
+from speculon.core.errors import CorruptWeights, UnsupportedModel
 from speculon.decoding.text.tokenizer import ends_of_turn
 from speculon.loading.gguf.architectures import architecture_of
 from speculon.loading.gguf.header import read_gguf
@@ -22,7 +22,10 @@ def read_config(path: Path) -> PreTrainedConfig:
     """Raises `UnsupportedModel` for what speculon does not know, `CorruptWeights` for impossible values."""
     header = read_gguf(path)
     architecture, values = architecture_of(header), Metadata(header)
-    fields = architecture.fields(values)
+    try:
+        fields = architecture.fields(values)
+    except (ArithmeticError, IndexError) as error:
+        raise CorruptWeights(f"{path}: its metadata has impossible values ({error})") from error
     values.refuse_unread()
     model_type = fields.pop("model_type")
     try:

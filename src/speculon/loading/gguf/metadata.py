@@ -80,6 +80,14 @@ class Metadata:
         self.ignore("vocab_size")
         return embedding.shape[0] if embedding else self.whole("vocab_size", self.header.metadata.get(TOKENS))
 
+    @property
+    def num_layers(self) -> int:
+        number = self.whole("block_count")
+        if number > len(self.header.tensors):
+            what = f"{number}, but it has {len(self.header.tensors)} tensors"
+            raise CorruptWeights(f"{self.header.path}: its metadata says {self._key('block_count')} = {what}")
+        return number
+
     def token(self, name: str) -> int | None:
         """The id of a special token; None where the file has none within its vocabulary."""
         value = self.header.metadata.get(f"tokenizer.ggml.{name}_token_id")

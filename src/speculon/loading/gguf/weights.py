@@ -20,6 +20,7 @@ from speculon.loading.gguf.architectures import Stored, architecture_of
 from speculon.loading.gguf.config import set_ends
 from speculon.loading.gguf.header import GgufHeader, Tensor, read_gguf
 from speculon.loading.gguf.metadata import refusal
+from speculon.loading.locate import first_line
 from speculon.loading.quantization import FOUR_BITS, NUMBERS, in_bits
 from speculon.target.linear import plain
 from speculon.target.quantized import GROUP, MIDDLE, QuantizedLinear, fits, pack_pairs, quantize_rows, slices
@@ -38,8 +39,11 @@ def load_gguf(
     a tensor that the model does not have.
     """
     header = read_gguf(path)
-    with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    try:
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except Exception as error:  # of its class, which checks some values
+        raise UnsupportedModel(f"{path}: {first_line(error)}") from error
     tied, linear = tied_heads(model), linear_layers(model)
     sources = sources_of(model, header, {name for names in tied.values() for name in names})
     data = TensorData(header)
