@@ -7,6 +7,7 @@ What a file has where is written down here a second time, from the converter and
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ def tiny(model_type: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random small model, whose norms and biases are random as well."""
     torch.manual_seed(seed)
     small = SMALL_GPT2 if model_type == "gpt2" else SMALL
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **small | changes))
+    config = AutoConfig.for_model(model_type, **deepcopy(small | changes))  # which changes its dictionaries
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 or "experts" in name:

@@ -10,7 +10,12 @@ from speculon.loading.gguf.header import GgufHeader
 
 REQUIRED = object()
 TOKENS = "tokenizer.ggml.tokens"
-KINDS = {"a whole number": int, "a number": (int, float), "true or false": bool, "a text": str}
+KINDS: dict[str, type | tuple[type, ...]] = {
+    "a whole number": int,
+    "a number": (int, float),
+    "true or false": bool,
+    "a text": str,
+}
 
 
 def refusal(header: GgufHeader, what: str) -> UnsupportedModel:
