@@ -7,6 +7,7 @@ read. Each case names another value, with which the model would differ: what a f
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from speculon import LLM, SamplingParams
 from speculon.core.errors import CorruptWeights, UnsupportedModel
 from speculon.loading.gguf.architectures import ARCHITECTURES
 from speculon.loading.gguf.weights import load_gguf
@@ -280,6 +282,17 @@ def test_every_architecture_has_a_case(tmp_path: Path) -> None:
 
 
 FIRST = {name: case for name, case in CASES.items() if "," not in name}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_texts_are_those_of_the_model(name: str, tmp_path: Path) -> None:
+    model, path = written(FIRST[name], tmp_path)
+    ids = IDS[:1, :30]
+    whole = model.generate(ids, max_new_tokens=10, do_sample=False, eos_token_id=[2, 3], pad_token_id=2)
+    expected = [*takewhile(lambda token: token not in (2, 3), whole[0, 30:].tolist())]
+    with LLM(str(path), dtype="float32", tokenizer=None, warmup=False) as llm:
+        found = llm.generate([ids[0].tolist()], SamplingParams(max_tokens=10, temperature=0))[0]
+        assert found.outputs[0].token_ids == expected
 
 
 @pytest.mark.parametrize("block_type", ["Q4_0", "Q8_0"])
