@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, GgufConfig
 
 from speculon import LLM
 from speculon.loading.locate import locate
 from speculon.loading.quantization import native_bf16
+from speculon.loading.reading import load_tokenizer
 
 NAMES = ("smollm2", "gemma3")
 DTYPES = ("bfloat16", "float32") if native_bf16() else ("float32",)  # emulated bf16 takes ten times as long
@@ -50,7 +51,7 @@ def folders(files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
         plain = GgufConfig(dequantize=True)
         model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16, quantization_config=plain)
         model.save_pretrained(made[name])
-        AutoTokenizer.from_pretrained(**where).save_pretrained(made[name])
+        load_tokenizer(file).save_pretrained(made[name])
     return made
 
 

@@ -8,19 +8,18 @@ from __future__ import annotations
 import ctypes
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from speculon.core.errors import ModelError
 from speculon.loading.gguf.header import is_gguf
+from speculon.loading.gguf.tokenizer import load_gguf_tokenizer
 from speculon.loading.headers import TOKENIZER_CONFIG, read_json
 from speculon.loading.locate import first_line, locate
 
-BESIDE = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "chat_template*")
 NEEDLESS = "for token ids alone, LLM(..., tokenizer=None) needs none"
 
 
@@ -51,33 +50,15 @@ def from_file(path: Path) -> tuple[Path, dict[str, str]]:
     return (path.parent, {"gguf_file": path.name}) if is_gguf(path) else (path, {})
 
 
-@contextmanager
-def alone(path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
-    """As `from_file`, with a GGUF file in a folder of its own where a tokenizer lies beside it.
-
-    transformers prefers that one, and it may be another model's. Raises `ModelError` without such a folder.
-    """
-    beside = [other for name in BESIDE for other in path.parent.glob(name)] if is_gguf(path) else []
-    if not beside:
-        yield from_file(path)
-        return
-    with ExitStack() as stack:
-        try:
-            link = Path(stack.enter_context(TemporaryDirectory())) / path.name
-            link.symlink_to(path.resolve())
-        except OSError as error:
-            reason = f"{beside[0].name} beside it may be another model's, and a link to the file alone failed"
-            raise ModelError(f"{path}: {reason} ({error})") from error
-        yield from_file(link)
-
-
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer in the model's folder or GGUF file. Raises `ModelError` where there is none."""
     folder = locate(path, trust_remote_code=trust_remote_code)
-    with quiet(), alone(folder) as (place, options):
+    if is_gguf(folder):
+        return load_gguf_tokenizer(folder)
+    with quiet():
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                place, trust_remote_code=trust_remote_code, local_files_only=True, **options
+                folder, trust_remote_code=trust_remote_code, local_files_only=True
             )
         except Exception as error:
             raise ModelError(f"{folder}: no usable tokenizer ({first_line(error)}; {NEEDLESS})") from error
