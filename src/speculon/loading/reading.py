@@ -45,11 +45,6 @@ def release_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def from_file(path: Path) -> tuple[Path, dict[str, str]]:
-    """The folder and the options with which transformers reads this checkpoint."""
-    return (path.parent, {"gguf_file": path.name}) if is_gguf(path) else (path, {})
-
-
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer in the model's folder or GGUF file. Raises `ModelError` where there is none."""
     folder = locate(path, trust_remote_code=trust_remote_code)

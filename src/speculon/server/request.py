@@ -235,7 +235,7 @@ def text_of(content: Content | None) -> str:
 def template_message(message: Message) -> dict[str, Any]:
     """One message as a table, with a content. Its parts are not read yet."""
     fields = message.model_dump(exclude_none=True)
-    return {**fields, "content": fields.get("content") or message.refusal or ""}
+    return {**fields, "content": fields.get("content", "")}
 
 
 def has_images(messages: Any) -> bool:

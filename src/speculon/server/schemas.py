@@ -417,7 +417,7 @@ class Message(Extensible):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: MessageContent | None = None
     name: str | None = None
-    refusal: str | None = Field(None, exclude=True, description="the content where there is no other")
+    refusal: str | None = Field(None, description="the content where there is no other")
     prefix: bool | None = Field(None, exclude=True, description="the answer goes on from this last message")
     tool_calls: Annotated[list[MessageToolCall], FIRST] | None = None
     function_call: Legacy = None

@@ -31,7 +31,8 @@ class Source(NamedTuple):
 
 def read_messages(messages: Seq[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Source]]:
     """Messages whose contents are texts, with `IMAGE` for each image, and the images in their order. Thinking
-    in the parts of an answer becomes the `reasoning_content` of its message.
+    in the parts of an answer becomes the `reasoning_content` of its message, and a `refusal` the content of
+    one that has no other.
 
     Raises `InvalidParameter` by the name of the field, `messages.0.content.1.image_url` say.
     """
@@ -41,10 +42,14 @@ def read_messages(messages: Seq[Mapping[str, Any]]) -> tuple[list[dict[str, Any]
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise InvalidParameter(f"messages.{i}", message, "needs a role, a string")
-        name, parts = f"messages.{i}.content", message.get("content")
-        content, found = read_content(parts, name, answer=message.get("role") == "assistant")
+        name, answer = f"messages.{i}.content", message.get("role") == "assistant"
+        parts = message.get("content")
+        if answer and not parts and isinstance(message.get("refusal"), str):
+            parts = message["refusal"]
+        content, found = read_content(parts, name, answer)
         thinking = {"reasoning_content": text} if (text := thinking_in(parts)) else {}
-        read.append({**thinking, **message, "content": content} if "content" in message else dict(message))
+        known = "content" in message or parts
+        read.append({**thinking, **message, "content": content} if known else dict(message))
         sources += found
     if sources and IMAGE * len(sources) != "".join(marks(message) for message in read):
         raise InvalidParameter("messages", IMAGE, "U+10FFFF is no character")
