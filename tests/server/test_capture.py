@@ -13,9 +13,10 @@ import pytest
 
 from speculon.core.errors import EngineError
 from speculon.server import capture
-from speculon.server.capture import label_of
+from speculon.server.capture import label_of, message_fields
 from speculon.server.line_files import Files
 from speculon.server.middleware import tenant_of
+from speculon.server.schemas import Message
 from tests.server.inside import Inside, served, wait_until
 from tests.server.test_abuse import refusal
 from tests.server.test_answers import EMOJI, events_of, put_together
@@ -181,6 +182,14 @@ def test_lines_are_what_clients_sent_and_received(tmp_path: Path) -> None:
     check_kept(tmp_path, BODIES)
 
 
+def test_the_parts_of_an_answer_are_kept_as_text_and_thinking() -> None:
+    parts = [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "refusal", "refusal": "No."}]
+    message = Message.model_validate({"role": "assistant", "content": parts})
+    assert message_fields(message) == {"role": "assistant", "content": "No.", "reasoning_content": "hm"}
+    refused = Message.model_validate({"role": "assistant", "content": None, "refusal": "No."})
+    assert message_fields(refused) == {"role": "assistant", "content": "No."}
+
+
 LINES_OF = capture.lines_of
 MERGE_DELTAS = capture.merge_deltas
 
@@ -208,9 +217,9 @@ MERGE_DELTAS = capture.merge_deltas
         ),
         pytest.param(
             capture,
-            "text_of",
-            lambda content: content if isinstance(content, str) else "",
-            id="parts are lost",
+            "read_messages",
+            lambda messages: ([{**one, "content": str(one["content"])} for one in messages], []),
+            id="parts are not read",
         ),
         pytest.param(Files, "append", lambda files, label, line: True, id="nothing is written"),
     ],

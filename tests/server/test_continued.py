@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from openai import OpenAI
 
 from speculon.core.config import Thinking
+from speculon.core.config.serve import ServeConfig
 from speculon.core.errors import InvalidParameter
 from speculon.decoding.text.deltas import ContinuedParser, TextParser, ThinkingParser, merge_deltas
 from speculon.decoding.text.tool_calls import JsonCallsParser, TaggedCallsParser
@@ -112,6 +115,14 @@ def test_a_template_that_rewrites_the_last_message_is_told(inside: Inside) -> No
     shouting = TURNS.replace("m.content", "m.content | upper")
     with pytest.raises(InvalidParameter, match="cannot end inside"):
         prompt(shouting, [Q, turn("assistant", "the")], **GOES_ON)
+
+
+def test_a_continued_answer_is_not_captured(tmp_path: Path) -> None:
+    """A line of a half answer and its rest would be two answers in a row."""
+    model = replace(model_of(TURNS), config=ServeConfig(capture=tmp_path))
+    for fields, kept in (({}, True), ({"continue_final_message": True}, False)):
+        body = ChatRequest.model_validate({"messages": [Q, A], **fields})
+        assert bool(read_chat(body, model).captured_prompts) == kept
 
 
 # the reply

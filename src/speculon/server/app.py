@@ -19,7 +19,7 @@ from speculon.server import answer_schemas, schemas
 from speculon.server.access_log import AccessRecord
 from speculon.server.answer import Answer
 from speculon.server.app_state import AppState
-from speculon.server.completions import read_chat, read_completion, render
+from speculon.server.completions import continuation_in, read_chat, read_completion, render
 from speculon.server.errors import RESPONSES, Failure, misfit
 from speculon.server.middleware import RequestMiddleware
 from speculon.server.model import ServedModel
@@ -98,8 +98,9 @@ def add_completions(app: FastAPI, state: AppState) -> None:
 def read_tokens(body: schemas.TokenizeRequest, model: ServedModel) -> list[int]:
     if body.messages is not None:
         encode = partial(model.tokenizer.encode, add_special_tokens=False)
-        beginning = {"continues": body.continue_final_message, "opens": body.add_generation_prompt}
-        return render(body.messages, [], model, encode=encode, **beginning).ids
+        opens, field = body.add_generation_prompt, body.continue_final_message
+        continued = continuation_in(body.messages, field)
+        return render(body.messages, [], model, encode=encode, opens=opens, continues=continued).ids
     return model.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
 
 

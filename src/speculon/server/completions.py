@@ -177,12 +177,12 @@ def conversation(body: ChatRequest, tools: list[Tool], model: ServedModel) -> Ch
         TOOLS_PROMPT if body.tool_choice in (None, "auto") else CALLS_PROMPT,
         encode=partial(model.encode, add_special_tokens=body.add_special_tokens is True),
         opens=body.add_generation_prompt,
-        continues=continues(messages, body.continue_final_message),
+        continues=continuation_in(messages, body.continue_final_message),
         documents=body.documents or (),
     )
 
 
-def continues(messages: Seq[Message], field: bool | str | None) -> bool | str | None:
+def continuation_in(messages: Seq[Message], field: bool | str | None) -> bool | str | None:
     """Whether the answer goes on from the last message: as the field says, or the message's own `prefix`, as
     Mistral and DeepSeek name it.
     """

@@ -5,10 +5,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from os.path import commonprefix
 from typing import Any, Protocol
 
 from speculon.core.config import Thinking
-from speculon.core.types import shared_length
 from speculon.decoding.text.conversations import Beginning
 from speculon.decoding.text.tokenizer import Tokenizer
 
@@ -205,6 +205,6 @@ class ContinuedParser:
                 if not isinstance(value, str):
                     self.held = ""  # it was a tag
                     continue
-                known = shared_length(self.held, value)
+                known = len(commonprefix([self.held, value]))
                 delta[key], self.held = value[known:], self.held[known:] if known == len(value) else ""
         return [delta for delta in deltas if any(delta.values())]
