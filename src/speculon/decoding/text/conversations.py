@@ -7,12 +7,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from speculon.core.errors import InvalidParameter, InvalidRequest
 
 BLANK_LINE = "\n\n"  # between messages that become one, as Mistral's own tokenizer and LiteLLM join them
 SYSTEM = ("system", "developer")
+TURNS = ("user", "assistant")
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of a message's thinking
 REFUSED = "the chat template refuses these messages"
 CONTINUE, OPEN = "continue_final_message", "add_generation_prompt"
@@ -161,23 +163,21 @@ def forms_of(messages: list[Named]) -> Iterator[list[Named]]:
 
 def neighbours_joined(messages: list[Named]) -> list[Named]:
     joined: list[Named] = []
-    for name, message in messages:
-        if joined and joined[-1][1]["role"] == message["role"] in ("user", "assistant"):
-            joined[-1] = (joined[-1][0], join(joined[-1][1], message))
-        else:
-            joined.append((name, message))
+    for role, neighbours in groupby(messages, key=lambda named: named[1]["role"]):
+        run = list(neighbours)
+        joined += [(run[0][0], join(plain(run)))] if role in TURNS and len(run) > 1 else run
     return joined
 
 
-def join(first: Message, second: Message) -> Message:
-    """Two messages of one role as one: texts after a blank line, and the calls of both."""
-    both = {**second, **first}
+def join(messages: list[Message]) -> Message:
+    """Messages of one role as one: texts with blank lines between them, and the calls of all."""
+    both = dict(messages[0])
     for key in ("content", *REASONING):
-        texts = [text for one in (first, second) if isinstance(text := one.get(key), str) and text]
+        texts = [text for message in messages if isinstance(text := message.get(key), str) and text]
         if texts:
             both[key] = BLANK_LINE.join(texts)
-    if "tool_calls" in both:
-        both["tool_calls"] = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
+    if calls := [call for message in messages for call in message.get("tool_calls", ())]:
+        both["tool_calls"] = calls
     return both
 
 
