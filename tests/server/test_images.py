@@ -240,7 +240,7 @@ def test_refused_urls_are_not_logged(inside: Inside, caplog: pytest.LogCaptureFi
     [
         ([{"type": "input_image"}], "input.0.content.0.image_url"),
         ([{"type": "input_text", "text": "x"}, {"type": "input_audio"}], "input.0.content.1.type"),
-        ([{"type": "input_image", "image_url": "x"}], "input"),
+        ([{"type": "input_image", "image_url": "x"}], "input.0.content.0.image_url"),
     ],
 )
 def test_bad_images_of_responses(inside: Inside, content: Any, param: str) -> None:

@@ -121,8 +121,8 @@ def prompt_text(sent: str | list[int], model: ServedModel) -> str:
 def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:
     if body.top_logprobs and not body.logprobs:
         raise InvalidParameter("top_logprobs", body.top_logprobs, "only with logprobs = true")
-    if (thinking := thinks(body)) is not None:  # a variable of the template, unless that is given, too
-        variables = {"enable_thinking": thinking, **(body.chat_template_kwargs or {})}
+    if (switched := thinks(body)) is not None:  # a variable of the template, unless that is given, too
+        variables = {"enable_thinking": switched, **(body.chat_template_kwargs or {})}
         body = body.model_copy(update={"chat_template_kwargs": variables})
     requested = under_either(body, "max_tokens", "max_completion_tokens")
     tools = [] if body.tool_choice == "none" else body.tools or []

@@ -207,8 +207,8 @@ def first_written(messages: list[Named], write: Write) -> str:
         except Exception as error:  # templates raise errors of their own choice
             faults.append((form, error))
     joined = neighbours_joined(messages)
-    error = next(error for form, error in faults if form == joined)
-    raise refusal(joined, write, first_line(error)) from error
+    fault = next(fault for form, fault in faults if form == joined)
+    raise refusal(joined, write, first_line(fault)) from fault
 
 
 def refusal(messages: list[Named], write: Write, reason: str) -> InvalidRequest:
