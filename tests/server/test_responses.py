@@ -21,6 +21,13 @@ from tests.server.test_client_fields import MODEL
 
 TOOL: dict[str, Any] = {"type": "function", "name": "birth", "parameters": {"type": "object"}, "strict": True}
 CALL = {"type": "function_call", "call_id": "call_1", "name": "birth", "arguments": '{"age":7}'}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "name": name} for name in names]
+    return {"type": "allowed_tools", "mode": mode, "tools": tools}
+
+
 NAMED: dict[str, Any] = {"tools": [TOOL], "tool_choice": {"type": "function", "name": "birth"}}
 
 
@@ -199,17 +206,27 @@ def test_items_become_messages() -> None:
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"type": "custom_tool_call", "call_id": "x", "name": "f"}]}, "input.0.input"),
+        ({"input": [{"type": "local_shell_call", "action": {}}]}, "input.0.id"),
+        ({"input": [{"id": "x", "type": None}]}, "input.0.type"),
+        ({"tools": [{"name": "x"}]}, "tools.0.type"),
+        ({"tools": [{**TOOL, "parameter": {}}]}, "tools.0.parameter"),
+        ({"tool_choice": {"type": "web_search"}, "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "mcp", "server_label": "x"}, "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "custom", "name": "f"}, "tools": [TOOL]}, "tool_choice.name"),
+        ({"tool_choice": "required", "tools": [{"type": "web_search"}]}, "tool_choice"),
+        ({"tool_choice": allowed("required", "other"), "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {**allowed("auto"), "mode": "none"}}, "tool_choice.mode"),
         ({"input": [{"type": "reasoning", "content": [{"type": "x"}]}]}, "input.0.content.0.type"),
         ({"input": [{"content": "x"}]}, "input.0.role"),
         ({"input": [{**CALL, "call_id": None}]}, "input.0.call_id"),
         ({"max_output_tokens": 4000}, "max_output_tokens"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice.name"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_object"}}, **NAMED}, "text.format"),
-        ({"include": ["file_search_call.results"]}, "include.0"),
+        ({"include": ["other"]}, "include.0"),
         ({"n": 2}, "n"),
     ],
 )

@@ -46,7 +46,16 @@ from speculon.server.request import (
     thinks,
     under_either,
 )
-from speculon.server.schemas import ChatRequest, CompletionRequest, Message, NamedTool, Tool
+from speculon.server.schemas import (
+    AllowedTools,
+    ChatRequest,
+    CompletionRequest,
+    HostedTool,
+    Message,
+    NamedTool,
+    Tool,
+)
+from speculon.server.tools import log_left_out
 
 DEFAULT_TOKENS = 16  # max_tokens of a completion, as OpenAI
 # For checkpoints whose template has no known form of tool calls: for a reply that may call, and one that
@@ -125,7 +134,8 @@ def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:
         variables = {"enable_thinking": switched, **(body.chat_template_kwargs or {})}
         body = body.model_copy(update={"chat_template_kwargs": variables})
     requested = under_either(body, "max_tokens", "max_completion_tokens")
-    tools = [] if body.tool_choice == "none" else body.tools or []
+    tools, choice = allowed_tools(body)
+    body = body.model_copy(update={"tool_choice": choice})
     parser, form = read_tools(body, tools, model)
     prompt, images, begun = conversation(body, tools, model)
     if begun and body.tool_choice not in (None, "none", "auto"):
@@ -152,6 +162,24 @@ def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:
         images=images,
         **common_fields(body, model),
     )
+
+
+def allowed_tools(body: ChatRequest) -> tuple[list[Tool], Any]:
+    """The tools that the model may call, and the choice among them.
+
+    Raises `InvalidParameter` where the choice is a tool that this server would have to run.
+    """
+    hosted = [tool.type for tool in body.tools or () if isinstance(tool, HostedTool)]
+    log_left_out("tools", hosted)
+    tools = [tool for tool in body.tools or () if isinstance(tool, Tool)]
+    choice = body.tool_choice or "auto"
+    if isinstance(choice, HostedTool):
+        raise InvalidParameter("tool_choice", choice.model_dump(), "this server runs no tools of its own")
+    if isinstance(choice, AllowedTools):
+        few = choice.allowed_tools
+        names = {named.function.name for named in few.tools if isinstance(named, NamedTool)}
+        tools, choice = [tool for tool in tools if tool.function.name in names], few.mode
+    return ([] if choice == "none" else tools), choice
 
 
 class ChatPrompt(NamedTuple):
@@ -202,7 +230,7 @@ def read_tools(
     if not tools:
         if choice not in ("none", "auto"):
             sent = choice.model_dump() if isinstance(choice, NamedTool) else choice
-            raise InvalidParameter("tool_choice", sent, "needs tools")
+            raise InvalidParameter("tool_choice", sent, "needs tools, and this server offers functions alone")
         return TextParser, form
     if form is not None and choice != "auto":
         raise InvalidParameter(form.name, form.value, "not together with a forced tool call")

@@ -55,7 +55,9 @@ HEADERS: dict[int, dict[str, str]] = {
     503: {"retry-after": "5"},
 }
 # names of a union's branches in the path of a validation error
-BRANCHES = re.compile(r"^(str|int|float|bool|list\[.*|literal\[.*|constrained-.*|function-.*|[A-Z]\w*)$")
+BRANCHES = re.compile(
+    r"^(str|int|float|bool|(list|literal|tagged-union)\[.*|constrained-.*|function-.*|[A-Z]\w*)$"
+)
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse, "description": text}

@@ -240,5 +240,7 @@ def template_message(message: Message) -> dict[str, Any]:
 
 def has_images(messages: Any) -> bool:
     """Whether any message, or item of a response, has one."""
-    contents = [message.content for message in messages] if isinstance(messages, list) else []
+    if not isinstance(messages, list):
+        return False
+    contents = [getattr(message, "content", None) for message in messages]
     return any(part.type in IMAGE_PARTS for parts in contents if isinstance(parts, list) for part in parts)

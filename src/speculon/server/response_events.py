@@ -12,6 +12,7 @@ from typing import Any
 from speculon.server.answer import Answer
 from speculon.server.choice import ChoiceDelta
 from speculon.server.responses import ResponseRequest
+from speculon.server.tools import input_of, offered_tools
 
 Item = dict[str, Any]
 Event = dict[str, Any]
@@ -44,6 +45,8 @@ class ResponseAnswer(Answer):
         self._body = body
         self._output: list[Item] = []
         self._open: Item | None = None  # the last of the output, while it grows
+        self._tools = {tool.function.name: tool for tool in offered_tools(body.tools or ())}
+        self._arguments = ""  # of the call that grows
         self._number = 0  # of the next event
         self._tokens: list[dict[str, Any]] = []  # explained
         self._sent = 0  # how many of them an event has carried
@@ -107,13 +110,19 @@ class ResponseAnswer(Answer):
         events: list[Event] = []
         function = call["function"]
         if "id" in call:
-            item = {"id": new_id("fc"), "type": "function_call", "call_id": call["id"]}
-            item |= {"name": function["name"], "arguments": "", "status": "in_progress"}
+            name = function["name"]
+            tool = self._tools.get(name)
+            fields = tool.item() if tool else {"type": "function_call", "name": name, "arguments": ""}
+            kind = "ctc" if fields["type"] == "custom_tool_call" else "fc"
+            item = {"id": new_id(kind), "call_id": call["id"], **fields, "status": "in_progress"}
             events += [*self._close("completed"), self._begin(item)]
+            self._arguments = ""
         if arguments := function["arguments"]:
-            self._growing["arguments"] += arguments
-            more = {"delta": arguments, **self._explained()}
-            events.append(self._event("response.function_call_arguments.delta", **self._place(), **more))
+            self._arguments += arguments
+            if "arguments" in self._growing:
+                self._growing["arguments"] += arguments
+                more = {"delta": arguments, **self._explained()}
+                events.append(self._event("response.function_call_arguments.delta", **self._place(), **more))
         return events
 
     def _begin_text(self, kind: str) -> list[Event]:
@@ -142,9 +151,16 @@ class ResponseAnswer(Answer):
                 self._event(f"response.{part['type']}.done", **place(0), **fields),
                 self._event("response.content_part.done", **place(0), part=part),
             ]
-        else:
+        elif "arguments" in item:
             fields = {"name": item["name"], "arguments": item["arguments"]}
             events = [self._event("response.function_call_arguments.done", **place(), **fields)]
+        else:  # the text of a custom tool, which is known only when its arguments are complete
+            text = item["input"] = input_of(self._arguments)
+            more = {"delta": text, **self._explained()}
+            events = [
+                self._event("response.custom_tool_call_input.delta", **place(), **more),
+                self._event("response.custom_tool_call_input.done", **place(), input=text),
+            ]
         item["status"], self._open = status, None
         if item["type"] != "reasoning":  # its tokens have none, so they are those of the text that follows
             self._logprobs = []

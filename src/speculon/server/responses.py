@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from speculon.core.errors import InvalidParameter
 from speculon.core.media.parts import TEXT_PARTS, PartType, read_content
@@ -20,23 +20,36 @@ from speculon.server.schemas import (
     MAX_PARTS,
     MAX_TOOLS,
     MAX_TOP_LOGPROBS,
+    AllowedResponseTools,
+    AllowedTools,
     Arguments,
     Body,
     ChatRequest,
     Common,
     Count,
     Extensible,
-    Function,
+    FewTools,
     FunctionCall,
+    HostedTool,
     JsonSchema,
     Message,
     MessagePart,
     MessageToolCall,
     NamedFunction,
+    NamedResponseTool,
     NamedTool,
-    OfFunction,
     ResponseFormat,
+    ResponseTool,
+    ResponseToolChoice,
     Tool,
+)
+from speculon.server.tools import (
+    OfferedTool,
+    arguments_of,
+    hosted_tools,
+    log_left_out,
+    offered_name,
+    offered_tools,
 )
 
 NOT_STORED = "responses are not stored on this server: send the whole conversation as input"
@@ -44,7 +57,12 @@ LOGPROBS = "message.output_text.logprobs"
 # fields that a chat has under the same name
 SAME = (*Common.model_fields, "parallel_tool_calls", "chat_template_kwargs", "store")
 ECHOED = ("instructions", "metadata", "text", "tool_choice", "tools", "user")  # by `ResponseAnswer`
-TEXT = (*TEXT_PARTS, "reasoning_text", "refusal")
+TEXT = (*TEXT_PARTS, "reasoning_text", "summary_text", "refusal")
+# items of calls that a client runs -> the field with what is called; the items of results have the same name
+# and _output
+CALLS = {"function_call": "arguments", "custom_tool_call": "input", "local_shell_call": "action"}
+RESULTS = [f"{call}_output" for call in CALLS]
+LOCAL_SHELL = "local_shell"  # how a model sees the name of such a call
 # a chat's fields -> those of a response; longer names first
 NAMES = {
     "response_format.json_schema": "text.format.schema",
@@ -56,7 +74,7 @@ NAMES = {
 
 
 class Part(Extensible):
-    type: PartType | Literal["reasoning_text", "refusal"]
+    type: PartType | Literal["reasoning_text", "summary_text", "refusal"]
     text: str | None = None
     refusal: str | None = None
     image_url: str | None = None
@@ -67,24 +85,42 @@ Parts = str | Annotated[list[Part], FIRST, Field(max_length=MAX_PARTS)]
 
 
 class Item(Extensible):
-    """A message, the thinking before it, a call of a function, or what the function returned."""
+    """A message, the thinking before it, a call of a tool, or what the tool returned."""
 
-    type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
+    type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Parts | None = None
+    summary: Annotated[list[Part], FIRST, Field(max_length=MAX_PARTS)] | None = None
+    id: str | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: Arguments = "{}"
+    input: str | None = None
+    action: dict[str, Any] | None = None
     output: Parts | None = None
 
 
-# `type` is the first field of both: of several faults the first is named
-class FunctionTool(Function, OfFunction):
-    pass
+class OtherItem(Extensible):
+    """An item of a tool that a server runs, or that only its server can read. It is left out."""
+
+    type: str
 
 
-class NamedFunctionTool(NamedFunction, OfFunction):
-    pass
+def item_class(value: Any) -> str:
+    """A message has a role, whatever its type is called."""
+    kind, role = (
+        (value.get("type", "message"), value.get("role"))
+        if isinstance(value, dict)
+        else (getattr(value, "type", None), getattr(value, "role", None))
+    )
+    known = kind in ("message", "reasoning", *CALLS, *RESULTS) or role is not None
+    return "Item" if known else "OtherItem"
+
+
+AnyItem = Annotated[
+    Annotated[Item, Tag("Item")] | Annotated[OtherItem, Tag("OtherItem")], Discriminator(item_class)
+]
 
 
 class TextFormat(Body):
@@ -104,17 +140,27 @@ class ResponseStreamOptions(Body):
     include_obfuscation: bool = False  # ignored
 
 
-Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+# but for the first, of what this server does not have
+Include = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 
 
 class ResponseRequest(Common):
-    input: str | Annotated[list[Item], FIRST, Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: str | Annotated[list[AnyItem], FIRST, Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = Field(None, description="a system message before the input")
     max_output_tokens: Count | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), AS_WHOLE] | None = None
     include: Annotated[list[Include], FIRST] | None = Field(None, max_length=8)
-    tools: Annotated[list[FunctionTool], FIRST] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    tools: Annotated[list[ResponseTool], FIRST] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     stream_options: ResponseStreamOptions | None = None
@@ -126,6 +172,7 @@ class ResponseRequest(Common):
     truncation: Literal["disabled"] | None = None
     # without an effect on the text
     metadata: dict[str, str] | None = Field(None, max_length=16)
+    client_metadata: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     max_tool_calls: Count | None = None
     service_tier: str | None = None
@@ -163,7 +210,7 @@ def name_in(body: ResponseRequest, name: str) -> str:
     messages, number, *rest = f"{name}..".split(".")
     if messages != "messages" or not number:
         return NAMES.get(name, name)
-    fields = [field for field, _ in read_messages(body)]
+    fields = [field for field, _ in read_messages(body, offered_tools(body.tools or ()))]
     return ".".join([fields[int(number)], *filter(None, rest)])
 
 
@@ -179,53 +226,67 @@ def check_echo(body: ResponseRequest) -> None:
 def as_chat(body: ResponseRequest) -> ChatRequest:
     """The same request as a chat. Its parts were checked with the body, so they are not checked again."""
     with_logprobs = body.top_logprobs is not None or LOGPROBS in (body.include or ())
-    functions = [Function(**tool.model_dump(exclude={"type"})) for tool in body.tools or ()]
-    tools = [Tool(type="function", function=function) for function in functions] or None
-    choice: Any = body.tool_choice
-    if isinstance(choice, NamedFunctionTool):
-        choice = NamedTool(type="function", function=NamedFunction(name=choice.name))
+    log_left_out("items", (item.type for item in body.input if isinstance(item, OtherItem)))
+    offered = offered_tools(body.tools or ())
+    tools: list[Any] = [Tool(type="function", function=tool.function) for tool in offered]
+    tools += hosted_tools(body.tools or ())
     return ChatRequest.model_construct(
         **{name: getattr(body, name) for name in SAME},
-        messages=[message for _, message in read_messages(body)],
+        messages=[message for _, message in read_messages(body, offered)],
         max_completion_tokens=body.max_output_tokens,
         logprobs=with_logprobs,
         top_logprobs=body.top_logprobs,
-        tools=tools,
-        tool_choice=choice,
+        tools=tools or None,
+        tool_choice=read_choice(body.tool_choice, offered),
         response_format=read_format(body.text.format) if body.text and body.text.format else None,
     )
 
 
-def read_messages(body: ResponseRequest) -> list[tuple[str, Message]]:
+def read_choice(choice: Any, offered: list[OfferedTool]) -> Any:
+    """A choice of tools in the form of a chat."""
+
+    def named(tool: Any) -> Any:
+        if isinstance(tool, HostedTool):
+            return tool
+        function = NamedFunction(name=offered_name(offered, tool.name, tool.namespace))
+        return NamedTool(type="function", function=function)
+
+    if isinstance(choice, AllowedResponseTools):
+        few = FewTools(mode=choice.mode, tools=[named(tool) for tool in choice.tools])
+        return AllowedTools(type="allowed_tools", allowed_tools=few)
+    return named(choice) if isinstance(choice, NamedResponseTool) else choice
+
+
+def read_messages(body: ResponseRequest, offered: list[OfferedTool]) -> list[tuple[str, Message]]:
     """The messages of a response, each with the field that begins it."""
     messages = [Message(role="system", content=body.instructions)] if body.instructions else []
     fields = ["instructions"] * len(messages)
     if isinstance(body.input, str):
         messages.append(Message(role="user", content=body.input))
         fields.append("input")
-    for i, item in enumerate(body.input if isinstance(body.input, list) else ()):
-        add_item(messages, item, f"input.{i}")
-        fields += [f"input.{i}"] * (len(messages) - len(fields))
+    items = body.input if isinstance(body.input, list) else []
+    for i, item in enumerate(items):
+        if isinstance(item, Item):
+            add_item(messages, item, f"input.{i}", offered)
+            fields += [f"input.{i}"] * (len(messages) - len(fields))
     return list(zip(fields, messages, strict=True))
 
 
-def add_item(messages: list[Message], item: Item, name: str) -> None:
+def add_item(messages: list[Message], item: Item, name: str, offered: list[OfferedTool]) -> None:
     """Adds an item to a conversation. A call belongs to an assistant's message right before it, and a
     thinking to what comes right after it.
     """
     if item.type == "reasoning":
-        if text := plain_text(item.content or ""):
+        if text := plain_text(item.content or item.summary or ""):
             messages.append(Message(role="assistant", reasoning_content=text))
-    elif item.type == "function_call":
+    elif item.type in CALLS:
         if not messages or messages[-1].role != "assistant":
             messages.append(Message(role="assistant"))
-        last = messages[-1]
-        messages[-1] = last.model_copy(
-            update={"tool_calls": [*(last.tool_calls or ()), read_call(item, name)]}
-        )
-    elif item.type == "function_call_output":
+        last, call = messages[-1], read_call(item, name, offered)
+        messages[-1] = last.model_copy(update={"tool_calls": [*(last.tool_calls or ()), call]})
+    elif item.type in RESULTS:
         content = content_of(needed(item, "output", name), f"{name}.output")
-        messages.append(Message(role="tool", tool_call_id=needed(item, "call_id", name), content=content))
+        messages.append(Message(role="tool", tool_call_id=call_id_of(item, name), content=content))
     else:
         role, content = needed(item, "role", name), needed(item, "content", name)
         content = content_of(content, f"{name}.content")
@@ -240,9 +301,24 @@ def is_thinking(message: Message) -> bool:
     return message.content is None and not message.tool_calls and bool(message.model_extra)
 
 
-def read_call(item: Item, name: str) -> MessageToolCall:
-    function = FunctionCall(name=needed(item, "name", name), arguments=item.arguments)
-    return MessageToolCall(id=needed(item, "call_id", name), function=function)
+def read_call(item: Item, name: str, offered: list[OfferedTool]) -> MessageToolCall:
+    """A call as that of a function, under the name that the model was offered."""
+    called = needed(item, CALLS[item.type], name)
+    if item.type == "local_shell_call":
+        function, arguments = LOCAL_SHELL, json.dumps(called, ensure_ascii=False)
+    else:
+        function = offered_name(offered, needed(item, "name", name), item.namespace)
+        arguments = arguments_of(called) if item.type == "custom_tool_call" else called
+    return MessageToolCall(
+        id=call_id_of(item, name), function=FunctionCall(name=function, arguments=arguments)
+    )
+
+
+def call_id_of(item: Item, name: str) -> str:
+    """The id that a call and its result share; a local shell may use that of the item."""
+    if item.type.startswith("local_shell") and item.call_id is None:
+        return str(needed(item, "id", name))
+    return str(needed(item, "call_id", name))
 
 
 def needed(item: Item, field: str, name: str) -> Any:

@@ -12,7 +12,16 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from speculon.core.config import MAX_BIASES, MAX_DRAFTS, MAX_LOGPROBS, MAX_SAMPLES, Acceptance
@@ -441,12 +450,116 @@ class Tool(OfFunction):
     cache_control: CacheControl = None
 
 
+class HostedTool(Extensible):
+    """A tool that a server would run, such as a web search. Tools of this kind are left out."""
+
+    type: str
+
+
 class NamedFunction(Body):
     name: str
 
 
 class NamedTool(OfFunction):
     function: NamedFunction
+
+
+def by_type(classes: dict[str, str]) -> Discriminator:
+    """Tells the classes of a union by `type`; others are hosted tools."""
+
+    def name(value: Any) -> str:
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        return classes.get(kind, "HostedTool") if isinstance(kind, str) else "HostedTool"
+
+    return Discriminator(name)
+
+
+Hosted = Annotated[HostedTool, Tag("HostedTool")]
+ChatTool = Annotated[Annotated[Tool, Tag("Tool")] | Hosted, by_type({"function": "Tool"})]
+NamedOrHosted = Annotated[Annotated[NamedTool, Tag("NamedTool")] | Hosted, by_type({"function": "NamedTool"})]
+
+
+class FewTools(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedOrHosted], FIRST] = Field(max_length=MAX_TOOLS)
+
+
+class AllowedTools(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: FewTools
+
+
+ChatToolChoice = Annotated[
+    Annotated[NamedTool, Tag("NamedTool")] | Annotated[AllowedTools, Tag("AllowedTools")] | Hosted,
+    by_type({"function": "NamedTool", "allowed_tools": "AllowedTools"}),
+]
+
+
+# of responses: `type` is the first field, so that of several faults the first is named
+
+
+class FunctionTool(Function, OfFunction):
+    # of a search for tools, and of programs that call them: all tools are offered at once
+    defer_loading: bool | None = Field(None, exclude=True)
+    allowed_callers: Any = Field(None, exclude=True)
+    output_schema: Any = Field(None, exclude=True)
+
+
+class CustomTool(Body):
+    """A tool that takes a text, as a grammar describes it."""
+
+    type: Literal["custom"]
+    name: ToolName
+    description: str | None = None
+    format: dict[str, Any] | None = None
+    defer_loading: bool | None = Field(None, exclude=True)
+    allowed_callers: Any = Field(None, exclude=True)
+
+
+OwnTool = Annotated[FunctionTool, Tag("FunctionTool")] | Annotated[CustomTool, Tag("CustomTool")]
+OWN_TOOLS = {"function": "FunctionTool", "custom": "CustomTool"}
+OwnOrHosted = Annotated[OwnTool | Hosted, by_type(OWN_TOOLS)]
+
+
+class NamespaceTool(Body):
+    """Tools of a client under a common name."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: Annotated[list[OwnOrHosted], FIRST] = Field(max_length=MAX_TOOLS)
+
+
+ResponseTool = Annotated[
+    OwnTool | Annotated[NamespaceTool, Tag("NamespaceTool")] | Hosted,
+    by_type({**OWN_TOOLS, "namespace": "NamespaceTool"}),
+]
+
+
+class NamedResponseTool(Body):
+    type: Literal["function", "custom"]
+    name: str
+    namespace: str | None = None
+
+
+NamedInResponse = Annotated[
+    Annotated[NamedResponseTool, Tag("NamedResponseTool")] | Hosted,
+    by_type(dict.fromkeys(OWN_TOOLS, "NamedResponseTool")),
+]
+
+
+class AllowedResponseTools(Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedInResponse], FIRST] = Field(max_length=MAX_TOOLS)
+
+
+ResponseToolChoice = Annotated[
+    Annotated[NamedResponseTool, Tag("NamedResponseTool")]
+    | Annotated[AllowedResponseTools, Tag("AllowedResponseTools")]
+    | Hosted,
+    by_type({**dict.fromkeys(OWN_TOOLS, "NamedResponseTool"), "allowed_tools": "AllowedResponseTools"}),
+]
 
 
 class ChatRequest(Sampling):
@@ -464,8 +577,8 @@ class ChatRequest(Sampling):
     )
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), AS_WHOLE] | None = None
-    tools: Annotated[list[Tool], FIRST] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: Annotated[list[ChatTool], FIRST] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: Legacy = Field(None, description="not supported: use `tools`")
     function_call: Legacy = Field(None, description="not supported: use `tool_choice`")

@@ -133,7 +133,7 @@ def sources_of(model: PreTrainedModel, header: GgufHeader, tied: set[str]) -> di
     return sources
 
 
-def place_of(name: str, tensors: dict[str, Stored]) -> tuple[Stored | None, tuple[str, ...]]:
+def place_of(name: str, tensors: Mapping[str, Stored]) -> tuple[Stored | None, tuple[str, ...]]:
     """How a parameter is stored, and the names of its tensors; None where that is not known."""
     suffix = SUFFIX.search(name)
     layer = LAYER.search(name)
