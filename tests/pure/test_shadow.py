@@ -148,10 +148,8 @@ class Tale:
         policy.forget(seq)
         assert not policy.shadow._texts
         done = seq.stats.speculation()
-        if done is None:
-            return 0, 0, 0
         assert (done.rounds, done.drafted, done.acceptance_rate) == (0, 0, 0.0)
-        seen = done.shadow["any"]
+        seen = done.shadow.get("any", {"rounds": 0, "drafted": 0, "accepted": 0})
         return seen["rounds"], seen["drafted"], seen["accepted"]
 
 

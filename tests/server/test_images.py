@@ -301,7 +301,7 @@ def test_text_that_hides_behind_an_image_is_found_out(
         (b'["data:image/a;base64,A","data:;base64,A"]', 3),
         (b'["data:application/octet-stream;base64,AA\\r\\nA"]', 2),
         (b'["data: of a text that is no image"]', 36),
-        (b'["data:image/png","x;base64,AAAA"]', 33),
+        (b'["data:image/png","x;base64,AAAA"]', 34),
         (b"", 0),
     ],
 )

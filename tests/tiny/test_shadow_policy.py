@@ -30,13 +30,9 @@ def difference(seen: dict[Key, Result], done: dict[Key, Result], method: str) ->
     wrong = []
     for key, result in done.items():
         stats, account = result.stats, seen[key].stats.speculation()
-        recorded = (
-            account.shadow[method]
-            if account
-            else {"rounds": 0, "drafted": 0, "accepted": 0, "per_position": []}
-        )
-        real = stats.speculation()
-        expected = (stats.rounds, stats.drafted_at.total(), stats.accepted, real.per_position if real else [])
+        none = {"rounds": 0, "drafted": 0, "accepted": 0, "per_position": []}
+        recorded, real = account.shadow.get(method, none), stats.speculation()
+        expected = (real.rounds, real.drafted, real.accepted, real.per_position)
         if (
             recorded["rounds"],
             recorded["drafted"],
