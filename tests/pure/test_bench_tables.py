@@ -14,6 +14,7 @@ from speculon.measure.bench.report import (
     by_cell,
     difference,
     profile_markdown,
+    prompts_of,
     speed_table,
     verdict,
 )
@@ -157,3 +158,20 @@ def test_colours_are_readable_on_dark_and_on_light() -> None:
     assert colours([*map(speed_table, worst_cells()), against_table(wide_against())]) <= READABLE
     planted = terminal("title", [Column("a", str)], [1], lambda row: "yellow")
     assert 33 in colours([planted]) - READABLE
+
+
+@pytest.mark.parametrize(
+    ("prompts", "workloads", "known", "shown"),
+    [
+        (32, ["data:qa"], {"data:qa": 2}, "2 prompts"),
+        (32, ["data:qa@0.8"], {"data:qa": 1}, "1 prompt"),
+        (8, ["data:qa", "data:math", "code"], {"data:qa": 2, "data:math": 99}, "2 to 8 prompts"),
+        (32, ["code"], None, "32 prompts"),
+    ],
+)
+def test_a_page_says_how_many_prompts_there_were(
+    prompts: int, workloads: list[str], known: dict[str, int] | None, shown: str
+) -> None:
+    """Not how many were asked for."""
+    plan = {"prompts": prompts, "workloads": workloads, "data": known and {"prompts": known}}
+    assert prompts_of(plan) == shown

@@ -25,9 +25,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "r": 3,
         "lora_alpha": 5,
         "use_rslora": True,
-        "target_modules": ["q_proj", "v_proj", "down_proj"],
-        "rank_pattern": {"q_proj": 5},
-        "alpha_pattern": {r"layers\.1\.self_attn\.v_proj": 3},
+        "target_modules": ["q_proj", "v_proj", "down_proj", "c_attn", "c_proj"],
+        "rank_pattern": {"q_proj": 5, "c_attn": 5},
+        "alpha_pattern": {r"layers\.1\.self_attn\.v_proj": 3, r"h\.1\.mlp\.c_proj": 3},
     },
 }
 
@@ -51,7 +51,7 @@ def generated(model: Any, prompt: list[int]) -> list[int]:
     return list(map(int, out[0, len(prompt) :]))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
 def test_texts_are_those_of_peft(name: str, tmp_path: Path) -> None:
     stock = tiny_model(name)
     models: dict[str, Any] = {"": stock}

@@ -80,7 +80,7 @@ class RequestOutput:
         return self.outputs[0].reasons
 
     @property
-    def speculation(self) -> SpeculationStats | None:
+    def speculation(self) -> SpeculationStats:
         return self.outputs[0].speculation
 
     def to_dict(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from speculon.core.errors import ConfigError
 from speculon.core.types import NO_PADDING, LayerSpec, Needs, StateSpec
@@ -262,10 +263,11 @@ def stock_forward(
 
 
 def linear_shapes(model: nn.Module) -> Shapes:
-    """The linear layers of a stock model by name: outputs, inputs."""
+    """The linear layers of a stock model by name: outputs, inputs. GPT-2's have transposed weights."""
     linear = nn.Linear | QuantizedLinear
-    found = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, linear))
-    return {name: (layer.out_features, layer.in_features) for name, layer in found}
+    found = dict(model.named_modules())
+    shapes = {n: (each.out_features, each.in_features) for n, each in found.items() if isinstance(each, linear)}
+    return shapes | {n: (each.nf, each.nx) for n, each in found.items() if isinstance(each, Conv1D)}
 
 
 def decoder_layer_class(model: PreTrainedModel) -> type[nn.Module] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -254,8 +254,16 @@ def heading(report: Report) -> str:
     return (
         f"`{report.command}` at {report.commit or 'an installed package'}, {report.date[:10]}: "
         f"{model_line(report)}, torch {report.versions['torch']}; medians of {plan['repeats']} alternated "
-        f"repeats of {plan['prompts']} prompts, up to {plan['max_tokens']} tokens each"
+        f"repeats of {prompts_of(plan)}, up to {plan['max_tokens']} tokens each"
     )
+
+
+def prompts_of(plan: Mapping[str, Any]) -> str:
+    """How many prompts each workload has: those of a file may be fewer than were asked for."""
+    most, known = plan["prompts"], (plan.get("data") or {}).get("prompts", {})
+    counts = sorted({min(most, known.get(name.partition("@")[0], most)) for name in plan["workloads"]})
+    shown = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
+    return f"{shown} prompt{'s' * (counts != [1])}"
 
 
 def model_line(report: Report) -> str:
