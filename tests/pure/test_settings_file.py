@@ -66,7 +66,7 @@ def refusal(text: str, **keywords: Any) -> str:
         ),
         pytest.param(
             "\n[speculation]\nprompt_lookup_min = 4\nprompt_lookup_max = 3\n",
-            "speculon.toml, line 2: speculation.SpeculationConfig = ",
+            "speculon.toml, line 3: speculation.prompt_lookup_min = 4: must be at most prompt_lookup_max, 3",
             id="two values that contradict",
         ),
         pytest.param("a = 1\nb = = 2\n", "speculon.toml, line 2: Invalid value", id="no TOML"),

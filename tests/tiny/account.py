@@ -21,20 +21,20 @@ def check_account(result: Result) -> None:
     assert stats.drafted_from.total() == stats.drafted_at.total()
     assert stats.rounds + stats.reasons.total() <= stats.target_calls
     assert stats.rounds <= stats.draft_calls == stats.proposed.total()
-    assert (done is None) == (stats.rounds == 0 and not stats.watched)
     assert (
         stats.stood_at.total() <= stats.watched_at.total()
         and stats.watched.total() <= stats.watched_at.total()
     )
+    assert done.rounds == stats.rounds and done.drafted == done.accepted + done.rejected
+    assert sum(source["drafted"] for source in done.by_source.values()) == done.drafted
+    assert len(done.per_position) == len(stats.drafted_at) and all(
+        0 <= share <= 1 for share in done.per_position
+    )
     if stats.rounds:
-        assert done
-        assert done.drafted == done.accepted + done.rejected
         assert done.tokens_per_target_call == (done.emitted + done.stop_tokens) / done.target_calls
         assert done.acceptance_rate == done.accepted / done.drafted
-        assert sum(source["drafted"] for source in done.by_source.values()) == done.drafted
-        assert len(done.per_position) == len(stats.drafted_at) and all(
-            0 <= share <= 1 for share in done.per_position
-        )
+    else:
+        assert done.drafted == done.acceptance_rate == 0
 
 
 def unknown_to(engine: Engine) -> bool:
