@@ -102,7 +102,7 @@ $(CLIENTS)/.ready: $(STAMP) $(wildcard tests/clients/*.txt)
 	  { echo "make clients: pip cannot install tests/clients/requirements.txt; is its index reachable?" >&2; exit 1; }
 	@touch $@
 
-# Clients that need torch, which they take from the server's environment: they share one for the rest.
+# Clients that need torch, or openai as the server's environment has it: they share one for the rest.
 $(CLIENTS)-torch/.ready: $(STAMP) $(wildcard tests/clients/*/*.txt)
 	$(PYTHON) -m venv $(@D)
 	@$(call SHARE,$(@D))
@@ -114,8 +114,8 @@ clients: export OMP_NUM_THREADS := 1
 clients: export SERVER_PYTHON := $(abspath $(BIN))/python
 clients: $(VENV)/.demo $(CLIENTS)/.ready $(CLIENTS)-torch/.ready ## foreign clients (litellm, langchain, ...) against a real server
 	$(CLIENTS)/bin/$(PYTEST) -c tests/clients/pytest.ini tests/clients \
-	  --ignore tests/clients/harness --ignore tests/clients/load
-	$(CLIENTS)-torch/bin/$(PYTEST) -c tests/clients/pytest.ini tests/clients/harness tests/clients/load
+	  --ignore tests/clients/harness --ignore tests/clients/load --ignore tests/clients/agents
+	$(CLIENTS)-torch/bin/$(PYTEST) -c tests/clients/pytest.ini tests/clients/harness tests/clients/load tests/clients/agents
 
 $(CLUSTER)/.ready: $(STAMP)
 	$(PYTHON) -m venv $(CLUSTER)

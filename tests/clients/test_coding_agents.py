@@ -1,6 +1,7 @@
 """The first three turns of Codex and of opencode, with a published model.
 
-The requests are written by hand, in the shapes that these programs send; only the length of answers is bounded.
+The requests are written by hand, in the shapes that these programs send. Only the length of answers is
+bounded.
 """
 
 from __future__ import annotations
@@ -164,7 +165,11 @@ def test_three_turns_of_codex(smollm2_url: str) -> None:
             "arguments": '{"command":"x"}',
             "call_id": "call_4",
         },
-        {"type": "function_call_output", "call_id": "call_4", "output": [{"type": "input_text", "text": "-"}]},
+        {
+            "type": "function_call_output",
+            "call_id": "call_4",
+            "output": [{"type": "input_text", "text": "Nothing found."}],
+        },
         {"type": "compaction", "encrypted_content": "gAAA"},
         message("user", "Go on."),
     ]

@@ -265,9 +265,13 @@ def stock_forward(
 def linear_shapes(model: nn.Module) -> Shapes:
     """The linear layers of a stock model by name: outputs, inputs. GPT-2's have transposed weights."""
     linear = nn.Linear | QuantizedLinear
-    found = dict(model.named_modules())
-    shapes = {n: (each.out_features, each.in_features) for n, each in found.items() if isinstance(each, linear)}
-    return shapes | {n: (each.nf, each.nx) for n, each in found.items() if isinstance(each, Conv1D)}
+    shapes = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, linear):
+            shapes[name] = layer.out_features, layer.in_features
+        elif isinstance(layer, Conv1D):
+            shapes[name] = layer.nf, layer.nx
+    return shapes
 
 
 def decoder_layer_class(model: PreTrainedModel) -> type[nn.Module] | None:

@@ -22,7 +22,7 @@ from agents import (
     set_tracing_disabled,
 )
 
-from .conftest import ROOT, by_server, served
+from ..conftest import ROOT, by_server, served
 
 set_tracing_disabled(True)  # traces go to another host
 MODELS = {"chats": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel}
@@ -78,7 +78,8 @@ def png() -> str:
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
-    header, rows = struct.pack(">IIBBBBB", 8, 8, 8, 2, 0, 0, 0), zlib.compress((b"\0" + b"\xc8\x1e\x28" * 8) * 8)
+    header = struct.pack(">IIBBBBB", 8, 8, 8, 2, 0, 0, 0)
+    rows = zlib.compress((b"\0" + b"\xc8\x1e\x28" * 8) * 8)
     file = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
     return "data:application/octet-stream;base64," + base64.b64encode(file).decode().rstrip("=")
 
@@ -87,8 +88,9 @@ def png() -> str:
 def seeing_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of a small model with an image processor."""
     folder = tmp_path_factory.mktemp("models") / "seeing"
-    write = "from tests.tiny.processors import write_seeing; write_seeing"
-    by_server(f"import sys, pathlib; sys.path.insert(0, {str(ROOT)!r}); {write}(pathlib.Path({str(folder)!r}), 'llava')")
+    code = f"import sys; from pathlib import Path; sys.path.insert(0, {str(ROOT)!r}); "
+    code += "from tests.tiny.processors import write_seeing; "
+    by_server(code + f"write_seeing(Path({str(folder)!r}), 'llava')")
     with served(str(folder), tmp_path_factory.mktemp("server"), "--no-warmup") as url:
         yield url
 
