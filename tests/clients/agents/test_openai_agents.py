@@ -8,7 +8,7 @@ import struct
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import openai
 import pytest
@@ -21,17 +21,20 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
+from pydantic import Field
 
 from ..conftest import ROOT, by_server, served
 
 set_tracing_disabled(True)  # traces go to another host
 MODELS = {"chats": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel}
-SHORT: Any = {"temperature": 0, "max_tokens": 40}
+# it takes an answer that is cut for a fault, so answers end at a line or a sentence
+SHORT: Any = {"temperature": 0, "max_tokens": 80, "extra_body": {"stop": ["\n", "."]}}
+Digits = Annotated[int, Field(ge=0, le=99)]
 added: list[tuple[int, int]] = []
 
 
 @function_tool
-def add(a: int, b: int) -> str:
+def add(a: Digits, b: Digits) -> str:
     """Adds two numbers."""
     added.append((a, b))
     return str(a + b)
