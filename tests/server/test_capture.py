@@ -251,7 +251,7 @@ def check_unfinished(folder: Path) -> None:
         with inside.client.stream("POST", "/v1/completions", json=body) as gone:
             assert any('finish_reason":"stop' in line for line in gone.iter_lines())
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(connections, "FIRST_PROBE", 0.02)  # the client is missed before its answer is complete
+            patch.setattr(connections, "FIRST_PROBE", 0.02)  # missed before the answer is complete
             with pytest.raises(httpx.TimeoutException):
                 inside.client.post("/v1/completions", json={**body, "stream": False}, timeout=0.1)
             inside.eventually(lambda: not inside.engine.has_work)
