@@ -21,7 +21,7 @@ from tests.differential.compare import Outcome, explained, run
 from tests.differential.factors import COUNT, DRAFTERS, FACTORS, LOOKUPS, cases, valid_pairs
 
 SEED = int(os.environ.get("DIFFERENTIAL_SEED", "0"))
-FEW = 40  # cases of `make test`; the others are for the soak
+FEW = 28  # cases of `make test`; the others are for the soak
 
 
 @cache
