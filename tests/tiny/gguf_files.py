@@ -116,7 +116,8 @@ def write_gguf(
         del writer.kv_data[0][key]
     for name, tensor in converted(model, permute):
         if not leave_out or leave_out not in name:
-            stored = gguf.GGMLQuantizationType[quantise if tensor.dim() > 1 else "F32"]
+            in_blocks = tensor.dim() > 1 and tensor.shape[-1] % 32 == 0
+            stored = gguf.GGMLQuantizationType[quantise if in_blocks else "F32"]
             data = gguf.quantize(tensor.float().contiguous().numpy(), stored)
             writer.add_tensor(gguf_name(config, name), data, raw_dtype=stored)
     for name, tensor in (tensors or {}).items():
@@ -169,14 +170,19 @@ def add_config(writer: Any, config: PreTrainedConfig) -> None:
     writer.add_feed_forward_length(get("n_inner") or get("intermediate_size"))
     writer.add_head_count(config.num_attention_heads)
     writer.add_vocab_size(config.vocab_size)
-    if eps := get("rms_norm_eps"):
+    if eps := get("rms_norm_eps") or get("norm_eps"):
         writer.add_layer_norm_rms_eps(eps)
     if eps := get("layer_norm_epsilon") or get("norm_epsilon"):
         writer.add_layer_norm_eps(eps)
     if of == "gpt2":
         return
-    writer.add_head_count_kv(config.num_key_value_heads)
-    if of != "phi3":
+    if of == "lfm2":
+        types = config.layer_types
+        writer.add_head_count_kv([config.num_key_value_heads * (one == "full_attention") for one in types])
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
+    if of not in ("phi3", "lfm2"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     if window := get("sliding_window"):

@@ -59,6 +59,11 @@ class Case:
 
 
 SIX_WINDOWS = {"num_hidden_layers": 6, "sliding_window": 8}
+CONVOLUTIONS = {
+    "layer_types": ["conv", "full_attention", "conv"],
+    "num_hidden_layers": 3,
+    "block_auto_adjust_ff_dim": False,
+}
 CASES = {
     "llama": Case("llama", other={"rms_norm_eps": 1e-2}),
     "llama, heads wider than the hidden states": Case("llama", {"head_dim": 16}),
@@ -236,6 +241,14 @@ CASES = {
     "starcoder2, epsilon": Case("starcoder2", {"norm_epsilon": 1e-2}, {"norm_epsilon": 1e-5}),
     "gpt2": Case("gpt2", {"layer_norm_epsilon": 1e-2}, {"layer_norm_epsilon": 1e-5}),
     "gpt2, head of its own": Case("gpt2", {"tie_word_embeddings": False}),
+    "lfm2": Case("lfm2", CONVOLUTIONS, {"norm_eps": 1e-2}),
+    "lfm2, biases": Case("lfm2", CONVOLUTIONS | {"conv_bias": True}),
+    "lfm2, base": Case(
+        "lfm2",
+        CONVOLUTIONS | {"rope_parameters": positions(base=1e6)},
+        {"rope_parameters": positions(base=1e4)},
+    ),
+    "lfm2, longer convolutions": Case("lfm2", CONVOLUTIONS | {"conv_L_cache": 5}),
 }
 
 
@@ -367,6 +380,7 @@ REFUSED = {
     "phi3.rope.scaling.type": "yarn",
     "starcoder2.rope.dimension_count": 4,
     "gpt2.rope.freq_base": 10000.0,
+    "lfm2.attention.head_count_kv": [0, 2, 4],
 }
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from speculon.loading.gguf.header import FACTORS, LONG_FACTORS, SHORT_FACTORS, GgufHeader
-from speculon.loading.gguf.metadata import Metadata, refusal
+from speculon.loading.gguf.metadata import Metadata, refusal, shorten
 from speculon.loading.gguf.rotary import BASE, llama3, longrope, rotary
 
 SOFTMAX = 1  # gating of experts; 0 stands for the architecture's own
@@ -66,9 +66,8 @@ def common(values: Metadata) -> dict[str, Any]:
     }
 
 
-def decoder(values: Metadata, model_type: str, *, norm: str = "rms_norm_eps") -> dict[str, Any]:
-    """Also what all classes with rotary positions have; `norm` is the name of the epsilon."""
-    epsilon = "layer_norm_rms_epsilon" if norm == "rms_norm_eps" else "layer_norm_epsilon"
+def decoder(values: Metadata, model_type: str, kv_heads: int | None = None) -> dict[str, Any]:
+    """Also what all classes with rotary positions have; `kv_heads` where they differ between layers."""
     heads = values.whole("attention.head_count")
     return common(values) | {
         "model_type": model_type,
@@ -77,14 +76,29 @@ def decoder(values: Metadata, model_type: str, *, norm: str = "rms_norm_eps") ->
         "max_position_embeddings": values.whole("context_length"),
         "num_hidden_layers": values.num_layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": values.whole("attention.head_count_kv", heads),
-        norm: values.real(f"attention.{epsilon}"),
+        "num_key_value_heads": kv_heads or values.whole("attention.head_count_kv", heads),
     }
+
+
+def rms_norm(values: Metadata, name: str = "rms_norm_eps") -> dict[str, Any]:
+    return {name: values.real("attention.layer_norm_rms_epsilon")}
+
+
+def layer_norm(values: Metadata, name: str) -> dict[str, Any]:
+    return {name: values.real("attention.layer_norm_epsilon")}
 
 
 def even_width(values: Metadata) -> int:
     """The width of a head where all heads together have that of the hidden states."""
     return values.whole("embedding_length") // values.whole("attention.head_count")
+
+
+def only_even_width(values: Metadata) -> int:
+    """The same, of a class that has no other."""
+    width = even_width(values)
+    values.only("attention.key_length", width)
+    values.only("attention.value_length", width)
+    return width
 
 
 def head_dim(values: Metadata) -> int:
@@ -116,12 +130,12 @@ def llama(values: Metadata) -> dict[str, Any]:
     else:
         model_type = "llama"
         own |= {"attention_bias": has_bias(values, "attn_q"), "mlp_bias": has_bias(values, "ffn_up")}
-    return decoder(values, model_type) | own
+    return decoder(values, model_type) | rms_norm(values) | own
 
 
 def qwen2(values: Metadata) -> dict[str, Any]:
     own = {"head_dim": head_dim(values), "rope_parameters": rotary(values, "linear", "yarn")}
-    return decoder(values, "qwen2") | own
+    return decoder(values, "qwen2") | rms_norm(values) | own
 
 
 def qwen3(values: Metadata) -> dict[str, Any]:
@@ -161,13 +175,13 @@ def experts(values: Metadata, normalized: bool) -> bool:
 
 def gemma(values: Metadata) -> dict[str, Any]:
     own = {"head_dim": head_dim(values), "rope_parameters": rotary(values, "linear", "yarn")}
-    return decoder(values, "gemma") | own
+    return decoder(values, "gemma") | rms_norm(values) | own
 
 
 def gemma2(values: Metadata) -> dict[str, Any]:
     parameters = rotary(values, "linear", "yarn")
     values.only("rope.freq_base_swa", parameters["rope_theta"])
-    return decoder(values, "gemma2") | {
+    return decoder(values, "gemma2") | rms_norm(values) | {
         "head_dim": head_dim(values),
         "rope_parameters": parameters,
         "query_pre_attn_scalar": attention_scalar(values, of_27b=46),
@@ -183,7 +197,7 @@ def gemma3(values: Metadata) -> dict[str, Any]:
     window = values.whole("attention.sliding_window", 0, zero=True) or None
     local = {"rope_type": "default", "rope_theta": values.real("rope.freq_base_swa", BASE)}
     types = layer_types(values, 6)
-    return decoder(values, "gemma3_text") | {
+    return decoder(values, "gemma3_text") | rms_norm(values) | {
         "head_dim": head_dim(values),
         "rope_parameters": {FULL: rotary(values, "linear"), SLIDING: local},
         "query_pre_attn_scalar": attention_scalar(values, of_27b=62),
@@ -206,12 +220,9 @@ def layer_types(values: Metadata, period: int) -> list[str]:
 
 
 def phi3(values: Metadata) -> dict[str, Any]:
-    width = even_width(values)
-    values.only("attention.key_length", width)
-    values.only("attention.value_length", width)
-    parameters = longrope(values, width)
+    parameters = longrope(values, only_even_width(values))
     original = parameters.get("original_max_position_embeddings", values.whole("context_length"))
-    return decoder(values, "phi3") | {
+    return decoder(values, "phi3") | rms_norm(values) | {
         "rope_parameters": parameters,
         "original_max_position_embeddings": original,  # its class takes this one
         "sliding_window": values.whole("attention.sliding_window", 0, zero=True) or None,
@@ -219,7 +230,7 @@ def phi3(values: Metadata) -> dict[str, Any]:
 
 
 def starcoder2(values: Metadata) -> dict[str, Any]:
-    return decoder(values, "starcoder2", norm="norm_epsilon") | {
+    return decoder(values, "starcoder2") | layer_norm(values, "norm_epsilon") | {
         "head_dim": head_dim(values),
         "rope_parameters": rotary(values, "linear", "yarn"),
         "sliding_window": values.whole("attention.sliding_window", 0, zero=True) or None,
@@ -228,10 +239,9 @@ def starcoder2(values: Metadata) -> dict[str, Any]:
 
 
 def gpt2(values: Metadata) -> dict[str, Any]:
-    heads, width = values.whole("attention.head_count"), even_width(values)
+    heads = values.whole("attention.head_count")
     values.only("attention.head_count_kv", heads)
-    values.only("attention.key_length", width)
-    values.only("attention.value_length", width)
+    only_even_width(values)
     return common(values) | {
         "model_type": "gpt2",
         "n_embd": values.whole("embedding_length"),
@@ -239,7 +249,22 @@ def gpt2(values: Metadata) -> dict[str, Any]:
         "n_positions": values.whole("context_length"),
         "n_layer": values.num_layers,
         "n_head": heads,
-        "layer_norm_epsilon": values.real("attention.layer_norm_epsilon"),
+    } | layer_norm(values, "layer_norm_epsilon")
+
+
+def lfm2(values: Metadata) -> dict[str, Any]:
+    """Layers without keys and values are short convolutions."""
+    values.only("rope.dimension_count", only_even_width(values))
+    counts = values.counts("attention.head_count_kv")
+    if len(kv_heads := set(counts) - {0}) != 1:
+        said = f"its metadata says lfm2.attention.head_count_kv = {shorten(counts)}"
+        raise refusal(values.header, f"{said}, where only one count besides 0 is supported")
+    return decoder(values, "lfm2", kv_heads.pop()) | rms_norm(values, "norm_eps") | {
+        "rope_parameters": rotary(values, "linear", "yarn"),
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": [FULL if count else "conv" for count in counts],
+        "conv_L_cache": values.whole("shortconv.l_cache"),
+        "conv_bias": has_bias(values, "shortconv.in_proj"),
     }
 
 
@@ -300,6 +325,20 @@ GPT2 = {
         for name, stored in GPT2_MATRICES.items()
     },
 }
+LFM2_LAYERS = {
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.w3": "ffn_up",
+}
 
 ARCHITECTURES = {
     "llama": Architecture(llama, LLAMA, (FACTORS,)),
@@ -317,4 +356,7 @@ ARCHITECTURES = {
         starcoder2, QWEN2 | table({"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"})
     ),
     "gpt2": Architecture(gpt2, GPT2),
+    "lfm2": Architecture(
+        lfm2, WHOLE | {"model.embedding_norm": Stored(("token_embd_norm",))} | table(LFM2_LAYERS)
+    ),
 }

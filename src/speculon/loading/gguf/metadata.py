@@ -51,6 +51,13 @@ class Metadata:
     def text(self, name: str, default: Any = REQUIRED) -> str:
         return self._checked(name, self._value(name, default), "a text")
 
+    def counts(self, name: str) -> list[int]:
+        """A count of each layer, which may be zero."""
+        value = self._value(name, REQUIRED)
+        if not isinstance(value, list) or len(value) != self.num_layers:
+            return [self.whole(name)] * self.num_layers
+        return [self._positive(name, self._checked(name, one, "a whole number"), True) for one in value]
+
     def layers(self, name: str, default: int, number: int) -> list[bool]:
         """Which of so many layers: a list says it, or the period of which the last layer is none."""
         value = self._value(name, default)
