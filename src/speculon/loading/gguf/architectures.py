@@ -106,6 +106,8 @@ def head_dim(values: Metadata) -> int:
     width = values.whole("attention.key_length", even_width(values))
     values.only("attention.value_length", width)
     values.only("rope.dimension_count", width)
+    if width % 2:
+        raise refusal(values.header, f"its heads have {width} dimensions, which do not rotate in pairs")
     return width
 
 
