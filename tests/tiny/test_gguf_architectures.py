@@ -422,6 +422,13 @@ def test_a_missing_value_is_named(tmp_path: Path) -> None:
         load_target(path)
 
 
+def test_heads_of_an_odd_width_are_refused(tmp_path: Path) -> None:
+    odd = {f"qwen3.attention.{name}_length": 7 for name in ("key", "value")}
+    _, path = written(FIRST["qwen3"], tmp_path, more=odd)
+    with pytest.raises(UnsupportedModel, match="its heads have 7 dimensions, which do not rotate in pairs"):
+        load_target(path)
+
+
 def test_factors_of_another_number_are_refused(tmp_path: Path) -> None:
     _, path = written(FIRST["llama"], tmp_path, tensors={"rope_freqs.weight": torch.ones(3) * 2})
     with pytest.raises(CorruptWeights, match="3 factors for 8 rotary dimensions"):
