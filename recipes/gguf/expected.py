@@ -2,12 +2,12 @@
 
     pip install llama-cpp-python==0.3.36 gguf tokenizers numpy
     python -m recipes.gguf.expected tokens
-    python -m recipes.gguf.expected files FILE.gguf OUT.json
+    python -m recipes.gguf.expected files FILE.gguf
     python -m recipes.gguf.expected logprobs FILE.gguf OUT.json
 
 `tokens` trains two small vocabularies on the texts of `texts.py`, asks llama.cpp for the ids of each text
-under every pre-tokenizer, and writes tests/formats/gguf_tokens.json. `files` writes the ids of all files of
-text of this repository. `logprobs` writes log-probabilities of 200 tokens, computed in three ways: from
+under every pre-tokenizer, and writes tests/formats/gguf_tokens.json. `files` compares the ids of all files
+of text of this repository. `logprobs` writes log-probabilities of 200 tokens, computed in three ways: from
 weights as they lie in the file (`plain`), from those that llama.cpp packs anew for its faster kernels
 (`packed`, its parameter `use_extra_bufts`), and from the same weights as numbers of 32 bits (`fp32`).
 """
@@ -40,6 +40,7 @@ from recipes.gguf.vocabularies import (
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from speculon.loading.gguf.pretokenizers import PRE_TOKENIZERS
+from speculon.loading.reading import load_tokenizer
 
 MERGES, PIECES, CHARACTERS, TOKENS = 2600, 2400, 260, 201
 WORDS = (r"\S+", r"\s+\S+", r"\s+", r"\w+", r"\W\w+")
@@ -58,7 +59,9 @@ def main() -> None:
     settings = parser.parse_args()
     llama_cpp.llama_backend_init()
     llama_cpp.llama_log_set(SILENT, ctypes.c_void_p())
-    found = {"tokens": tokens, "files": files, "logprobs": logprobs}[settings.what](settings.model)
+    if settings.what == "files":
+        return files(settings.model)
+    found = logprobs(settings.model) if settings.what == "logprobs" else tokens()
     settings.out.write_text(json.dumps(found, ensure_ascii=False, separators=(",", ":")) + "\n")
 
 
@@ -90,7 +93,7 @@ def encode(model: Any, text: str, special: bool = False) -> list[int]:
     return room[:count]
 
 
-def tokens(_: Path | None) -> dict[str, Any]:
+def tokens() -> dict[str, Any]:
     pairs, pieces = trained_bytes(), trained_pieces()
     variants: dict[str, list[list[int]]] = {}
     with TemporaryDirectory() as folder:
@@ -156,9 +159,15 @@ def ordinary() -> list[str]:
     return [*between, *(word for text in between for form in WORDS for word in re.findall(form, text))]
 
 
-def files(model: Path) -> dict[str, list[int]]:
+def files(model: Path) -> None:
+    """Prints in how many files of text of this repository other ids are found here."""
+    tokenizer, count, differ = load_tokenizer(model), 0, []
     with loaded(model, vocab_only=True) as opened:
-        return {name: encode(opened, text) for name, text in texts_of_repository()}
+        for name, text in texts_of_repository():
+            count += 1
+            if encode(opened, text) != tokenizer.encode(text, add_special_tokens=False):
+                differ.append(name)
+    print(f"{count} files, {len(differ)} differ", *differ)
 
 
 def texts_of_repository() -> Iterator[tuple[str, str]]:

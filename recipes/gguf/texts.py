@@ -11,14 +11,11 @@ TEXTS = [
     ),
     "for (int i = 0; i < n; ++i) {\n\tsum += a[i] * 2;\n\t\tif (!done) { continue; }\n}\n",
     "[\n    1,\n    22,\n        333\n]\n",
-    "{\"name\": \"x\", \"values\": [1, 2.5, -3e10, null, true], \"nested\": {\"a\": {}}}",
+    '{"name": "x", "values": [1, 2.5, -3e10, null, true], "nested": {"a": {}}}',
     "SELECT id, name FROM users WHERE age >= 21 AND name LIKE 'A%' ORDER BY 2 DESC;",
-    (
-        "fn main() -> Result<(), Box<dyn Error>> {\n    let v: Vec<u8> = vec![0; 10];\r\n    Ok(())\r\n}"
-        "\r\n"
-    ),
+    ("fn main() -> Result<(), Box<dyn Error>> {\n    let v: Vec<u8> = vec![0; 10];\r\n    Ok(())\r\n}\r\n"),
     "#include <stdio.h>\r\nint main(void){return 0;}\r\n\r\n/* end */",
-    "<html><body class=\"a b\">\n  <p>Text &amp; more</p>\n</body></html>",
+    '<html><body class="a b">\n  <p>Text &amp; more</p>\n</body></html>',
     "let f = async () => { const {a, ...rest} = await g(`x${1 + 1}`); };",
     "snake_case_name camelCaseName PascalCaseName SCREAMING_CASE HTTPServer2Go iOS17 aB Ab AB",
     "$PATH=/usr/bin:~/bin; echo \"$HOME\" | grep -E '^a+$' > out.txt 2>&1",
@@ -32,10 +29,7 @@ TEXTS = [
         "       \n                                 end     "
     ),
     "one\r\ntwo\rthree\n\rfour\r\n\r\nfive\n\n\n\n\nsix \n \n  \nseven",
-    (
-        "I'm you're he's we've I'll she'd don't I'M YOU'RE HE'S WE'VE I'LL SHE'D DON'T 'S 'tis 'Re o'cloc"
-        "k x'Y"
-    ),
+    ("I'm you're he's we've I'll she'd don't I'M YOU'RE HE'S WE'VE I'LL SHE'D DON'T 'S 'tis 'Re o'clock x'Y"),
     "It’s “quoted” ‘so’ — dash–dash… «guillemets» 'a' \"b\" (c) [d] {e} <f>",
     (
         "wait... what?! no!!! ~~~ *** --- === ??? ;;; ::: ,,, ``` ''' \"\"\" /// \\\\\\ @@@ ### $$$ %%% ^"
@@ -64,16 +58,13 @@ TEXTS = [
         "<｜begin▁of▁sentence｜><｜User｜>What is 2+2?<｜Assistant｜>4<｜end▁of▁sentence｜> <s> "
         "x</s>y<unk>z <unused0>"
     ),
-    (
-        "a<tool_call>{\"name\": \"f\"}</tool_call>  b  <tool_call> \n<|endoftext|>\n\nc <|im_ end|> <|im_"
-        "end|"
-    ),
+    ('a<tool_call>{"name": "f"}</tool_call>  b  <tool_call> \n<|endoftext|>\n\nc <|im_ end|> <|im_end|'),
     "'sabah 'TIMBER 'reçel 'metin 'llama 'velvet 'don 'xyz Ankara'da İzmir'deki HE'Squad we'REad",
     " hey hello heyhello Qwerty ?!?! <0x41><0x0A> ▁▁x▁y [EMPTY_3] [PAD7]",
 ]
 
 # Ordinary text, whose tokens a language model expects.
-PROSE = '''\
+PROSE = """\
 The Thames is the longest river in England. It rises in Gloucestershire, flows through Oxford,
 Reading and Windsor, and reaches the North Sea below London. For centuries it was the main road of
 the country: coal, grain and timber came up with the tide, and in hard winters people held fairs on
@@ -98,4 +89,4 @@ print(primes(10))  # [2, 3, 5, 7, 11, 13, 17, 19, 23, 29]
 
 It tests each number against the primes that were found before it, and stops as soon as there are
 enough.
-'''
+"""

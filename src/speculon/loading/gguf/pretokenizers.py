@@ -4,7 +4,8 @@ A GGUF file names the rule alone. What each name stands for is llama.cpp's list 
 rules here yield its ids. Where its expressions know less than the model's own tokenizer did, for example
 which letters beyond ASCII are capitals, ids are still those of llama.cpp.
 
-The expressions are those of Oniguruma: `\x{4E00}` is a code point, `&&` an intersection of classes.
+The expressions are those of Oniguruma: `\x{4E00}` is a code point, `&&` an intersection of classes. It knows
+the characters of Unicode 16, where llama.cpp's tables end with 15.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ OLD_CASED = (
     r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{560}-\x{588}\x{10C7}-\x{10FF}\x{1C80}-\x{1C8F}\x{2D00}-\x{2D2F}"
     r"\x{A790}-\x{A7FF}\x{AB30}-\x{AB6F}\x{10570}-\x{105BF}\x{16E40}-\x{16E7F}\x{1D400}-\x{1DFFF}]]"
 )
-# The first digits of a number stay with what precedes them, so that groups of three end with its last one.
-THREE_FROM_THE_RIGHT = r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+# Groups of three digits that end with the last one of a number; the first group stays with what precedes it.
+# The rest of a text is matched, too: each of its characters would be tried in vain as a beginning.
+THREE_FROM_THE_RIGHT = r"(?>\P{N}*)\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))|\P{N}+\z"
 
 
 def cased(letters: str) -> str:
@@ -106,9 +108,7 @@ FAMILIES: dict[str, PreTokenizer] = {  # by the names that stand for one rule
     ),
     "ufakzeka": PreTokenizer((rf"{WORD}|{DIGIT}|{SIGNS}[\r\n]*|{LINES}",)),
     "laguna": PreTokenizer((LINE_OR_BREAKS, QWEN2)),
-    "seed-coder": PreTokenizer(
-        (rf"{CONTRACTION}|{WORD}|{DIGIT}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{LINES}",)
-    ),
+    "seed-coder": PreTokenizer((rf"{CONTRACTION}|{WORD}|{DIGIT}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{LINES}",)),
     "exaone-moe": PreTokenizer(
         (
             words(
@@ -147,9 +147,7 @@ FAMILIES: dict[str, PreTokenizer] = {  # by the names that stand for one rule
     ),
     "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", OLD_EAST, DIGIT)),
     "deepseek-v3 hunyuan-dense hy_v4 joyai-llm": PreTokenizer((UP_TO_THREE, HAN_OR_KANA, DEEPSEEK3)),
-    "spark2_5": PreTokenizer(
-        (UP_TO_THREE, HAN_OR_KANA, rf"{DEEPSEEK_WORDS}|[\r\n]|{SPACES}", DIGIT)
-    ),
+    "spark2_5": PreTokenizer((UP_TO_THREE, HAN_OR_KANA, rf"{DEEPSEEK_WORDS}|[\r\n]|{SPACES}", DIGIT)),
     "afmoe": PreTokenizer((THREE_FROM_THE_RIGHT, rf"[{EAST}]+", DEEPSEEK3)),
     "youtu": PreTokenizer(
         (
