@@ -1,8 +1,9 @@
 """Log-probabilities of GGUF files beside those of llama.cpp, which `recipes/gguf/expected.py` recorded.
 
-llama.cpp rounds activations to 8 bits where weights are quantised. By that alone its own log-probabilities of
-these 200 tokens are 0.054 nat (SmolLM2) and GEMMA nat (Gemma 3) from those of the same weights as numbers of
-32 bits, so these are the truth. Its kernels for packed weights differ from its plain ones by PACKED.
+llama.cpp rounds activations to 8 bits where weights are quantised. By that alone its log-probabilities of
+these 200 tokens are 0.054 nat (SmolLM2) and 0.073 nat (Gemma 3) from those that it computes of the same
+weights as numbers of 32 bits. Between its plain kernels and those for packed weights are 0.059 nat (Gemma 3); SmolLM2's
+weights, of Q4_1, it does not pack.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from recipes.gguf.texts import PROSE
 from recipes.quantized.quality import log_probabilities
 from torch import Tensor
 
@@ -20,8 +22,9 @@ from speculon.loading.load import load_target
 from speculon.loading.reading import load_tokenizer
 from speculon.target.target import Target
 
-ROUNDING = 1e-3  # nat, in fp32: 1e-5 (SmolLM2) was seen on an AMD EPYC
-NOISE = 1.5  # times llama.cpp's own distance from fp32: 0.58 was seen of SmolLM2
+# nat, in fp32: 1e-5 (SmolLM2) and 6e-4 (Gemma 3, whose GELU llama.cpp looks up in fp16) were seen
+ROUNDING = 2e-3
+NOISE = 1.5  # times the distance within llama.cpp: 1.13 (SmolLM2) and 1.28 (Gemma 3) were seen on an AMD EPYC
 FLOAT32 = struct.pack("<I", 6)  # the type of a number in a header
 
 
@@ -41,19 +44,23 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 
 def with_another_base(file: Path, made: Path) -> Path:
-    """The same file with 1.02 times its base of rotary positions."""
+    """The same file with a tenth of its base of rotary positions."""
     data = bytearray(file.read_bytes())
     at = data.index(b".rope.freq_base" + FLOAT32) + len(b".rope.freq_base" + FLOAT32)
     (base,) = struct.unpack_from("<f", data, at)
-    struct.pack_into("<f", data, at, 1.02 * base)
+    struct.pack_into("<f", data, at, base / 10)
     made.write_bytes(data)
     return made
 
 
-def test_ids_are_those_of_llama_cpp(name: str, files: dict[str, Path], facts: dict[str, Tensor]) -> None:
-    from recipes.gguf.texts import PROSE
+def within(facts: dict[str, Tensor]) -> float:
+    """The distance within llama.cpp: between its kernels, or else of the one from fp32."""
+    return distance(facts["plain"], facts["packed"]) or distance(facts["plain"], facts["fp32"])
 
-    assert load_tokenizer(files[name])(PROSE).input_ids[: len(facts["ids"])] == facts["ids"].tolist()
+
+def test_ids_are_those_of_llama_cpp(name: str, files: dict[str, Path], facts: dict[str, Tensor]) -> None:
+    ids = load_tokenizer(files[name])(PROSE).input_ids
+    assert ids[: len(facts["ids"])] == facts["ids"].tolist()
 
 
 def test_in_fp32_they_are_the_same(name: str, files: dict[str, Path], facts: dict[str, Tensor]) -> None:
@@ -61,14 +68,17 @@ def test_in_fp32_they_are_the_same(name: str, files: dict[str, Path], facts: dic
     assert distance(ours(target, facts["ids"]), facts["fp32"]) <= ROUNDING
 
 
-def test_packed_they_are_as_near(name: str, files: dict[str, Path], facts: dict[str, Tensor]) -> None:
-    found, noise = ours(load_target(files[name]), facts["ids"]), distance(facts["plain"], facts["fp32"])
-    assert distance(found, facts["fp32"]) <= NOISE * noise
-    assert distance(found, facts["plain"]) <= 2 * NOISE * noise
+def test_by_default_they_are_as_near(name: str, files: dict[str, Path], facts: dict[str, Tensor]) -> None:
+    found = ours(load_target(files[name]), facts["ids"])
+    assert distance(found, facts["plain"]) <= NOISE * within(facts)
+    assert distance(found, facts["fp32"]) < distance(facts["plain"], facts["fp32"])
 
 
+@pytest.mark.parametrize("precision", ["float32", "auto"])
 def test_another_base_of_rotary_positions_is_seen(
-    name: str, files: dict[str, Path], facts: dict[str, Tensor], tmp_path: Path
+    name: str, precision: str, files: dict[str, Path], facts: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    target = load_target(with_another_base(files[name], tmp_path / "wrong.gguf"), dtype="float32")
-    assert distance(ours(target, facts["ids"]), facts["fp32"]) > ROUNDING
+    target = load_target(with_another_base(files[name], tmp_path / "wrong.gguf"), dtype=precision)
+    found = ours(target, facts["ids"])
+    assert distance(found, facts["fp32"]) > 10 * ROUNDING
+    assert distance(found, facts["plain"]) > NOISE * within(facts)

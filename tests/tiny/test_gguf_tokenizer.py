@@ -28,6 +28,7 @@ from recipes.gguf.vocabularies import (
 
 from speculon.core.errors import CorruptWeights, ModelError, UnsupportedModel
 from speculon.loading.gguf.pretokenizers import FAMILIES, PRE_TOKENIZERS
+from speculon.loading.headers import lacks_chat_template
 from speculon.loading.reading import load_tokenizer
 
 LLAMA = {  # settings of files with a vocabulary of SentencePiece, and whether it has runs of white space
@@ -204,7 +205,22 @@ def test_a_saved_tokenizer_is_the_same(kind: str, path: Path) -> None:
 )
 def test_chat_templates_by_name(settings: dict[str, str], found: Any, path: Path) -> None:
     named = {f"chat_template{name}": text for name, text in settings.items()}
-    assert load_tokenizer(write(path, bytes_of_facts(), pre="qwen2", root=named)).chat_template == found
+    write(path, bytes_of_facts(), pre="qwen2", root=named)
+    assert load_tokenizer(path).chat_template == found
+    assert lacks_chat_template(path) == (found is None)
+
+
+def test_equal_scores_without_rivals(path: Path) -> None:
+    own = {
+        "<unk>": NORMAL,
+        "<s>": CONTROL,
+        "</s>": CONTROL,
+        **dict.fromkeys(["a", "b", "c", "ab", "abc"], NORMAL),
+    }
+    tokenizer = load_tokenizer(
+        write(path, Vocabulary("llama", own), scores=[0.0] * 8, add_space_prefix=False)
+    )
+    assert tokenizer.tokenize("abcab") == ["abc", "ab"]
 
 
 # refused
@@ -230,10 +246,12 @@ def refusals() -> Iterator[Any]:
     yield pytest.param(small, twice, CorruptWeights, "'a' has two ids, 3 and 6", id="twice")
     nameless = {"pre": "qwen2", "add_eos_token": True, "eos_token_id": None}
     yield pytest.param(small, nameless, UnsupportedModel, "eos_token_id names none", id="no end")
-    pieces = Vocabulary("llama", own)
-    yield pytest.param(pieces, {"scores": None}, UnsupportedModel, "no scores", id="no scores")
-    tied = Vocabulary("llama", {**own, "ba": NORMAL})
-    yield pytest.param(tied, {"scores": [0.0] * 7}, UnsupportedModel, "'ab' and 'ba'", id="equal scores")
+    rivals = Vocabulary("llama", {**own, "ba": NORMAL})
+    for scores in (None, [0.0] * 7):
+        words = "'ab' and 'ba' have one score"
+        yield pytest.param(rivals, {"scores": scores}, UnsupportedModel, words, id=f"scores {scores}")
+    pieces = Vocabulary("llama", {**own, "bc": NORMAL})
+    yield pytest.param(pieces, {}, UnsupportedModel, "'bc' is made of letters", id="letters")
 
 
 @pytest.mark.parametrize(("vocabulary", "settings", "error", "words"), [*refusals()])

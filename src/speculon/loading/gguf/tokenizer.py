@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -236,23 +236,47 @@ def sentence_piece(vocabulary: Vocabulary) -> tuple[Tokenizer, Defaults]:
 
 def merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """All pairs of tokens that make a token, the best one first."""
-    ids, scores = vocabulary.ids, vocabulary.setting("scores")
-    if not isinstance(scores, list) or len(scores) < len(ids):
-        raise vocabulary.unsupported("its vocabulary has no scores, which say what is merged first")
+    scores = vocabulary.setting("scores") or [0.0] * len(vocabulary.tokens)
+    if len(scores) < len(vocabulary.tokens):
+        raise vocabulary.corrupt(f"{len(vocabulary.tokens)} tokens, but only {len(scores)} scores")
     made: dict[str, list[tuple[str, str]]] = {}
     for i, token in enumerate(vocabulary.tokens):
-        if vocabulary.cut_out(i) and SPACE not in token:
-            continue  # no text between such tokens has it
-        cuts = ((token[:n], token[n:]) for n in range(1, len(token)))
-        if pairs := [pair for pair in cuts if pair[0] in ids and pair[1] in ids]:
-            made[token] = pairs
-    best = sorted(made, key=lambda token: -scores[ids[token]])
-    for token, other in pairwise(best):
-        if scores[ids[token]] == scores[ids[other]]:
-            raise vocabulary.unsupported(
-                f"its tokens {token!r} and {other!r} have one score, which does not say what is merged first"
-            )
+        # between the tokens that are cut out no text has one of them, unless as spaces
+        if not vocabulary.cut_out(i) or SPACE in token:
+            made[token] = pairs_of(vocabulary, token)
+    best = sorted(made, key=lambda token: -scores[vocabulary.ids[token]])
+    for _, equal in groupby(best, key=lambda token: scores[vocabulary.ids[token]]):
+        refuse_rivals(vocabulary, {token: made[token] for token in equal})
     return [pair for token in best for pair in made[token]]
+
+
+def pairs_of(vocabulary: Vocabulary, token: str) -> list[tuple[str, str]]:
+    """The pairs of tokens that make this one. llama.cpp merges letters, too, that are no tokens."""
+    ids, pairs = vocabulary.ids, []
+    for n in range(1, len(token)):
+        left, right = token[:n], token[n:]
+        if left in ids and right in ids:
+            pairs.append((left, right))
+        elif (left in ids or n == 1) and (right in ids or n == len(token) - 1):
+            raise vocabulary.unsupported(f"its token {token!r} is made of letters that are no tokens")
+    return pairs
+
+
+def refuse_rivals(vocabulary: Vocabulary, made: Mapping[str, list[tuple[str, str]]]) -> None:
+    """Raises `UnsupportedModel` where two tokens of one score want the same part: then llama.cpp merges
+    from the left, which a list of merges cannot say.
+    """
+    if len(made) == 1:
+        return
+    by_left: dict[str, set[str]] = {}
+    for token, pairs in made.items():
+        for left, _ in pairs:
+            by_left.setdefault(left, set()).add(token)
+    for token, pairs in made.items():
+        if rivals := {rival for _, right in pairs for rival in by_left.get(right, ())} - {token}:
+            raise vocabulary.unsupported(
+                f"its tokens {token!r} and {min(rivals)!r} have one score, so their order is not known"
+            )
 
 
 def chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
