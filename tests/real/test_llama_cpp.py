@@ -2,8 +2,8 @@
 
 llama.cpp rounds activations to 8 bits where weights are quantised. By that alone its log-probabilities of
 these 200 tokens are 0.054 nat (SmolLM2) and 0.073 nat (Gemma 3) from those that it computes of the same
-weights as numbers of 32 bits. Between its plain kernels and those for packed weights are 0.059 nat (Gemma 3); SmolLM2's
-weights, of Q4_1, it does not pack.
+weights as numbers of 32 bits. Between its plain kernels and those for packed weights are 0.059 nat (Gemma 3);
+it does not pack SmolLM2's weights, which are of Q4_1.
 """
 
 from __future__ import annotations
