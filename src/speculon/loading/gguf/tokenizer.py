@@ -174,7 +174,8 @@ def byte_level(vocabulary: Vocabulary) -> tuple[Tokenizer, Defaults]:
     splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in rule.splits]
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
-    tokenizer.decoder = decoders.Sequence([*literal_tokens(vocabulary), decoders.ByteLevel()])
+    literal, to_text = [*literal_tokens(vocabulary)], decoders.ByteLevel()
+    tokenizer.decoder = decoders.Sequence([*literal, to_text]) if literal else to_text
     return tokenizer, Defaults(rule.add_bos)
 
 
