@@ -22,8 +22,8 @@ REAL := $(VENV)/real
 # vLLM's, of gigabytes, where ours takes its versions of everything else.
 VLLM := $(VENV)/vllm
 SUITES := $(wildcard tests/pure tests/differential tests/server tests/tiny tests/stat)
-# Two processes of one thread, which take tests from each other at the end.
-IN_TWO := -n 2 --dist worksteal
+# Three processes of one thread for two cores: tests also wait for servers. At the end they take tests from each other.
+IN_THREE := -n 3 --dist worksteal
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The small models of tests and recipes, by their names.
@@ -73,8 +73,8 @@ test: export HF_HUB_OFFLINE := 1
 test: export OMP_NUM_THREADS := 1
 # Hundreds of small models multiply by any number of rows: oneDNN would forget a kernel before it is needed again.
 test: export ONEDNN_PRIMITIVE_CACHE_CAPACITY := 4096
-test: $(STAMP) ## all tests but the long ones, in two processes of one thread
-	$(BIN)/$(PYTEST) $(SUITES) -m "not soak and not gpu" $(IN_TWO) $(ARGS)
+test: $(STAMP) ## all tests but the long ones, in three processes of one thread
+	$(BIN)/$(PYTEST) $(SUITES) -m "not soak and not gpu" $(IN_THREE) $(ARGS)
 
 # Files that compare numbers: the chip decides in which order its kernels add.
 NUMBERS := $(patsubst %,tests/tiny/test_%.py,adapters architectures captured compare compiled fuse \
@@ -86,12 +86,12 @@ older-chip: export ATEN_CPU_CAPABILITY := avx2
 older-chip: export MKL_ENABLE_INSTRUCTIONS := AVX2
 older-chip: export ONEDNN_MAX_CPU_ISA := AVX2
 older-chip: $(STAMP) ## the tests that compare numbers, as a chip with nothing newer than AVX2 runs them
-	$(BIN)/$(PYTEST) $(NUMBERS) -m "not soak and not gpu" $(IN_TWO) $(ARGS)
+	$(BIN)/$(PYTEST) $(NUMBERS) -m "not soak and not gpu" $(IN_THREE) $(ARGS)
 
 long: export HF_HUB_OFFLINE := 1
 long: export OMP_NUM_THREADS := 1
 long: $(STAMP) ## tests of minutes: many requests, small pools, aborts, and many cases where `make test` runs some
-	$(BIN)/$(PYTEST) tests/soak $(SUITES) -m "soak and not gpu and not alone" $(IN_TWO) --timeout 1800 $(ARGS)
+	$(BIN)/$(PYTEST) tests/soak $(SUITES) -m "soak and not gpu and not alone" $(IN_THREE) --timeout 1800 $(ARGS)
 	$(BIN)/$(PYTEST) tests/soak -m alone --timeout 1800
 
 soak: real clients cluster-test long ## all of what takes minutes: published models, foreign clients, replicas, long tests
