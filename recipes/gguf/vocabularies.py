@@ -14,7 +14,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-RECORDED = Path("tests/formats/gguf_tokens.json")
+RECORDED = Path(__file__).parents[2] / "tests/formats/gguf_tokens.json"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "\u2581"
 ROLES = {"bos": "<s>", "eos": "</s>", "unknown": "<unk>"}

@@ -6,7 +6,8 @@ Each JSON file beside this module records one family of drafters: `tensors` and 
 published, `forms` with what each publisher writes differently, and the `sizes` that shapes and values are
 written in. A string that begins with "=" is a Python expression in these sizes. `{i}` in the name of a tensor
 takes the values that `each` has for it, and a shape may end with " when " and a condition. docs/drafters.md
-says what the formats mean. tables.json has what is read of changed checkpoints, and what is refused.
+says what the formats mean. tables.json has what is read of changed checkpoints, and what is refused;
+gguf_tokens.json has llama.cpp's ids of the texts in recipes/gguf.
 """
 
 from __future__ import annotations
