@@ -188,6 +188,13 @@ def test_a_client_that_closes_its_sending_half_gets_its_answer(
     assert status == 200
 
 
+def test_an_answer_of_a_second_comes_alone(inside: Inside) -> None:
+    """Clients that know no interim responses take them for the answer."""
+    began = time.monotonic()
+    reply = half_closed(inside.url, *request("x", 25)).receive_all(b"never")
+    assert reply.startswith(b"HTTP/1.1 200 ") and time.monotonic() - began > 0.9
+
+
 @pytest.mark.usefixtures("probes")
 def test_so_does_one_with_two_requests(inside: Inside) -> None:
     """The second waits in the connection while the first is streamed: no interim response comes between."""

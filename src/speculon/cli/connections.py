@@ -30,8 +30,9 @@ OWN_DESCRIPTORS = 64  # for pipes, files and sockets of the server itself
 MOST_DESCRIPTORS = 65_536
 SOCKET_BYTES = 1_000_000  # of one message; those of the dashboard have some hundred
 WARNING_SECONDS = 60.0  # between two warnings of a kind
-# guess: seconds from the end of what a client sends to the first look whether it still reads; then doubled
-FIRST_PROBE = 0.5
+# guess: seconds from the end of what a client sends to the first look whether it still reads, which is late,
+# because simple clients take an interim response for the answer; a quarter of it to the second; then doubled
+FIRST_PROBE = 2.0
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 log = logging.getLogger("speculon.server")
@@ -165,7 +166,7 @@ class LimitedProtocol(CountedProtocol):
         cycle = self.cycle
         if self._upgraded or cycle is None or cycle.response_complete or cycle.more_body:
             return False
-        self._await_answer(FIRST_PROBE)
+        self._await_answer(FIRST_PROBE, FIRST_PROBE / 4)
         return True
 
     def on_response_complete(self) -> None:
@@ -174,10 +175,10 @@ class LimitedProtocol(CountedProtocol):
         if self._probe is not None and self.cycle.response_complete:
             self.transport.close()
 
-    def _await_answer(self, seconds: float) -> None:
-        self._probe = asyncio.get_running_loop().call_later(seconds, self._look_for_client, seconds)
+    def _await_answer(self, seconds: float, then: float) -> None:
+        self._probe = asyncio.get_running_loop().call_later(seconds, self._look_for_client, then)
 
-    def _look_for_client(self, waited: float) -> None:
+    def _look_for_client(self, then: float) -> None:
         """Writes an interim response, which HTTP/1.1 allows before the answer. A closed connection answers
         with a reset, so the next write fails, and the request ends. The chunks of a stream do the same.
         """
@@ -188,7 +189,7 @@ class LimitedProtocol(CountedProtocol):
             if self.scope["http_version"] != "1.1":
                 return self.transport.close()
             self.transport.write(CONTINUE)
-        self._await_answer(2 * waited)
+        self._await_answer(then, 2 * then)
 
     def handle_websocket_upgrade(self) -> None:
         """The websocket's protocol enters the limits in the place of this one."""
