@@ -47,6 +47,16 @@ ENDLESS: dict[str, Any] = {
     "behind a list": {
         "anyOf": [{"type": "object", "properties": {"a": {"$ref": "#/anyOf/0"}}, "required": ["a"]}]
     },
+    "an escaped name": {
+        "$defs": {
+            "a b/c": {
+                "type": "object",
+                "properties": {"x": {"$ref": "#/$defs/a%20b~1c"}},
+                "required": ["x"],
+            }
+        },
+        "$ref": "#/$defs/a%20b~1c",
+    },
     "an optional way into it": {"type": "object", "properties": {"a": NODE}, "$defs": holding(NODE)["$defs"]},
     "a branch of it": {"anyOf": [NODE, {"type": "null"}], "$defs": holding(NODE)["$defs"]},
 }

@@ -146,7 +146,9 @@ class Grammars:
         start = compiled.deep_copy()
         opening = self.allowed([(Matcher(self, start, False), ())])[0]
         opening[[token for token in self.ends if token < self._vocab_size]] = False
-        if not opening.any():
+        # Of what must follow, too: a reference that is endless, and not found in the schema, forces more than
+        # llguidance can follow.
+        if not opening.any() or not start.consume_tokens(start.compute_ff_tokens()):
             raise InvalidParameter(f"structured.{name}", value, NOTHING_FITS)
         self.compiled[key] = compiled
         if len(self.compiled) > MAX_COMPILED:

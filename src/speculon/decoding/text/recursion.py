@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 BY_NAME = ("properties", "patternProperties")
 LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -115,7 +116,7 @@ def resolve(root: Any, reference: str) -> Any:
     """The part of a schema that a pointer into it names; True, which anything fits, where there is none."""
     if reference != "#" and not reference.startswith("#/"):
         return True
-    for key in reference.split("/")[1:]:
+    for key in unquote(reference).split("/")[1:]:
         key = key.replace("~1", "/").replace("~0", "~")
         if isinstance(root, Mapping) and key in root:
             root = root[key]
