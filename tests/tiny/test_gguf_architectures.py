@@ -415,6 +415,23 @@ def test_an_impossible_value_is_named(name: str, tmp_path: Path) -> None:
         load_target(path)
 
 
+@pytest.mark.parametrize("used", [None, 0, 5])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2moe", "qwen3moe"])
+def test_an_impossible_number_of_experts_is_named(name: str, used: int | None, tmp_path: Path) -> None:
+    """None at all would leave them all out of the sum."""
+    key = f"{'llama' if name == 'mixtral' else name}.expert_used_count"
+    changed: dict[str, Any] = {"without": (key,)} if used is None else {"more": {key: used}}
+    _, path = written(CASES[name], tmp_path, **changed)
+    with pytest.raises(CorruptWeights, match=key):
+        load_target(path)
+
+
+def test_what_the_class_of_a_config_refuses_is_told(tmp_path: Path) -> None:
+    _, path = written(FIRST["llama"], tmp_path, more={"llama.attention.head_count": 3})
+    with pytest.raises(UnsupportedModel, match="not a multiple of the number of attention heads"):
+        load_target(path)
+
+
 def test_a_missing_value_is_named(tmp_path: Path) -> None:
     key = "qwen3.attention.layer_norm_rms_epsilon"
     _, path = written(FIRST["qwen3"], tmp_path, without=(key,))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from speculon.core.errors import CorruptWeights
 from speculon.loading.gguf.header import FACTORS, LONG_FACTORS, SHORT_FACTORS, GgufHeader
 from speculon.loading.gguf.metadata import Metadata, refusal, shorten
 from speculon.loading.gguf.rotary import BASE, llama3, longrope, rotary
@@ -121,9 +122,9 @@ def llama(values: Metadata) -> dict[str, Any]:
     own: dict[str, Any] = {"head_dim": width}
     own["rope_parameters"] = llama3(values, rotary(values, "linear", "yarn"), width)
     window = values.whole("attention.sliding_window", 0, zero=True) or None
-    number, used = (values.whole(f"expert_{name}", 0, zero=True) for name in ("count", "used_count"))
+    number = values.whole("expert_count", 0, zero=True)
     if number:
-        model_type, normalized = "mixtral", experts(values, True)
+        model_type, normalized, used = "mixtral", experts(values, True), used_experts(values)
         if not normalized:
             raise refusal(values.header, "experts whose weights do not add up to 1 are not supported")
         own |= {"num_local_experts": number, "num_experts_per_tok": used, "sliding_window": window}
@@ -156,7 +157,7 @@ def qwen3moe(values: Metadata) -> dict[str, Any]:
 
 def sparse(values: Metadata, *, normalized: bool) -> dict[str, Any]:
     """The experts of Qwen's models, in all layers."""
-    used = values.whole("expert_used_count")
+    used = used_experts(values)
     even = values.whole("feed_forward_length") // used
     return {
         "num_experts": values.whole("expert_count"),
@@ -166,6 +167,15 @@ def sparse(values: Metadata, *, normalized: bool) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
+
+
+def used_experts(values: Metadata) -> int:
+    """How many experts each token has."""
+    number, used = values.whole("expert_count"), values.whole("expert_used_count")
+    if used > number:
+        what = f"{values.header.path}: it uses {used} experts of {number}"
+        raise CorruptWeights(f"{what} ({values.header.architecture}.expert_used_count)")
+    return used
 
 
 def experts(values: Metadata, normalized: bool) -> bool:

@@ -31,7 +31,7 @@ def read_config(path: Path) -> PreTrainedConfig:
     try:
         return CONFIG_MAPPING[model_type](**fields)
     except Exception as error:  # of its class, which checks some values
-        raise UnsupportedModel(f"{path}: {first_line(error)}") from error
+        raise UnsupportedModel(f"{path}: {first_line(error.__cause__ or error)}") from error
 
 
 def set_ends(path: Path, model: PreTrainedModel) -> None:
