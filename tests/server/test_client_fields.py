@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from speculon.core.config import SamplingParams
 from speculon.core.config.models import OTHERS, ModelSettings, Setting
@@ -15,7 +16,8 @@ from speculon.server.completions import read_chat, read_completion
 from speculon.server.model import ServedModel
 from speculon.server.pool.catalogue import Catalogue
 from speculon.server.pool.pooled import PooledModel
-from speculon.server.responses import ResponseRequest, read_response
+from speculon.server.request import thinks
+from speculon.server.responses import ResponseRequest, as_chat, read_response
 from speculon.server.schemas import ChatRequest, CompletionRequest
 from tests.server.inside import Inside, ScriptedLoader, served, serving
 from tests.server.scripted import Bytes
@@ -200,6 +202,7 @@ def check_chat(inside: Inside, body: dict[str, Any]) -> None:
         ("chat/completions", {"plugins": [{"id": "web"}]}),
         ("chat/completions", {"thinking": {"type": "enabled"}, "think": False}),
         ("chat/completions", {"reasoning": {"effort": "none"}, "enable_thinking": True}),
+        ("chat/completions", {"reasoning_effort": "none", "think": True}),
         ("chat/completions", {"continue_final_message": "more"}),
     ],
     ids=str,
@@ -231,6 +234,8 @@ def test_other_names_have_the_same_meaning() -> None:
         ({"reasoning": {"enabled": False}}, {"enable_thinking": False}),
         ({"reasoning": {"effort": "none"}}, {"enable_thinking": False}),
         ({"reasoning": {"effort": "high"}}, {}),
+        ({"reasoning_effort": "none"}, {"enable_thinking": False}),
+        ({"reasoning_effort": "low"}, {}),
         (
             {"think": True, "chat_template_kwargs": {"enable_thinking": False, "x": 1}},
             {"enable_thinking": False, "x": 1},
@@ -252,6 +257,19 @@ def test_thinking_is_a_variable_of_the_template(
     monkeypatch.setattr(Bytes, "apply_chat_template", apply)
     read_chat(ChatRequest.model_validate({"messages": USER, **fields}), MODEL)
     assert known == [variables]
+
+
+@pytest.mark.parametrize(("effort", "switched"), [("none", False), ("low", None), (None, None)])
+def test_responses_switch_the_thinking_off_by_its_effort(effort: str | None, switched: bool | None) -> None:
+    assert thinks(as_chat(ResponseRequest(input="x", reasoning={"effort": effort}))) is switched
+
+
+def test_a_chat_of_minus_one_tokens_has_no_limit_of_its_own() -> None:
+    assert sampled({"max_tokens": 7}, max_tokens=-1).max_tokens == 7
+    assert sampled({}, max_tokens=-1) == sampled({}) != sampled({}, max_tokens=1)
+    for field in ({"max_tokens": -2}, {"max_completion_tokens": -1}):
+        with pytest.raises(ValidationError, match="greater than or equal to 0"):
+            sampled({}, **field)
 
 
 @pytest.mark.parametrize("added", [True, False, None])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from openai import OpenAI
+from pydantic import ValidationError
 
 from speculon.core.errors import InvalidParameter, InvalidRequest
 from speculon.core.media.parts import IMAGE
@@ -211,6 +212,15 @@ def test_arguments_of_earlier_calls_are_an_object(template: str, sent: Any, read
     assert expected in responses_prompt(template, input=[Q, item, output], tools=flat)
 
 
+def test_a_call_of_a_custom_tool_has_its_text_as_the_input() -> None:
+    call = {"id": "1", "type": "custom", "custom": {"name": "f", "input": "é\n"}}
+    history = [Q, turn("assistant", None, tool_calls=[call]), result("r")]
+    assert 'f(input="é\\n";)' in prompt(ITERATING, history, tools=[TOOL])
+    for damaged in ({"type": "custom"}, {"type": "custom", "custom": {"name": "f", "input": 1}}):
+        with pytest.raises(ValidationError, match=r"tool_calls\.0"):
+            prompt(TURNS, [Q, turn("assistant", None, tool_calls=[damaged]), result("r")])
+
+
 def test_a_call_without_arguments_has_none() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f"}}
     assert "f()" in prompt(
@@ -276,8 +286,10 @@ def test_the_template_of_a_processor_may_be_named_too() -> None:
         turn("assistant", [{"type": "thinking", "thinking": "hm", "signature": "s"}, *PARTS[:0],
                            {"type": "text", "text": "No."}]),
         turn("assistant", [{"type": "redacted_thinking", "data": "s"}, {"type": "text", "text": "No."}]),
+        turn("assistant", [{"type": "thinking", "thinking": [], "closed": True},
+                           {"type": "text", "text": "No.", "annotations": []}]),
     ],
-    ids=["refusal", "a refused message", "thinking", "redacted"],
+    ids=["refusal", "a refused message", "thinking", "redacted", "closed"],
 )  # fmt: skip
 def test_an_answer_may_have_a_refusal_or_a_thinking(answer: dict[str, Any]) -> None:
     assert prompt(TURNS, [Q, answer, Q]) == "<user>q<end><assistant>No.<end><user>q<end><assistant>"

@@ -218,7 +218,7 @@ def thinks(body: Sampling) -> bool | None:
     enabled = None if reasoning is None else False if reasoning.effort == "none" else reasoning.enabled
     fields = {
         "enable_thinking": body.enable_thinking, "think": body.think, "thinking": thinking,
-        "reasoning": enabled,
+        "reasoning": enabled, "reasoning_effort": False if body.reasoning_effort == "none" else None,
     }  # fmt: skip
     given = [(name, value) for name, value in fields.items() if value is not None]
     for name, value in given[1:]:

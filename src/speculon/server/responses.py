@@ -42,10 +42,10 @@ from speculon.server.schemas import (
     ResponseTool,
     ResponseToolChoice,
     Tool,
+    custom_arguments,
 )
 from speculon.server.tools import (
     OfferedTool,
-    arguments_of,
     hosted_tools,
     log_left_out,
     offered_name,
@@ -234,6 +234,7 @@ def as_chat(body: ResponseRequest) -> ChatRequest:
         **{name: getattr(body, name) for name in SAME},
         messages=[message for _, message in read_messages(body, offered)],
         max_completion_tokens=body.max_output_tokens,
+        reasoning_effort=(body.reasoning or {}).get("effort"),
         logprobs=with_logprobs,
         top_logprobs=body.top_logprobs,
         tools=tools or None,
@@ -308,7 +309,7 @@ def read_call(item: Item, name: str, offered: list[OfferedTool]) -> MessageToolC
         function, arguments = LOCAL_SHELL, json.dumps(called, ensure_ascii=False)
     else:
         function = offered_name(offered, needed(item, "name", name), item.namespace)
-        arguments = arguments_of(called) if item.type == "custom_tool_call" else called
+        arguments = custom_arguments(called) if item.type == "custom_tool_call" else called
     return MessageToolCall(
         id=call_id_of(item, name), function=FunctionCall(name=function, arguments=arguments)
     )

@@ -34,6 +34,7 @@ MAX_TOOLS = 128  # as OpenAI
 MAX_DOCUMENTS = 1024  # of a chat
 MAX_TOP_LOGPROBS = 20  # as OpenAI, in a chat
 
+INPUT = "input"  # the argument of a function that stands for a custom tool
 LEVELS = ("low", "medium", "high")  # of thinking, as Ollama has them
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -41,6 +42,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 AS_WHOLE = BeforeValidator(
     lambda value: int(value) if isinstance(value, float) and value.is_integer() else value
 )
+AS_NO_LIMIT = BeforeValidator(lambda value: None if value == -1 else value)
 AS_SWITCH = BeforeValidator(lambda value: value in LEVELS or value)
 Whole = Annotated[int, AS_WHOLE]
 Count = Annotated[int, Field(ge=0, le=2**31), AS_WHOLE]
@@ -126,6 +128,11 @@ def as_arguments(value: Any) -> Any:
 Arguments = Annotated[str, BeforeValidator(as_arguments)]
 
 
+def custom_arguments(text: str) -> str:
+    """The arguments of the function that stands for a custom tool."""
+    return json.dumps({INPUT: text}, ensure_ascii=False)
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -181,6 +188,8 @@ class MessagePart(Body):
     reasoning: str | None = None
     signature: Any = Field(None, exclude=True)  # of a thinking, for the server that wrote it
     data: Any = Field(None, exclude=True)  # the same, of a redacted one
+    closed: bool | None = Field(None, exclude=True)  # the same, of Mistral's
+    annotations: Any = Field(None, exclude=True)  # sources of an answer
     file_id: Any = None
     input_audio: Any = None
     audio_url: Any = None
@@ -417,9 +426,21 @@ class FunctionCall(Extensible):
 
 
 class MessageToolCall(Extensible):
+    """One of a function. That of a custom tool is read as one of a function with the text as its `input`."""
+
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
+
+    @model_validator(mode="before")
+    @classmethod
+    def of_custom_tool(cls, value: Any) -> Any:
+        custom = value.get("custom") if isinstance(value, dict) and value.get("type") == "custom" else None
+        if not isinstance(custom, dict) or not isinstance(custom.get("input"), str):
+            return value
+        function = {"name": custom.get("name"), "arguments": custom_arguments(custom["input"])}
+        others = {key: part for key, part in value.items() if key not in ("type", "custom")}
+        return {**others, "function": function}
 
 
 class Message(Extensible):
@@ -567,6 +588,7 @@ class ChatRequest(Sampling):
 
     messages: Annotated[list[Message], FIRST] | None = Field(None, max_length=MAX_MESSAGES)
     prompt_token_ids: TokenIds | None = Field(None, description="in place of `messages`")
+    max_tokens: Annotated[Count | None, AS_NO_LIMIT] = Field(None, description="-1 is none")
     add_generation_prompt: bool | None = Field(None, description="whether the template opens an answer")
     continue_final_message: bool | Literal["content", "reasoning_content"] | None = Field(
         None, description="whether the answer goes on from the last message, or which field of it"

@@ -15,9 +15,8 @@ from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 from speculon.core.logs import name_for_log
-from speculon.server.schemas import CustomTool, Function, FunctionTool, HostedTool, NamespaceTool
+from speculon.server.schemas import INPUT, CustomTool, Function, FunctionTool, HostedTool, NamespaceTool
 
-INPUT = "input"  # the argument of a custom tool
 LONGEST_NAME = 64  # as OpenAI
 
 log = logging.getLogger("speculon.server")
@@ -83,11 +82,6 @@ def offered_name(offered: Seq[OfferedTool], name: str, namespace: str | None) ->
     """The name of a function as the model was offered it; a tool that is no longer there keeps its own."""
     names = (one.function.name for one in offered if (one.name, one.namespace) == (name, namespace))
     return next(names, name)
-
-
-def arguments_of(text: str) -> str:
-    """The arguments of the function that stands for a custom tool."""
-    return json.dumps({INPUT: text}, ensure_ascii=False)
 
 
 def input_of(arguments: str) -> str:
