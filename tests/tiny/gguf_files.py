@@ -32,6 +32,9 @@ ARCHITECTURES = {  # where they are not the names of transformers
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
+    "gpt_oss": "gpt-oss",
     "gemma3_text": "gemma3",
 }
 ROTATED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
@@ -83,6 +86,15 @@ def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
 def permuted(rows: torch.Tensor, heads: int) -> torch.Tensor:
     """Rows in the order of GGUF files, which rotate neighbours instead of halves."""
     return rows.reshape(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def tiled(values: torch.Tensor, dim: int, config: PreTrainedConfig, width: int) -> torch.Tensor:
+    """Value heads of Qwen 3.5 so that those of one key head are no longer neighbours; what is before them in
+    this dimension stays."""
+    keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    before, own = values.split([values.shape[dim] - heads * width, heads * width], dim)
+    own = own.unflatten(dim, (keys, heads // keys, width)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+    return torch.cat([before, own], dim)
 
 
 def write_gguf(
@@ -137,7 +149,7 @@ def gguf_name(config: PreTrainedConfig, name: str) -> str:
     of = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == own)
     found = gguf.get_tensor_name_map(of, config.num_hidden_layers).get_name(name, (".weight", ".bias"))
     assert found is not None, name
-    return found if found.endswith((".weight", ".bias")) else f"{found}.weight"
+    return found
 
 
 def converted(model: PreTrainedModel, permute: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
@@ -148,7 +160,14 @@ def converted(model: PreTrainedModel, permute: bool = True) -> Iterator[tuple[st
         part = name.split(".")[-2]
         if name == "lm_head.weight" and tied:
             continue
-        if name.endswith("experts.gate_up_proj"):
+        if of == "gpt-oss":
+            yield from of_gpt_oss(name, tensor)
+            continue
+        if of.startswith("qwen35"):
+            name, tensor = of_qwen35(config, name, tensor)
+        if part == "experts":
+            name += ".weight"
+        if name.endswith("experts.gate_up_proj.weight"):
             for half, own in zip(tensor.chunk(2, 1), ("gate_proj", "up_proj"), strict=True):
                 yield name.replace("gate_up_proj", own), half
             continue
@@ -161,18 +180,45 @@ def converted(model: PreTrainedModel, permute: bool = True) -> Iterator[tuple[st
         yield name, tensor.squeeze()
 
 
+def of_qwen35(config: PreTrainedConfig, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    width = config.linear_value_head_dim
+    if name.endswith(("in_proj_qkv.weight", "in_proj_z.weight", "conv1d.weight")):
+        tensor = tiled(tensor, 0, config, width)
+    elif name.endswith(("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias")):
+        tensor = tiled(tensor, 0, config, 1)
+    elif name.endswith("out_proj.weight"):
+        tensor = tiled(tensor, 1, config, width)
+    if name.endswith("A_log"):
+        tensor = -tensor.exp()
+    elif name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        tensor = tensor + 1
+    return name.replace(".dt_bias", ".dt_proj.bias"), tensor
+
+
+def of_gpt_oss(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    name = name.replace("proj_bias", "proj.bias")
+    if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        name, tensor = f"{name}.weight", tensor.transpose(1, 2)
+    if "gate_up_proj" in name:
+        yield name.replace("gate_up_proj", "gate_proj"), tensor[:, ::2]
+        yield name.replace("gate_up_proj", "up_proj"), tensor[:, 1::2]
+    else:
+        yield f"{name}.weight" if name.endswith("sinks") else name, tensor
+
+
 def add_config(writer: Any, config: PreTrainedConfig) -> None:
     """The keys that llama.cpp's converter writes, and where it leaves a window out, that as well."""
     of, get = config.model_type, config.to_dict().get
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(get("n_inner") or get("intermediate_size"))
+    if size := get("n_inner") or get("intermediate_size"):
+        writer.add_feed_forward_length(size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_vocab_size(config.vocab_size)
     if eps := get("rms_norm_eps") or get("norm_eps"):
         writer.add_layer_norm_rms_eps(eps)
-    if eps := get("layer_norm_epsilon") or get("norm_epsilon"):
+    if eps := get("layer_norm_epsilon") or get("norm_epsilon") or get("layer_norm_eps"):
         writer.add_layer_norm_eps(eps)
     if of == "gpt2":
         return
@@ -182,6 +228,23 @@ def add_config(writer: Any, config: PreTrainedConfig) -> None:
         writer.add_shortconv_l_cache(config.conv_L_cache)
     else:
         writer.add_head_count_kv(config.num_key_value_heads)
+    if of == "stablelm":
+        width = config.hidden_size // config.num_attention_heads
+        writer.add_rope_dimension_count(int(width * config.rope_parameters["partial_rotary_factor"]))
+        writer.add_parallel_residual(True)  # which the configs of its checkpoints do not say
+        return
+    if of.startswith("qwen3_5"):
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+        writer.add_full_attention_interval(4)
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+        share = config.rope_parameters["partial_rotary_factor"]
+        writer.add_rope_dimension_count(int(config.head_dim * share))
+    if of == "gpt_oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
     if of not in ("phi3", "lfm2"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)

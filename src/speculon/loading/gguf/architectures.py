@@ -10,13 +10,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from transformers import PreTrainedConfig
+
 from speculon.core.errors import CorruptWeights
-from speculon.loading.gguf.header import FACTORS, LONG_FACTORS, SHORT_FACTORS, GgufHeader
+from speculon.loading.gguf.header import FACTORS, LONG_FACTORS, PREDICTION_LAYERS, SHORT_FACTORS, GgufHeader
 from speculon.loading.gguf.metadata import Metadata, refusal, shorten
-from speculon.loading.gguf.rotary import BASE, llama3, longrope, rotary
+from speculon.loading.gguf.rotary import BASE, llama3, longrope, rotary, rotated_share
 
 SOFTMAX = 1  # gating of experts; 0 stands for the architecture's own
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, LINEAR, FULL = "sliding_attention", "linear_attention", "full_attention"
+
+Order = Callable[[PreTrainedConfig, int], np.ndarray | None]
+"""Of so many rows or columns: those of the file in the model's order, or None where both have the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +30,22 @@ class Stored:
     """How a file stores a parameter: under one name, or under several whose rows follow one another."""
 
     names: tuple[str, ...]
-    heads: str = ""  # the field with their number, where the two of a rotary pair are neighbouring rows
-    added: float = 0.0  # to each number
-    transposed: bool = False
+    rows: Order | None = None
+    columns: Order | None = None
+    inverse: Callable[[np.ndarray], np.ndarray] | None = None  # of what the converter did to each number
+    transposed: bool = False  # in the last two dimensions
+    alternating: bool = False  # the rows of the names
 
     @property
     def keeps_rows(self) -> bool:
         """Whether its rows are those of the model, in some order."""
-        return len(self.names) == 1 and not self.added and not self.transposed
+        return len(self.names) == 1 and not self.inverse and not self.transposed
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """`fields` are those of the config, with its `model_type`. `tensors` are by the names of parameters
-    without `.weight` or `.bias`, with `*` for the layer."""
+    without `.weight` or `.bias`, with `*` for the layer; a parameter that ends otherwise has whole names."""
 
     fields: Callable[[Metadata], dict[str, Any]]
     tensors: Mapping[str, Stored]
@@ -67,18 +75,22 @@ def common(values: Metadata) -> dict[str, Any]:
     }
 
 
-def decoder(values: Metadata, model_type: str, kv_heads: int | None = None) -> dict[str, Any]:
+def trunk(values: Metadata, model_type: str, kv_heads: int | None = None) -> dict[str, Any]:
     """Also what all classes with rotary positions have; `kv_heads` where they differ between layers."""
     heads = values.whole("attention.head_count")
     return common(values) | {
         "model_type": model_type,
         "hidden_size": values.whole("embedding_length"),
-        "intermediate_size": values.whole("feed_forward_length"),
         "max_position_embeddings": values.whole("context_length"),
         "num_hidden_layers": values.num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads or values.whole("attention.head_count_kv", heads),
     }
+
+
+def decoder(values: Metadata, model_type: str, kv_heads: int | None = None) -> dict[str, Any]:
+    """Also the width of dense layers."""
+    return trunk(values, model_type, kv_heads) | {"intermediate_size": values.whole("feed_forward_length")}
 
 
 def rms_norm(values: Metadata, name: str = "rms_norm_eps") -> dict[str, Any]:
@@ -123,10 +135,10 @@ def llama(values: Metadata) -> dict[str, Any]:
     own["rope_parameters"] = llama3(values, rotary(values, "linear", "yarn"), width)
     window = values.whole("attention.sliding_window", 0, zero=True) or None
     number = values.whole("expert_count", 0, zero=True)
+    values.ignore("expert_used_count")  # of no experts
     if number:
-        model_type, normalized, used = "mixtral", experts(values, True), used_experts(values)
-        if not normalized:
-            raise refusal(values.header, "experts whose weights do not add up to 1 are not supported")
+        model_type, used = "mixtral", used_experts(values)
+        only_normalized_experts(values)
         own |= {"num_local_experts": number, "num_experts_per_tok": used, "sliding_window": window}
     elif window:
         model_type, own["sliding_window"] = "mistral", window
@@ -183,6 +195,84 @@ def experts(values: Metadata, normalized: bool) -> bool:
     values.only("expert_gating_func", 0, SOFTMAX)
     values.only("expert_weights_scale", 0.0, 1.0)
     return values.flag("expert_weights_norm", normalized)
+
+
+def only_normalized_experts(values: Metadata) -> None:
+    if not experts(values, True):
+        raise refusal(values.header, "experts whose weights do not add up to 1 are not supported")
+
+
+def qwen35(values: Metadata) -> dict[str, Any]:
+    return delta_nets(values, "qwen3_5_text") | {"intermediate_size": values.whole("feed_forward_length")}
+
+
+def qwen35moe(values: Metadata) -> dict[str, Any]:
+    values.ignore("feed_forward_length")  # it has no dense layers
+    only_normalized_experts(values)
+    return delta_nets(values, "qwen3_5_moe_text") | {
+        "num_experts": values.whole("expert_count"),
+        "num_experts_per_tok": values.whole("expert_used_count"),
+        "moe_intermediate_size": values.whole("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": values.whole("expert_shared_feed_forward_length"),
+    }
+
+
+def delta_nets(values: Metadata, model_type: str) -> dict[str, Any]:
+    """Qwen 3.5: all layers but every fourth, or those that a list names, are gated delta nets. The last ones
+    may be of multi-token prediction, and are left out."""
+    num_layers = values.num_layers - values.whole(PREDICTION_LAYERS, 0, zero=True)
+    width = values.whole("attention.key_length", even_width(values))
+    values.only("attention.value_length", width)
+    values.ignore("rope.dimension_sections")  # of images; all positions of a text are the same
+    key_heads, value_heads = values.whole("ssm.group_count"), values.whole("ssm.time_step_rank")
+    values_width = values.whole("ssm.inner_size")
+    if value_heads % key_heads or values_width % value_heads:
+        heads = f"{value_heads} value heads of {values_width} dimensions in all, for {key_heads} key heads"
+        raise refusal(values.header, f"{heads} are not supported")
+    if num_layers < 1:
+        raise refusal(values.header, "all its layers are of multi-token prediction")
+    period = values.whole("full_attention_interval", 4)
+    linear = values.layers("attention.recurrent_layers", period, values.num_layers)
+    return trunk(values, model_type) | rms_norm(values) | {
+        "num_hidden_layers": num_layers,
+        "head_dim": width,
+        "rope_parameters": rotary(values, "linear", "yarn")
+        | {"partial_rotary_factor": rotated_share(values, width)},
+        "layer_types": [LINEAR if one else FULL for one in linear[:num_layers]],
+        "linear_conv_kernel_dim": values.whole("ssm.conv_kernel"),
+        "linear_key_head_dim": values.whole("ssm.state_size"),
+        "linear_value_head_dim": values_width // value_heads,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+    }
+
+
+def gpt_oss(values: Metadata) -> dict[str, Any]:
+    """Its YaRN does not round the range of its ramp, although llama.cpp does."""
+    parameters = rotary(values, "yarn")
+    values.only("rope.freq_base_swa", parameters["rope_theta"])
+    values.ignore("feed_forward_length")  # it has no dense layers
+    return trunk(values, "gpt_oss") | rms_norm(values) | {
+        "head_dim": head_dim(values),
+        "rope_parameters": parameters | {"truncate": False},
+        "sliding_window": values.whole("attention.sliding_window"),
+        "layer_types": layer_types(values, 2),
+        "intermediate_size": values.whole("expert_feed_forward_length"),
+        "num_local_experts": values.whole("expert_count"),
+        "num_experts_per_tok": values.whole("expert_used_count"),
+        "attention_bias": has_bias(values, "attn_q"),
+    }
+
+
+def stablelm(values: Metadata) -> dict[str, Any]:
+    """A layer without a second norm is parallel, whatever the key says: the converter has it wrong."""
+    values.ignore("use_parallel_residual")
+    share = rotated_share(values, only_even_width(values))
+    return decoder(values, "stablelm") | layer_norm(values, "layer_norm_eps") | {
+        "rope_parameters": rotary(values) | {"partial_rotary_factor": share},
+        "use_qkv_bias": has_bias(values, "attn_q"),
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in values.header.by_name,
+    }
 
 
 def gemma(values: Metadata) -> dict[str, Any]:
@@ -280,6 +370,38 @@ def lfm2(values: Metadata) -> dict[str, Any]:
     }
 
 
+# orders of rows and columns, and inverses
+
+
+def halves(heads: str) -> Order:
+    """In halves that rotate together, instead of neighbours; `heads` is the field with their number."""
+
+    def order(config: PreTrainedConfig, number: int) -> np.ndarray:
+        return np.arange(number).reshape(getattr(config, heads), -1, 2).swapaxes(1, 2).ravel()
+
+    return order
+
+
+def by_key_head(config: PreTrainedConfig, number: int) -> np.ndarray | None:
+    """Value heads of a delta net by their key heads; a file has the first of each key head, then the second.
+    Queries and keys before them stay."""
+    keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    if keys == heads:
+        return None
+    width = 1 if number == heads else config.linear_value_head_dim
+    rows = np.arange(number)
+    before, of_values = np.split(rows, [number - heads * width])
+    return np.concatenate([before, of_values.reshape(heads // keys, keys, width).swapaxes(0, 1).ravel()])
+
+
+def minus_one(stored: np.ndarray) -> np.ndarray:
+    return stored - np.float32(1)
+
+
+def log_of_negative(stored: np.ndarray) -> np.ndarray:
+    return np.log(-stored)
+
+
 # tensors
 
 
@@ -300,11 +422,12 @@ GEMMA_NORMS = {
 }
 WHOLE = {"model.embed_tokens": Stored(("token_embd",)), "lm_head": Stored(("output",))}
 NORM = {"model.norm": Stored(("output_norm",))}
-GEMMA_NORM = {"model.norm": Stored(("output_norm",), added=1.0)}
+GEMMA_NORM = {"model.norm": Stored(("output_norm",), inverse=minus_one)}
 
 QWEN2 = WHOLE | NORM | table(ATTENTION | FEED_FORWARD | NORMS)
-EXPERTS = table({"mlp.gate": "ffn_gate_inp", "mlp.experts.down_proj": "ffn_down_exps"}) | {
-    "model.layers.*.mlp.experts.gate_up_proj": Stored(("blk.*.ffn_gate_exps", "blk.*.ffn_up_exps"))
+GATE_UP = ("blk.*.ffn_gate_exps.weight", "blk.*.ffn_up_exps.weight")
+EXPERTS = table({"mlp.gate": "ffn_gate_inp", "mlp.experts.down_proj": "ffn_down_exps.weight"}) | {
+    "model.layers.*.mlp.experts.gate_up_proj": Stored(GATE_UP)
 }
 SHARED_EXPERT = table(
     {f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
@@ -313,11 +436,43 @@ SHARED_EXPERT = table(
 LLAMA = (
     QWEN2
     | EXPERTS
-    | table({"self_attn.q_proj": "attn_q"}, heads="num_attention_heads")
-    | table({"self_attn.k_proj": "attn_k"}, heads="num_key_value_heads")
+    | table({"self_attn.q_proj": "attn_q"}, rows=halves("num_attention_heads"))
+    | table({"self_attn.k_proj": "attn_k"}, rows=halves("num_key_value_heads"))
 )
 QWEN3 = QWEN2 | table(HEAD_NORMS)
-GEMMA2 = WHOLE | GEMMA_NORM | table(ATTENTION | FEED_FORWARD) | table(GEMMA_NORMS, added=1.0)
+GEMMA2 = WHOLE | GEMMA_NORM | table(ATTENTION | FEED_FORWARD) | table(GEMMA_NORMS, inverse=minus_one)
+POST_NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm"}
+DELTA_NET = {
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+}
+QWEN35 = (
+    WHOLE
+    | GEMMA_NORM
+    | table(ATTENTION | FEED_FORWARD | {"linear_attn.norm": "ssm_norm"})
+    | table(POST_NORMS | HEAD_NORMS, inverse=minus_one)
+    | table(DELTA_NET, rows=by_key_head)
+    | table({"linear_attn.A_log": "ssm_a"}, rows=by_key_head, inverse=log_of_negative)
+    | table({"linear_attn.out_proj": "ssm_out"}, columns=by_key_head)
+)
+GPT_OSS_EXPERTS = table({"mlp.experts.down_proj": "ffn_down_exps.weight"}, transposed=True) | {
+    "model.layers.*.mlp.experts.gate_up_proj": Stored(GATE_UP, transposed=True, alternating=True),
+    "model.layers.*.mlp.experts.gate_up_proj_bias": Stored(
+        ("blk.*.ffn_gate_exps.bias", "blk.*.ffn_up_exps.bias"), alternating=True
+    ),
+    "model.layers.*.mlp.experts.down_proj_bias": Stored(("blk.*.ffn_down_exps.bias",)),
+}
+GPT_OSS = (
+    WHOLE
+    | NORM
+    | table(ATTENTION | POST_NORMS)
+    | table({"self_attn.sinks": "attn_sinks.weight", "mlp.router": "ffn_gate_inp"})
+    | GPT_OSS_EXPERTS
+)
 PHI3_JOINED = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
 GPT2_MATRICES = {
     "attn.c_attn": "attn_qkv",
@@ -358,11 +513,15 @@ ARCHITECTURES = {
     "qwen2moe": Architecture(qwen2moe, QWEN2 | EXPERTS | SHARED_EXPERT),
     "qwen3": Architecture(qwen3, QWEN3),
     "qwen3moe": Architecture(qwen3moe, QWEN3 | EXPERTS),
+    "qwen35": Architecture(qwen35, QWEN35),
+    "qwen35moe": Architecture(qwen35moe, QWEN35 | EXPERTS | SHARED_EXPERT),
+    "gpt-oss": Architecture(gpt_oss, GPT_OSS),
+    "stablelm": Architecture(stablelm, QWEN2),
     "gemma": Architecture(
-        gemma, WHOLE | GEMMA_NORM | table(ATTENTION | FEED_FORWARD) | table(NORMS, added=1.0)
+        gemma, WHOLE | GEMMA_NORM | table(ATTENTION | FEED_FORWARD) | table(NORMS, inverse=minus_one)
     ),
     "gemma2": Architecture(gemma2, GEMMA2),
-    "gemma3": Architecture(gemma3, GEMMA2 | table(HEAD_NORMS, added=1.0)),
+    "gemma3": Architecture(gemma3, GEMMA2 | table(HEAD_NORMS, inverse=minus_one)),
     "phi3": Architecture(phi3, QWEN2 | table(PHI3_JOINED), (LONG_FACTORS, SHORT_FACTORS)),
     "starcoder2": Architecture(
         starcoder2, QWEN2 | table({"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"})

@@ -51,6 +51,7 @@ VERSIONS = (2, 3)
 SPLIT = "one part of a split GGUF file; join the parts first, with `llama-gguf-split --merge`"
 FACTORS = "rope_freqs.weight"  # of the wavelengths of rotary positions
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+PREDICTION_LAYERS = "nextn_predict_layers"  # of multi-token prediction, behind the model's own
 NO_PARAMETERS = (FACTORS, LONG_FACTORS, SHORT_FACTORS)
 
 

@@ -68,13 +68,20 @@ def llama3_factors(number: int, base: float, factor: float) -> list[float]:
     return [1 / ((1 - turn) / factor + turn) for turn in smooth]
 
 
+def rotated_share(values: Metadata, head_dim: int) -> float:
+    """The share of a head's dimensions that is rotated: the first ones."""
+    dims = values.whole("rope.dimension_count", head_dim)
+    share = dims / head_dim
+    if dims > head_dim or dims % 2 or int(share * head_dim) != dims:
+        raise refusal(values.header, f"{dims} rotary dimensions of {head_dim} are not supported")
+    return share
+
+
 def longrope(values: Metadata, head_dim: int) -> dict[str, Any]:
     """Positions of the first dimensions of a head, with factors for long contexts where the file has them."""
-    dims = values.whole("rope.dimension_count", head_dim)
+    share = rotated_share(values, head_dim)
+    dims = int(share * head_dim)
     long, short = (factors_of(values, name, dims) for name in (LONG_FACTORS, SHORT_FACTORS))
-    share = dims / head_dim
-    if dims > head_dim or int(share * head_dim) != dims:
-        raise refusal(values.header, f"{dims} rotary dimensions of {head_dim} are not supported")
     if not long and not short:
         return rotary(values) | {"partial_rotary_factor": share}
     if not (long and short):

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from speculon.core.errors import CorruptWeights, MissingWeights, UnsupportedModel
 from speculon.loading.gguf.architectures import Stored, architecture_of
 from speculon.loading.gguf.config import set_ends
-from speculon.loading.gguf.header import GgufHeader, Tensor, read_gguf
+from speculon.loading.gguf.header import PREDICTION_LAYERS, GgufHeader, Tensor, read_gguf
 from speculon.loading.gguf.metadata import refusal
 from speculon.loading.locate import first_line
 from speculon.loading.quantization import FOUR_BITS, NUMBERS, in_bits
@@ -97,12 +97,13 @@ class Source:
     stored: Stored
     tensors: tuple[Tensor, ...]
     shape: tuple[int, ...]  # of the parameter
-    order: np.ndarray | None  # of the rows of the file; None: as they are
+    rows: np.ndarray | None  # of the file, in the model's order; None: as they are
+    columns: np.ndarray | None  # the same
 
     @property
     def packs(self) -> bool:
         """Whether it has blocks of rows that a packed layer can have, too."""
-        in_blocks = self.tensors[0].type not in NUMBERS and len(self.shape) == 2
+        in_blocks = self.tensors[0].type not in NUMBERS and len(self.shape) == 2 and self.columns is None
         return in_blocks and self.stored.keeps_rows and fits(self.shape)
 
 
@@ -121,16 +122,21 @@ def sources_of(model: PreTrainedModel, header: GgufHeader, tied: set[str]) -> di
         found = tuple(tensors[one] for one in names)
         for tensor in found:
             check_shape(header, tensor, stored_shape(stored, tuple(parameter.shape)))
-        order = None
-        if stored.heads:
-            order = rotary_order(found[0].shape[0], getattr(model.config, stored.heads))
-        sources[name] = Source(stored, found, tuple(parameter.shape), order)
+        rows = stored.rows(model.config, found[0].shape[0]) if stored.rows else None
+        columns = stored.columns(model.config, found[0].shape[-1]) if stored.columns else None
+        sources[name] = Source(stored, found, tuple(parameter.shape), rows, columns)
     if missing:
         raise MissingWeights(f"{header.path}: {len(missing)} tensors are missing, first {missing[0]}")
-    used = {tensor.name for source in sources.values() for tensor in source.tensors}
-    if unused := [one for one in tensors if one not in used and one not in architecture.factors]:
+    used = {tensor.name for source in sources.values() for tensor in source.tensors} | {*architecture.factors}
+    beyond = prediction_layers(header, model.config.num_hidden_layers)
+    if unused := [one for one in tensors if one not in used and not one.startswith(beyond)]:
         raise refusal(header, f"it has a tensor {unused[0]}, for which its model has no place")
     return sources
+
+
+def prediction_layers(header: GgufHeader, num_layers: int) -> tuple[str, ...]:
+    """The beginnings of their tensors' names. Where an architecture has none, its config refuses the file."""
+    return tuple(f"blk.{num_layers + i}." for i in range(header.number(PREDICTION_LAYERS) or 0))
 
 
 def place_of(name: str, tensors: Mapping[str, Stored]) -> tuple[Stored | None, tuple[str, ...]]:
@@ -140,14 +146,14 @@ def place_of(name: str, tensors: Mapping[str, Stored]) -> tuple[Stored | None, t
     stored = tensors.get(LAYER.sub("*", SUFFIX.sub("", name), count=1))
     if stored is None:
         return None, ()
-    end = suffix[0] if suffix else ".weight"
+    end = suffix[0] if suffix else ""
     return stored, tuple(one.replace("*", layer[0] if layer else "") + end for one in stored.names)
 
 
 def stored_shape(stored: Stored, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of each tensor of a parameter of this shape."""
     if stored.transposed:
-        return tuple(reversed(shape))
+        shape = (*shape[:-2], *reversed(shape[-2:]))
     number = len(stored.names)
     return shape if number == 1 else (shape[0], shape[1] // number, *shape[2:])
 
@@ -157,11 +163,6 @@ def check_shape(header: GgufHeader, tensor: Tensor, expected: tuple[int, ...]) -
     if [n for n in tensor.shape if n != 1] != [n for n in expected if n != 1]:
         what = f"its shape is {tensor.shape}, the config says {expected}"
         raise CorruptWeights(f"{header.path}: {tensor.name}: {what}")
-
-
-def rotary_order(rows: int, heads: int) -> np.ndarray:  # [rows]
-    """The rows of the file in the model's order: in halves that rotate together, instead of neighbours."""
-    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
 
 
 class TensorData:
@@ -186,18 +187,24 @@ class TensorData:
 
     def numbers(self, source: Source, dtype: torch.dtype) -> torch.Tensor:
         """A parameter as the model has it."""
-        shape, values = stored_shape(source.stored, source.shape), []
+        stored, values = source.stored, []
         for tensor in source.tensors:
-            rows = self._dequantized(tensor, source.order)
-            parts = [torch.from_numpy(part - np.float32(source.stored.added)).to(dtype) for part in rows]
-            values.append(torch.cat(parts).reshape(shape))
-        value = torch.cat(values, 1) if len(values) > 1 else values[0]
-        turned = source.stored.transposed and value.dim() == 2
-        return value.T.contiguous() if turned else value
+            rows = self._dequantized(tensor, source.rows)
+            numbers = map(stored.inverse, rows) if stored.inverse else rows
+            parts = [torch.from_numpy(part).to(dtype) for part in numbers]
+            values.append(torch.cat(parts).reshape(stored_shape(stored, source.shape)))
+        if stored.alternating:
+            value = torch.stack(values, 2).flatten(1, 2)
+        else:
+            value = torch.cat(values, 1) if len(values) > 1 else values[0]
+        if source.columns is not None:
+            value = value[..., torch.from_numpy(source.columns)]
+        turned = stored.transposed and value.dim() > 1
+        return value.transpose(-1, -2).contiguous() if turned else value
 
     def layer(self, source: Source, dtype: torch.dtype) -> QuantizedLinear:
         """Its rows in 4 bits, where its groups are those of a packed layer; a head's, else, in 8 bits."""
-        tensor, order = source.tensors[0], source.order
+        tensor, order = source.tensors[0], source.rows
         if tensor.type in FOUR_BITS:
             rows = self._rows(tensor)
             rows = rows if order is None else rows[order]
