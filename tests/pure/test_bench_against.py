@@ -156,7 +156,7 @@ def test_the_report_says_who_is_slower(auto: list[float], verdict: str, tmp_path
     }
     made = Report(
         "speculon bench",
-        {"repeats": 1, "prompts": 4, "max_tokens": 8},
+        {"repeats": 1, "workloads": ["code"], "prompts": 4, "max_tokens": 8},
         facts,
         {},
         cells,

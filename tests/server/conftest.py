@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
@@ -21,8 +22,10 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
     folder: Path = tmp_path_factory.mktemp("server")
     options = ("--threads", "1", "--policy", "fixed", "--max-request-tokens", str(LIMIT), "--events", EVENTS)
     with started(folder, "--model", "demo", *options, program=REAL) as server:
-        server.ready()
+        url = server.ready()
         yield server
+        body = {"model": "demo", "prompt": "1 2 3 1 2 3 1 2", "max_tokens": 8}
+        assert httpx.post(url + "/v1/completions", json=body, timeout=60).status_code == 200
         assert server.end() == 0, server.stderr
         recording = read(folder / EVENTS)
         assert recording.rounds and not recording.cut, "the record is whole at the end"
