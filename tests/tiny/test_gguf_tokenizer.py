@@ -250,6 +250,10 @@ def refusals() -> Iterator[Any]:
     for scores in (None, [0.0] * 7):
         words = "'ab' and 'ba' have one score"
         yield pytest.param(rivals, {"scores": scores}, UnsupportedModel, words, id=f"scores {scores}")
+    pieces = Vocabulary("llama", own)
+    for name, value in (("scores", ["0"] * 6), ("token_type", 3), ("token_type", "1")):
+        words = f"tokenizer.ggml.{name} is no list of numbers"
+        yield pytest.param(pieces, {name: value}, CorruptWeights, words, id=f"{name} {value}")
     pieces = Vocabulary("llama", {**own, "bc": NORMAL})
     yield pytest.param(pieces, {}, UnsupportedModel, "'bc' is made of letters", id="letters")
 

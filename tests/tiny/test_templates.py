@@ -177,3 +177,5 @@ def test_llm_chat_refuses_what_contradicts_itself(llm: LLM) -> None:
         llm.chat(CHAT["messages"], GREEDY, continue_final_message=True)
     with pytest.raises(InvalidParameter, match="reasoning_content"):
         llm.chat(messages, GREEDY, continue_final_message="thoughts")
+    with pytest.raises(InvalidParameter, match=r"messages\.\d+\.content = 5: must be a string"):
+        llm.chat([*messages[:-1], {**messages[-1], "content": 5}], GREEDY, continue_final_message=True)

@@ -78,6 +78,8 @@ def beginning_of(
         limit = "the last message ends with tool calls: send their results instead"
         raise InvalidParameter(CONTINUE, continues, limit)
     content = last.get("content") or ""
+    if not isinstance(content, str):
+        raise InvalidParameter(f"messages.{len(messages) - 1}.content", content, "must be a string")
     thinking = next((text for name in REASONING if isinstance(text := last.get(name), str) and text), "")
     if field == "reasoning_content" or (not field and thinking and not content):
         return Beginning("reasoning_content", thinking) if thinking.strip() else None

@@ -90,10 +90,19 @@ class Vocabulary:
     def setting(self, name: str) -> Any:
         return self.header.metadata.get(f"{KEY}.{name}")
 
+    def listed(self, name: str, kind: type | tuple[type, ...]) -> list[Any]:
+        """A list of the file, empty where it has none. Raises `CorruptWeights` for anything else."""
+        values = self.setting(name)
+        if values is None:
+            return []
+        if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+            raise self.corrupt(f"its {KEY}.{name} is no list of {'texts' if kind is str else 'numbers'}")
+        return values
+
     @cached_property
     def tokens(self) -> list[str]:
-        tokens = self.setting("tokens")
-        if not isinstance(tokens, list):
+        tokens = self.listed("tokens", str)
+        if not tokens:
             raise self.unsupported("it has no vocabulary")
         return [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
 
@@ -103,7 +112,7 @@ class Vocabulary:
 
     @cached_property
     def types(self) -> list[int]:
-        return self.setting("token_type") or [NORMAL] * len(self.tokens)
+        return self.listed("token_type", int) or [NORMAL] * len(self.tokens)
 
     @cached_property
     def control_names(self) -> frozenset[str]:
@@ -207,11 +216,10 @@ def pre_tokenizer(vocabulary: Vocabulary) -> PreTokenizer:
 
 def merges_of(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """The merges in their order; of two equal ones the first counts."""
-    merges = vocabulary.setting("merges")
-    if not isinstance(merges, list):
+    if vocabulary.setting("merges") is None:
         raise vocabulary.unsupported("it has no merges")
     pairs: dict[tuple[str, str], None] = {}
-    for merge in merges:
+    for merge in vocabulary.listed("merges", str):
         cut = merge.find(" ", 1)
         left, right = merge[:cut], merge[cut + 1 :]
         if not {left, right, left + right} <= vocabulary.ids.keys():
@@ -237,7 +245,7 @@ def sentence_piece(vocabulary: Vocabulary) -> tuple[Tokenizer, Defaults]:
 
 def merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """All pairs of tokens that make a token, the best one first."""
-    scores = vocabulary.setting("scores") or [0.0] * len(vocabulary.tokens)
+    scores = vocabulary.listed("scores", (int, float)) or [0.0] * len(vocabulary.tokens)
     if len(scores) < len(vocabulary.tokens):
         raise vocabulary.corrupt(f"{len(vocabulary.tokens)} tokens, but only {len(scores)} scores")
     made: dict[str, list[tuple[str, str]]] = {}
