@@ -118,7 +118,7 @@ def gguf_checkpoint(file: Path) -> Checkpoint:
         path=file,
         architecture=header.architecture,
         model_type=header.architecture,
-        num_layers=header.number("block_count"),
+        num_layers=header.num_layers,
         hidden_size=header.number("embedding_length"),
         vocab_size=vocab if isinstance(vocab, int) else header.number("vocab_size"),
         max_context=header.number("context_length"),

@@ -260,7 +260,7 @@ def gpt_oss(values: Metadata) -> dict[str, Any]:
         "intermediate_size": values.whole("expert_feed_forward_length"),
         "num_local_experts": values.whole("expert_count"),
         "num_experts_per_tok": values.whole("expert_used_count"),
-        "attention_bias": has_bias(values, "attn_q"),
+        "attention_bias": True,
     }
 
 

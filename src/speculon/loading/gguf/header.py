@@ -90,6 +90,12 @@ class GgufHeader:
         return value if isinstance(value, int) else None
 
     @property
+    def num_layers(self) -> int | None:
+        """Without those of multi-token prediction, which the file counts as well."""
+        blocks = self.number("block_count")
+        return None if blocks is None else blocks - (self.number(PREDICTION_LAYERS) or 0)
+
+    @property
     def by_name(self) -> dict[str, Tensor]:
         return {tensor.name: tensor for tensor in self.tensors}
 
