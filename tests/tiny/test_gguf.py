@@ -151,6 +151,12 @@ def test_context_and_ends_are_in_the_metadata(file: Path) -> None:
     assert target.eos_ids == {2, 3}  # </s> by its id, <|im_end|> by its name
 
 
+def test_a_named_template_ends_turns_too(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    named = {"tokenizer.chat_template": "{{ messages }}", "tokenizer.chat_template.tool_use": "<|im_end|>"}
+    path = write_gguf(model, tmp_path / "named.gguf", more=named)
+    assert load_target(path, dtype="float32").eos_ids == {2, 3}
+
+
 def test_the_tokenizer_is_that_of_the_file_beside_another_one(file: Path, tmp_path: Path) -> None:
     """transformers would take the one that lies beside it."""
     beside = tmp_path / file.name

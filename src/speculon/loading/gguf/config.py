@@ -45,6 +45,8 @@ def set_ends(path: Path, model: PreTrainedModel) -> None:
     if isinstance(tokens, list) and isinstance(types, list):
         pairs = enumerate(zip(tokens, types, strict=False))
         controls = {token: i for i, (token, of) in pairs if of == CONTROL}
-        ids |= ends_of_turn(controls.get, str(header.metadata.get(TEMPLATE, "")))
+        for key, template in header.metadata.items():
+            if key.startswith(TEMPLATE):  # the default one, or one by its name
+                ids |= ends_of_turn(controls.get, str(template))
     if ids and model.generation_config is not None:
         model.generation_config.eos_token_id = sorted(ids)

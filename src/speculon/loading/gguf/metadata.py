@@ -103,7 +103,7 @@ class Metadata:
     def token(self, name: str) -> int | None:
         """The id of a special token; None where the file has none within its vocabulary."""
         value = self.header.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        return value if isinstance(value, int) and value < self.vocab_size else None
+        return value if isinstance(value, int) and 0 <= value < self.vocab_size else None
 
     def _key(self, name: str) -> str:
         return f"{self.header.architecture}.{name}"
