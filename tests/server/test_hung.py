@@ -83,12 +83,14 @@ def test_an_engine_that_is_silent_is_a_fault_if_it_has_work_and_the_server_does_
         (engine,) = server.children()
         both = (engine, server.process.pid)
         time.sleep(1.2)  # without work
-        readers = readers_of(server, url, 24, max_tokens=100)
+        (reader,) = readers_of(server, url, 1, max_tokens=100)
         for number in (signal.SIGSTOP, signal.SIGCONT):
             for pid in both:
                 os.kill(pid, number)
             time.sleep(1.2 if number == signal.SIGSTOP else 0)
         assert status(url + "/health") == 200 and "has not answered" not in server.stderr
+        reader.join(20)
+        readers = readers_of(server, url, 24, max_tokens=100)
         os.kill(engine, signal.SIGSTOP)
         server.wait_for(lambda: status(url + "/health") == 503, 5)
         check_unhealthy(url, "the engine has not answered for")
