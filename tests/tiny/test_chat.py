@@ -396,8 +396,12 @@ class Terminal:
         return seen.decode()
 
     def interrupt(self) -> str:
-        """Ctrl-C, up to the prompt after it."""
+        """Ctrl-C, up to the prompt after it. Python's `input()` sees a signal that comes right before it waits
+        with the next key only, so one that moves the cursor to the end of the line follows.
+        """
         self.write("\x03")
+        if not select.select([self.ours], [], [], 5.0)[0]:
+            self.write("\x05")
         return self.read(PROMPT)
 
 
