@@ -396,12 +396,12 @@ class Terminal:
         return seen.decode()
 
     def interrupt(self) -> str:
-        """Ctrl-C, up to the prompt after it. Python's `input()` sees a signal that comes right before it waits
-        with the next key only, so one that moves the cursor to the end of the line follows.
+        """Ctrl-C, up to the prompt after it. Python's `input()` does not see a signal right before it waits, and
+        gets another one then.
         """
         self.write("\x03")
-        if not select.select([self.ours], [], [], 5.0)[0]:
-            self.write("\x05")
+        if not select.select([self.ours], [], [], 3.0)[0]:
+            self.write("\x03")
         return self.read(PROMPT)
 
 
@@ -422,7 +422,7 @@ def test_a_conversation_in_a_terminal(folder: Path, llm: LLM, tmp_path: Path) ->
     terminal = Terminal(stderr, "chat", "--model", str(folder), *flags)
     terminal.read(PROMPT)
     terminal.write("dropped")
-    terminal.read("dropped")  # it waits: Python's input() sees an earlier signal with the next key only
+    terminal.read("dropped")  # it waits
     terminal.interrupt()
     terminal.write('"""\nWrite a\n')
     terminal.read("Write a")
