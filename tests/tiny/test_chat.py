@@ -396,8 +396,9 @@ class Terminal:
         return seen.decode()
 
     def interrupt(self) -> str:
-        """Ctrl-C, up to the prompt after it. Python's `input()` does not see a signal right before it waits, and
-        gets another one then.
+        """Ctrl-C, up to the prompt after it.
+
+        Python's `input()` does not see a signal that comes right before it waits: then another one follows.
         """
         self.write("\x03")
         if not select.select([self.ours], [], [], 3.0)[0]:
