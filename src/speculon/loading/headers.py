@@ -17,7 +17,7 @@ from speculon.core.errors import (
     UnsafeCheckpoint,
     UnsupportedModel,
 )
-from speculon.loading.gguf.header import is_gguf, read_gguf
+from speculon.loading.gguf.header import TEMPLATE, is_gguf, read_gguf
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 INDEX = "model.safetensors.index.json"
@@ -93,7 +93,7 @@ def lacks_chat_template(path: Path) -> bool:
     """Whether the files of a model say that it has no chat template; code of its tokenizer may have one."""
     if is_gguf(path):
         metadata = read_gguf(path).metadata  # one template, or several by name behind a point
-        return not any(metadata[key] for key in metadata if key.startswith("tokenizer.chat_template"))
+        return not any(metadata[key] for key in metadata if key.startswith(TEMPLATE))
     files = (path / TOKENIZER_CONFIG, *path.glob("chat_template*"), *path.glob("additional_chat_templates/*"))
     if not files[0].is_file() or len(files) > 1:
         return False

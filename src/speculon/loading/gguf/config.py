@@ -10,12 +10,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from speculon.core.errors import CorruptWeights, UnsupportedModel
 from speculon.decoding.text.tokenizer import ends_of_turn
 from speculon.loading.gguf.architectures import architecture_of
-from speculon.loading.gguf.header import read_gguf
-from speculon.loading.gguf.metadata import TOKENS, Metadata
+from speculon.loading.gguf.header import CONTROL, TEMPLATE, TOKENS, read_gguf
+from speculon.loading.gguf.metadata import Metadata
 from speculon.loading.locate import first_line
 
-TOKEN_TYPES, TEMPLATE = "tokenizer.ggml.token_type", "tokenizer.chat_template"
-CONTROL = 3  # the type of tokens that no text has
+TOKEN_TYPES = "tokenizer.ggml.token_type"
 
 
 def read_config(path: Path) -> PreTrainedConfig:

@@ -6,10 +6,9 @@ import math
 from typing import Any
 
 from speculon.core.errors import CorruptWeights, UnsupportedModel
-from speculon.loading.gguf.header import GgufHeader
+from speculon.loading.gguf.header import TOKENS, GgufHeader
 
 REQUIRED = object()
-TOKENS = "tokenizer.ggml.tokens"
 KINDS: dict[str, type | tuple[type, ...]] = {
     "a whole number": int,
     "a number": (int, float),

@@ -21,14 +21,14 @@ from transformers import PreTrainedTokenizerFast
 
 from speculon.core.errors import CorruptWeights, UnsupportedModel
 from speculon.decoding.text.tokenizer import byte_alphabet
-from speculon.loading.gguf.header import GgufHeader, read_gguf
+from speculon.loading.gguf.header import CONTROL, TEMPLATE, TOKENS, GgufHeader, read_gguf
 from speculon.loading.gguf.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
 log = logging.getLogger("speculon")
 
-KEY, TEMPLATE = "tokenizer.ggml", "tokenizer.chat_template"
-LISTS = frozenset({f"{KEY}.tokens", f"{KEY}.merges"})
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens
+KEY = "tokenizer.ggml"
+LISTS = frozenset({TOKENS, f"{KEY}.merges"})
+NORMAL, UNKNOWN, USER_DEFINED = 1, 2, 4  # types of tokens
 EMBEDDINGS = "token_embd.weight"
 ELSEWHERE = "take the model's safetensors files, or LLM(..., tokenizer=None) for token ids alone"
 # Texts that llama.cpp takes for control tokens, whatever type the file gives them.
