@@ -100,12 +100,15 @@ def add(number: int = 0, speculation: dict[str, Any] | None = None, **params: An
     return Add(f"r-{number}", prompt, SamplingParams(**fields), RequestSpeculation(**(speculation or {})))
 
 
-async def text(engine: ReplicatedEngine, request: Add) -> bytes:
+async def text(engine: ReplicatedEngine, request: Add, begun: set[str] | None = None) -> bytes:
+    """What it generates; once there is some, its id is in `begun`."""
     queue = await engine.submit([request])
     try:
         found: list[int] = []
         while events := await queue.take():
             found += [token for event in events for token in event.tokens if event.sample == 0]
+            if found and begun is not None:
+                begun.add(request.request_id)
         return bytes(found)
     finally:
         queue.close()
@@ -131,8 +134,10 @@ def test_requests_spread_and_every_replica_counts() -> None:
 @pytest.mark.parametrize("how", ["engine", "replica"])
 def test_streams_survive_what_serves_them(how: str) -> None:
     async def test(engine: ReplicatedEngine, local: Local) -> None:
-        writing = [asyncio.create_task(text(engine, add(i, seed=i, temperature=i % 2))) for i in range(16)]
-        await asyncio.sleep(0.1)
+        begun = set[str]()
+        requests = [add(i, seed=i, temperature=i % 2) for i in range(16)]
+        writing = [asyncio.create_task(text(engine, request, begun)) for request in requests]
+        await until(lambda: len(begun) == 16)
         assert not any(task.done() for task in writing)
         if how == "engine":
             cut(local.replicas["a"].engine)
@@ -140,7 +145,7 @@ def test_streams_survive_what_serves_them(how: str) -> None:
             await local.replicas.pop("a").engine.stop()
         assert await asyncio.gather(*writing) == [TEXT] * 16
         assert 0 < engine.resumed < 16
-        assert any(request.written is not None for request in local.sent[16:])
+        assert all(request.written is not None for request in local.sent[16:])
         assert len(local.sent) == 16 + engine.resumed
 
     run(test)
