@@ -189,10 +189,13 @@ class TensorData:
         """A parameter as the model has it."""
         stored, values = source.stored, []
         for tensor in source.tensors:
-            rows = self._dequantized(tensor, source.rows)
-            numbers = map(stored.inverse, rows) if stored.inverse else rows
-            parts = [torch.from_numpy(part).to(dtype) for part in numbers]
-            values.append(torch.cat(parts).reshape(stored_shape(stored, source.shape)))
+            value, begin = torch.empty(stored_shape(stored, source.shape), dtype=dtype), 0
+            for part in self._dequantized(tensor, source.rows):
+                numbers = torch.from_numpy(stored.inverse(part) if stored.inverse else part)
+                end = begin + numbers.numel()
+                value.view(-1)[begin:end] = numbers.view(-1)
+                begin = end
+            values.append(value)
         if stored.alternating:
             value = torch.stack(values, 2).flatten(1, 2)
         else:
