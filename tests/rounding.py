@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from speculon.target.compare import difference
+from speculon.runtimes.torch.model.compare import difference
 
 # Roundings by which a layer may move its largest value. In fp32 each of the 32 to 256 additions of a product
 # rounds: after the 12 layers of a round of Gemma 4's assistant, 16 for each were seen on an Intel Xeon with

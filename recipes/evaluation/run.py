@@ -19,9 +19,9 @@ from typing import Any
 
 from recipes.serving.server import Server
 
+from speculon.checkpoints.locate import locate
+from speculon.checkpoints.reading import load_tokenizer
 from speculon.decoding.text.tokenizer import Tokenizer
-from speculon.loading.locate import locate
-from speculon.loading.reading import load_tokenizer
 from speculon.measure.bench.corpus import held_out_functions
 from speculon.measure.bench.provenance import commit, machine
 from speculon.measure.bench.workloads import Size, build

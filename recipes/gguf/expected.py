@@ -39,8 +39,8 @@ from recipes.gguf.vocabularies import (
 )
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from speculon.loading.gguf.pretokenizers import PRE_TOKENIZERS
-from speculon.loading.reading import load_tokenizer
+from speculon.checkpoints.gguf.pretokenizers import PRE_TOKENIZERS
+from speculon.checkpoints.reading import load_tokenizer
 
 MERGES, PIECES, CHARACTERS, TOKENS = 2600, 2400, 260, 201
 WORDS = (r"\S+", r"\s+\S+", r"\s+", r"\w+", r"\W\w+")

@@ -24,13 +24,13 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from speculon import LLM
-from speculon.decoding.batch import Batch
-from speculon.decoding.kv.store import PageStore, SpanView
 from speculon.measure.bench.cell import Cell
 from speculon.measure.bench.plan import BenchPlan
 from speculon.measure.bench.provenance import commit
 from speculon.measure.bench.run import run
-from speculon.target.target import Target
+from speculon.runtimes.torch.batch import Batch
+from speculon.runtimes.torch.kv.store import PageStore, SpanView
+from speculon.runtimes.torch.model.target import Target
 
 SEQUENCES, ROWS, CONTEXT = (1, 8, 16), (1, 5), 512
 FORWARDS, WARM = 50, 5

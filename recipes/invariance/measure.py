@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speculon.measure.bench.provenance import cpu_name
-from speculon.target.linear import packable, packed
-from speculon.target.pieces import cancelling
+from speculon.runtimes.torch.model.linear import packable, packed
+from speculon.runtimes.torch.model.pieces import cancelling
 
 COMMAND = "python -m recipes.invariance.measure --out docs/benchmarks/invariance"
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from speculon.loading.locate import locate
-from speculon.loading.reading import load_tokenizer
+from speculon.checkpoints.locate import locate
+from speculon.checkpoints.reading import load_tokenizer
 
 STEP = 8  # columns: kernels are slow on odd widths
 MILLION = 1_000_000

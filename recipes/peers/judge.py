@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from speculon.loading.headers import read_checkpoint
-from speculon.loading.load import load_config, load_model
-from speculon.loading.reading import quiet
+from speculon.checkpoints.headers import read_checkpoint
+from speculon.checkpoints.reading import quiet
+from speculon.runtimes.torch.loading.load import load_config, load_model
 
 
 class Judge:

@@ -39,11 +39,11 @@ from rich.progress import (
 from transformers import GenerationConfig
 
 from speculon import __version__
+from speculon.checkpoints.gguf.header import is_gguf, read_gguf
+from speculon.checkpoints.headers import read_checkpoint
+from speculon.checkpoints.locate import locate
+from speculon.checkpoints.reading import load_tokenizer
 from speculon.decoding.text.tokenizer import Tokenizer
-from speculon.loading.gguf.header import is_gguf, read_gguf
-from speculon.loading.headers import read_checkpoint
-from speculon.loading.locate import locate
-from speculon.loading.reading import load_tokenizer
 from speculon.measure.bench.data import read_prompts
 from speculon.measure.bench.provenance import commit, machine
 from speculon.measure.bench.workloads import Case, Known, Size, build, fingerprint

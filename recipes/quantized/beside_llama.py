@@ -18,10 +18,10 @@ import torch
 from recipes.quantized.quality import log_probabilities
 from torch import Tensor
 
+from speculon.checkpoints.reading import load_tokenizer
 from speculon.core.config.speculation import Quantization
-from speculon.loading.load import load_target
-from speculon.loading.reading import load_tokenizer
-from speculon.target.target import Target
+from speculon.runtimes.torch.loading.load import load_target
+from speculon.runtimes.torch.model.target import Target
 
 WINDOW = 512
 FIRST = WINDOW // 2  # the position whose successor is scored first

@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from speculon.checkpoints.reading import load_tokenizer
 from speculon.core.config.speculation import Quantization
-from speculon.decoding.kv.store import PageStore
-from speculon.loading.load import load_target
-from speculon.loading.reading import load_tokenizer
 from speculon.measure.bench.provenance import cpu_name
-from speculon.target.target import Target
+from speculon.runtimes.torch.kv.store import PageStore
+from speculon.runtimes.torch.loading.load import load_target
+from speculon.runtimes.torch.model.target import Target
 
 ROWS: tuple[tuple[Quantization, str], ...] = (
     ("none", "float32"),

@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 from speculon import SamplingParams
 from speculon.core.config import EngineConfig
 from speculon.engine.engine import Engine
-from speculon.loading.load import wrap_model
 from speculon.measure.bench.provenance import commit, cpu_name
-from speculon.target.target import Target
+from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.torch.model.target import Target
 
 PROMPT, COUNTS = 32, (1, 8)
 ACCEPTANCES, DRAFTS = (0.0, 0.8, 1.0), 4

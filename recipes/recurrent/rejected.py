@@ -10,11 +10,11 @@ from unittest.mock import patch
 
 import torch
 
-from speculon.decoding.batch import Batch
-from speculon.decoding.kv.states import StateSpan, StateStep, StateStore
-from speculon.decoding.kv.store import PageStore, SpanView, View
-from speculon.target import recurrent
-from speculon.target.target import Target
+from speculon.runtimes.torch.batch import Batch
+from speculon.runtimes.torch.kv.states import StateSpan, StateStep, StateStore
+from speculon.runtimes.torch.kv.store import PageStore, SpanView, View
+from speculon.runtimes.torch.model import recurrent
+from speculon.runtimes.torch.model.target import Target
 
 PROMPT, BLOCK = 32, 64
 AGAIN = "whole model again"

@@ -19,12 +19,12 @@ from itertools import islice
 from time import thread_time
 from typing import Any, cast
 
+from speculon.checkpoints.locate import locate
+from speculon.checkpoints.reading import load_tokenizer
 from speculon.core.config import SamplingParams, SpeculationConfig
 from speculon.core.telemetry import RequestStats
 from speculon.decoding.sequence import Sequence
 from speculon.decoding.text.tokenizer import Tokenizer
-from speculon.loading.locate import locate
-from speculon.loading.reading import load_tokenizer
 from speculon.measure.bench import corpus, workloads
 from speculon.speculation.proposers.base import Proposer, TargetFacts
 from speculon.speculation.proposers.registry import find_factory

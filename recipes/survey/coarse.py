@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from speculon.loading.load import wrap_model
-from speculon.loading.load_check import TOLERANCE, paged_logits, random_sequences, row_errors
+from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.torch.loading.load_check import TOLERANCE, paged_logits, random_sequences, row_errors
 
 LARGE, EVERY = 64.0, 32  # one channel in `EVERY` of each norm has this weight
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from speculon.core.config import EngineConfig, SamplingParams
 from speculon.engine.engine import Engine
-from speculon.target.target import Target
+from speculon.runtimes.torch.model.target import Target
 
 TIE = 1e-4  # nat: where two tokens are closer, the order of additions decides between them
 TOKENS, K, FIRST = 24, 3, 3  # tokens of a text, drafts per round, and the first id that is no special token

@@ -28,8 +28,8 @@ from recipes.survey.models import NotMade, first_line, small_model
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from speculon.core.errors import SpeculonError, UnsupportedModel
-from speculon.loading.load import wrap_model
-from speculon.loading.load_check import FURTHER
+from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.torch.loading.load_check import FURTHER
 
 COMMAND = "python -m recipes.survey.run --out docs/benchmarks/architectures"
 Row = dict[str, Any]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from speculon.loading.locate import locate
+from speculon.checkpoints.locate import locate
 from tests.browser.conftest import KEY, log_in
 from tests.server.outside import Outside, started
 

@@ -23,10 +23,10 @@ from speculon.core.types import Draft
 from speculon.decoding.sequence import Sequence
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.engine import Engine
-from speculon.loading.invariant import decide
-from speculon.loading.load import load_target, wrap_model
+from speculon.runtimes.torch.loading.invariant import decide
+from speculon.runtimes.torch.loading.load import load_target, wrap_model
+from speculon.runtimes.torch.model.target import Target
 from speculon.speculation.proposers.registry import find_factory, known_methods, register, registered
-from speculon.target.target import Target
 from tests.differential.factors import WITH_ADAPTERS, WITH_IMAGES, Case, Values
 from tests.tiny import assistant_forms, mtp_forms, recurrent_drafts
 from tests.tiny.adapter_files import folders, stock_with, with_adapters

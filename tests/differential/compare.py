@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from speculon.core.types import TokenLogprobs, acceptance_rule
-from speculon.decoding.kv import slots
 from speculon.decoding.sampling import Row, perturbed, weigh
 from speculon.decoding.sequence import Event, Sequence
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.engine import Engine
-from speculon.target.target import Output
+from speculon.runtimes.torch.kv import slots
+from speculon.runtimes.torch.model.target import Output
 from tests.differential import build
 from tests.differential.build import EOS, Asked, Texts
 from tests.differential.factors import DRAFTERS, Case

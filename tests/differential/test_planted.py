@@ -13,13 +13,13 @@ from torch import Tensor
 from speculon.core.telemetry import RequestStats
 from speculon.decoding import sampling
 from speculon.decoding import verify as verify_module
-from speculon.decoding.batch import Batch
-from speculon.decoding.kv.blocks import BlockPool
-from speculon.decoding.kv.lease import Lease
-from speculon.decoding.kv.states import StateStep
 from speculon.decoding.sampling import Row
 from speculon.decoding.text import grammar
 from speculon.engine import engine as engine_module
+from speculon.runtimes.torch.batch import Batch
+from speculon.runtimes.torch.kv.blocks import BlockPool
+from speculon.runtimes.torch.kv.lease import Lease
+from speculon.runtimes.torch.kv.states import StateStep
 from tests.differential.build import target_of
 from tests.differential.compare import run
 from tests.differential.factors import RECURRENT, Case, cases

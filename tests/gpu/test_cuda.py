@@ -12,8 +12,8 @@ import torch
 from speculon.core.config import SamplingParams
 from speculon.decoding.sampling import Row, row_key, sample, uniform
 from speculon.decoding.sequence import Rules
-from speculon.loading.load import wrap_model
-from speculon.target.target import Target
+from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.torch.model.target import Target
 from tests.builders import make_sequence
 from tests.tiny.conftest import TINY, tiny_model
 from tests.tiny.requests import (

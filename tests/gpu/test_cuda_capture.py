@@ -8,12 +8,12 @@ from functools import cache
 import pytest
 import torch
 
-from speculon.loading.load import wrap_model
-from speculon.target.budget import held_memory
-from speculon.target.captured import Captured, CaptureSizes, bucket_for, sizes
-from speculon.target.compare import close
-from speculon.target.taps import Taps
-from speculon.target.target import Target
+from speculon.runtimes.torch.budget import held_memory
+from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.torch.model.captured import Captured, CaptureSizes, bucket_for, sizes
+from speculon.runtimes.torch.model.compare import close
+from speculon.runtimes.torch.model.taps import Taps
+from speculon.runtimes.torch.model.target import Target
 from tests.tiny.conftest import build, tiny_model
 from tests.tiny.requests import MODES, assert_same, drafting, plain, requests_of
 from tests.tiny.scripted import run, script

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from speculon.core.config import EngineConfig
-from speculon.drafters.runner import CapturedDraft
 from speculon.engine.engine import Engine
-from speculon.loading.load import wrap_model
-from speculon.target.captured import Captured
+from speculon.runtimes.torch.drafters.runner import CapturedDraft
+from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.torch.model.captured import Captured
 from tests.gpu.test_cuda_capture import captured_target
 from tests.tiny.blocks import ask as ask_for_blocks
 from tests.tiny.blocks import drafter_of, watch_blocks, write_dflash, wrong_blocks

@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 
-from speculon.loading.batch_check import differing
-from speculon.loading.invariant import make_invariant
-from speculon.loading.load import wrap_model
-from speculon.target.captured import Captured
-from speculon.target.pieces import CannotBeInvariant
+from speculon.runtimes.torch.loading.batch_check import differing
+from speculon.runtimes.torch.loading.invariant import make_invariant
+from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.torch.model.captured import Captured
+from speculon.runtimes.torch.model.pieces import CannotBeInvariant
 from tests.tiny.conftest import TINY, tiny_model
 
 pytestmark = [

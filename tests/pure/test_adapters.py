@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from speculon.decoding.kv.blocks import BlockPool
 from speculon.decoding.sequence import Sequence
 from speculon.operations.cluster.routing import Routing
+from speculon.runtimes.torch.kv.blocks import BlockPool
 from speculon.speculation.proposers.pools import Pools, belongs, key_of
 from tests.builders import make_sequence
 

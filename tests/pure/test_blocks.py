@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from speculon.decoding.kv.blocks import BlockPool
 from speculon.decoding.sequence import Sequence
+from speculon.runtimes.torch.kv.blocks import BlockPool
 from tests.builders import make_sequence
 
 

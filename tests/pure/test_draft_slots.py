@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from speculon.decoding.kv.blocks import BlockPool
-from speculon.decoding.kv.draft_slots import PER_SEQUENCE, DraftSlots, spare_slots
 from speculon.decoding.sequence import Sequence
+from speculon.runtimes.torch.kv.blocks import BlockPool
+from speculon.runtimes.torch.kv.draft_slots import PER_SEQUENCE, DraftSlots, spare_slots
 from tests.builders import make_sequence
 
 NAME = "small"

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from speculon.checkpoints.generation import FILE, sampling_defaults
 from speculon.core.config import EngineConfig, SamplingParams
 from speculon.core.errors import ModelError
-from speculon.loading.generation import FILE, sampling_defaults
 
 
 def defaults(folder: Path, written: Any, **settings: Any) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from speculon.checkpoints.locate import PACKAGED, locate, refuse_missing, usual_drafters
 from speculon.cli.discover import find_models
 from speculon.core.config import MODELS, EngineConfig
 from speculon.core.errors import ModelNotFound
-from speculon.drafters.choose import with_drafts
-from speculon.loading.locate import PACKAGED, locate, refuse_missing, usual_drafters
+from speculon.runtimes.torch.drafters.choose import with_drafts
 
 PACKAGE = PACKAGED["smollm2"]
 

@@ -18,7 +18,8 @@ from tests.builders import draft_once, make_sequence
 FACTS = TargetFacts(vocab_size=10, max_context=100)
 
 PLUGIN = """
-from speculon.core.types import Draft, Needs
+from speculon.core.types import Draft
+from speculon.runtimes.torch.needs import Needs
 
 class Constant:
     needs = Needs()

@@ -28,9 +28,10 @@ PLACES = [rb"/(?<![\w.~-]/)(?:home|root|Users|work)/\w+", rb"https?://[^\s\"'<>]
 UNWANTED = [re.compile(pattern) for pattern in (*SECRETS, *PLACES)]
 # What must start quickly, what plans without tensors, and the server's process, which has no model.
 WITHOUT_TORCH = """
-speculon speculon.cli speculon.core.config speculon.decoding.text.tokenizer speculon.decoding.kv.blocks
-speculon.loading.headers speculon.speculation.control.policies speculon.speculation.proposers.compose
-speculon.speculation.vllm speculon.drafters.choose speculon.engine.scheduler speculon.engine.async_engine
+speculon speculon.cli speculon.core.config speculon.decoding.text.tokenizer speculon.runtimes.torch.kv.blocks
+speculon.checkpoints.headers speculon.speculation.control.policies speculon.speculation.proposers.compose
+speculon.speculation.vllm speculon.runtimes.torch.drafters.choose
+speculon.engine.scheduler speculon.engine.async_engine
 speculon.server.app speculon.server.pool.pool speculon.operations.admin.service speculon.operations.cluster
 """.split()
 

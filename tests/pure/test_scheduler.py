@@ -7,10 +7,10 @@ import pytest
 from speculon.core.config import SamplingParams
 from speculon.core.errors import EmptyPrompt, InvalidParameter, NeverFits, TooLong
 from speculon.core.types import Ask, Decision, Finish, Load, Reason, Verdict
-from speculon.decoding.kv.blocks import BlockPool
 from speculon.decoding.sequence import Sequence, Span
 from speculon.engine.admission import check_request
 from speculon.engine.scheduler import Scheduler
+from speculon.runtimes.torch.kv.blocks import BlockPool
 from speculon.speculation.control.fixed import Fixed
 from tests.builders import decisions, make_sequence
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from speculon.decoding.kv.blocks import BlockPool
-from speculon.decoding.kv.slots import StateSlots
+from speculon.runtimes.torch.kv.blocks import BlockPool
+from speculon.runtimes.torch.kv.slots import StateSlots
 from tests.builders import make_sequence
 
 

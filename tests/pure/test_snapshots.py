@@ -9,10 +9,10 @@ import pytest
 
 from speculon.core.config import SamplingParams
 from speculon.core.types import Finish, Verdict
-from speculon.decoding.kv.blocks import BlockPool
-from speculon.decoding.kv.slots import StateSlots
 from speculon.decoding.sequence import Sequence, Span
 from speculon.engine.scheduler import Scheduler
+from speculon.runtimes.torch.kv.blocks import BlockPool
+from speculon.runtimes.torch.kv.slots import StateSlots
 from tests.builders import make_sequence
 
 SIZE, SEQUENCES = 4, 3

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
+from speculon.checkpoints.spelling import Overlap, Spelling, compare
 from speculon.core.errors import CorruptWeights, WrongPair
-from speculon.loading.spelling import Overlap, Spelling, compare
 
 BYTE_LEVEL = {
     "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}

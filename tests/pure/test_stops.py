@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculon.core.config import SpeculationConfig
-from speculon.core.types import Draft, Needs, Reason, Stop, no_draft
+from speculon.core.types import Draft, Reason, Stop, no_draft
 from speculon.decoding.sequence import Sequence
+from speculon.runtimes.torch.needs import Needs
 from speculon.speculation.proposers.base import Proposer, TargetFacts
 from speculon.speculation.proposers.compose import Proposers, fit
 from speculon.speculation.proposers.prediction import LONGEST, Cursor, spell

@@ -8,10 +8,10 @@ import pytest
 
 from speculon.core.config import SamplingParams
 from speculon.core.errors import NeverFits
-from speculon.decoding.kv.blocks import BlockPool
 from speculon.decoding.sequence import GONE, Sequence
 from speculon.engine.admission import check_request
 from speculon.engine.scheduler import Scheduler
+from speculon.runtimes.torch.kv.blocks import BlockPool
 from tests.builders import make_sequence
 from tests.pure.test_blocks import fill
 from tests.pure.test_scheduler import run

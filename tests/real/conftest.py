@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, GgufConfig
 
 from speculon import LLM
-from speculon.loading.locate import locate
-from speculon.loading.quantization import native_bf16
-from speculon.loading.reading import load_tokenizer
+from speculon.checkpoints.locate import locate
+from speculon.checkpoints.reading import load_tokenizer
+from speculon.runtimes.torch.loading.quantization import native_bf16
 
 NAMES = ("smollm2", "gemma3")
 DTYPES = ("bfloat16", "float32") if native_bf16() else ("float32",)  # emulated bf16 takes ten times as long

@@ -18,9 +18,9 @@ from recipes.gguf.texts import PROSE
 from recipes.quantized.quality import log_probabilities
 from torch import Tensor
 
-from speculon.loading.load import load_target
-from speculon.loading.reading import load_tokenizer
-from speculon.target.target import Target
+from speculon.checkpoints.reading import load_tokenizer
+from speculon.runtimes.torch.loading.load import load_target
+from speculon.runtimes.torch.model.target import Target
 
 # nat, in fp32: 1e-5 (SmolLM2) and 6e-4 (Gemma 3, whose GELU llama.cpp looks up in fp16) were seen
 ROUNDING = 2e-3

@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from speculon import LLM
-from speculon.decoding.kv.store import PageStore
-from speculon.loading.invariant import fused_blocks
-from speculon.loading.load_check import run_pieces
-from speculon.target.block import Norm
-from speculon.target.target import Target
+from speculon.runtimes.torch.kv.store import PageStore
+from speculon.runtimes.torch.loading.invariant import fused_blocks
+from speculon.runtimes.torch.loading.load_check import run_pieces
+from speculon.runtimes.torch.model.block import Norm
+from speculon.runtimes.torch.model.target import Target
 
 TEXT, TOKENS, PAGE = Path("docs/life-of-a-request.md"), 600, 16
 FURTHER = 1.1  # times transformers' distance: 0.92 (SmolLM2) and 1.08 (Gemma 3) were seen on an AMD EPYC

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from speculon.checkpoints.locate import locate
 from speculon.cli.discover import find_models
 from speculon.core.config import SpeculationConfig
 from speculon.core.config.models import ModelSettingsFile
 from speculon.core.errors import ConfigError, ModelError
-from speculon.loading.locate import locate
 from speculon.server.model import OF_REQUESTS
 from speculon.server.pool.catalogue import Catalogue
 from speculon.server.pool.pool import ModelPool

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from speculon.checkpoints.locate import locate
 from speculon.cli.serve import catalogue_of
 from speculon.core.config import EngineConfig
 from speculon.core.config.models import ModelSettingsFile
 from speculon.core.errors import ConfigError
-from speculon.loading.locate import locate
 from speculon.server.pool.catalogue import Catalogue
 from speculon.server.pool.loader import GB
 from speculon.speculation.proposers.registry import methods

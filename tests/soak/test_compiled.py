@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from speculon import LLM, SamplingParams
-from speculon.loading.load_check import paged_logits
 from speculon.measure.check.exact import Margin, judge
-from speculon.target.compare import difference
-from speculon.target.compiled import FEW, BetweenProgram, Program
+from speculon.runtimes.torch.loading.load_check import paged_logits
+from speculon.runtimes.torch.model.compare import difference
+from speculon.runtimes.torch.model.compiled import FEW, BetweenProgram, Program
 from tests.tiny.kernels import where_invariant
 
 pytestmark = [

@@ -15,9 +15,9 @@ import torch
 from recipes.serving.server import Server
 
 from speculon import LLM, SamplingParams
-from speculon.loading.batch_check import differing
 from speculon.measure.bench.workloads import Size, build
-from speculon.target.linear import packable
+from speculon.runtimes.torch.loading.batch_check import differing
+from speculon.runtimes.torch.model.linear import packable
 from tests.tiny.conftest import TINY
 from tests.tiny.kernels import where_invariant
 from tests.tiny.test_invariant import invariant_or_skipped

@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from speculon.core.config import SamplingParams
-from speculon.decoding.batch import Batch
-from speculon.decoding.kv.states import StateStep
-from speculon.decoding.kv.store import View
 from speculon.engine.engine import Engine
-from speculon.target.target import Output
+from speculon.runtimes.torch.batch import Batch
+from speculon.runtimes.torch.kv.states import StateStep
+from speculon.runtimes.torch.kv.store import View
+from speculon.runtimes.torch.model.target import Output
 from tests.tiny.recurrent import (
     RECURRENT,
     TIE,

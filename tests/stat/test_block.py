@@ -18,10 +18,10 @@ from torch import Tensor
 from speculon.core.config import SamplingParams
 from speculon.core.types import Draft, Verdict
 from speculon.decoding import verify as verifying
-from speculon.decoding.batch import Batch
 from speculon.decoding.sampling import COIN, RESIDUAL, Row, pick, round_stream
 from speculon.decoding.sequence import Rules, Sequence, Span
 from speculon.decoding.verify import WITH_Q, cut, joint_ratios, residual, verify
+from speculon.runtimes.torch.batch import Batch
 from tests.builders import make_sequence
 from tests.stat.test_rejection import SAMPLED, Proposal, certain, chained, chains, drafter, itself
 from tests.stat.test_verify import EXACT, FILTERED, VISIBLE, forward, written

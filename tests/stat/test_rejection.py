@@ -17,10 +17,10 @@ from torch import Tensor
 from speculon.core.config import SamplingParams
 from speculon.core.types import Draft, Verdict
 from speculon.decoding import verify as verifying
-from speculon.decoding.batch import Batch
 from speculon.decoding.sampling import Row, exponential_race
 from speculon.decoding.sequence import Sequence, Span
 from speculon.decoding.verify import COIN, RESIDUAL, cut, flip, residual, verify
+from speculon.runtimes.torch.batch import Batch
 from speculon.speculation.proposers.compose import fit
 from tests.builders import make_sequence
 from tests.stat.test_verify import CASES, EXACT, FILTERED, VISIBLE, forward, written

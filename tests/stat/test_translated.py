@@ -10,8 +10,8 @@ from functools import cache
 import pytest
 import torch
 
-from speculon.loading.spelling import Overlap
-from speculon.loading.translation import Translation
+from speculon.checkpoints.spelling import Overlap
+from speculon.runtimes.torch.loading.translation import Translation
 from speculon.speculation.proposers.chain import draft_chain
 from tests.stat.test_block import error as block_error
 from tests.stat.test_rejection import SAMPLED, error

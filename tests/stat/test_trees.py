@@ -12,10 +12,10 @@ from torch import Tensor
 from speculon.core import types
 from speculon.core.tree import Parents
 from speculon.core.types import Draft, Verdict
-from speculon.decoding.batch import Batch
 from speculon.decoding.sampling import Row
 from speculon.decoding.sequence import Span
 from speculon.decoding.verify import cut, verify
+from speculon.runtimes.torch.batch import Batch
 from tests.stat.test_verify import CASES, EXACT, VISIBLE, independent, written
 from tests.stat.toy import Case, Distribution, V, distance, reference_probs, reference_texts, toy_logits
 

@@ -16,11 +16,11 @@ from speculon.core.config import SamplingParams
 from speculon.core.types import Draft, Verdict
 from speculon.decoding import sampling
 from speculon.decoding import verify as verifying
-from speculon.decoding.batch import Batch
 from speculon.decoding.sampling import Row
 from speculon.decoding.sequence import Ending, Rules, Sequence, Span
 from speculon.decoding.text.bad_words import BadWords, Spellings
 from speculon.decoding.verify import cut, verify
+from speculon.runtimes.torch.batch import Batch
 from tests.builders import make_sequence
 from tests.stat.toy import Case, Distribution, V, distance, reference_probs, reference_texts, toy_logits
 

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from speculon.checkpoints.adapter_config import read_adapter
 from speculon.core.config import SamplingParams
 from speculon.engine.engine import Engine
-from speculon.loading.adapter_config import read_adapter
-from speculon.loading.adapters import add_adapters
-from speculon.loading.load import wrap_model
-from speculon.target.target import Target
+from speculon.runtimes.torch.loading.adapters import add_adapters
+from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.torch.model.target import Target
 from tests.formats.writer import write_checkpoint
 from tests.tiny.conftest import tiny_model
 from tests.tiny.scripted import Request, Result, drain, make_engine

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from speculon.core.types import Draft
-from speculon.decoding.kv.lease import DraftLease
 from speculon.decoding.sequence import Sequence
-from speculon.drafters.gemma4_assistant.proposer import NAME, Gemma4Assistant
-from speculon.loading.load import wrap_model
-from speculon.target.target import Target
+from speculon.runtimes.torch.drafters.gemma4_assistant.proposer import NAME, Gemma4Assistant
+from speculon.runtimes.torch.kv.lease import DraftLease
+from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.torch.model.target import Target
 from tests.formats.writer import write_checkpoint
 from tests.tiny.conftest import BASE, MOE, VOCAB, WINDOW
 from tests.tiny.heads import register_watched, true_draft

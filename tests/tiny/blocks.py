@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from speculon.core.types import Draft
-from speculon.decoding.kv.lease import DraftLease
 from speculon.decoding.sampling import Row, pick, round_stream, weigh
 from speculon.decoding.sequence import Sequence
-from speculon.drafters.dflash.proposer import NAME, DFlashDrafter
+from speculon.runtimes.torch.drafters.dflash.proposer import NAME, DFlashDrafter
+from speculon.runtimes.torch.kv.lease import DraftLease
 from tests.formats.writer import Checkpoint, make_checkpoint, record, write_checkpoint
 from tests.tiny.dflash_reference import reference_drafts, reference_states
 from tests.tiny.heads import Texts, deep_model, register_watched, true_draft, true_taps

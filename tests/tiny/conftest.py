@@ -11,8 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from speculon.core.config import EngineConfig
-from speculon.loading.load import wrap_model
-from speculon.target.target import Target
+from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.torch.model.target import Target
 
 torch.set_num_threads(1)
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from speculon.decoding.batch import Batch
-from speculon.decoding.kv.store import View
-from speculon.drafters.draft_model.proposer import NAME, DraftModel
+from speculon.runtimes.torch.batch import Batch
+from speculon.runtimes.torch.drafters.draft_model.proposer import NAME, DraftModel
+from speculon.runtimes.torch.kv.store import View
+from speculon.runtimes.torch.model.target import Output, Target
 from speculon.speculation.proposers.registry import register
-from speculon.target.target import Output, Target
 from tests.tiny.conftest import tiny_target
 
 DRAFT: dict[str, Any] = {"draft": "a model in memory"}

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from speculon.core.config import EngineConfig
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.engine import Engine
-from speculon.target.target import Target
+from speculon.runtimes.torch.model.target import Target
 from tests.tiny.conftest import tiny_target
 
 CHARACTERS = [chr(code) for code in range(32, 127) if chr(code) not in "#$%&@^`|~;<>"]

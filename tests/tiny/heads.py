@@ -15,13 +15,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from speculon.core.types import Draft
-from speculon.decoding.kv.lease import DraftLease
 from speculon.decoding.sequence import Sequence
-from speculon.drafters.eagle3.proposer import NAME, Eagle3Drafter
-from speculon.loading.load import wrap_model
+from speculon.runtimes.torch.drafters.eagle3.proposer import NAME, Eagle3Drafter
+from speculon.runtimes.torch.kv.lease import DraftLease
+from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.torch.model.target import Target
 from speculon.speculation.proposers.chain import Piece
 from speculon.speculation.proposers.registry import register
-from speculon.target.target import Target
 from tests.formats.writer import Checkpoint, make_checkpoint, record, write_checkpoint
 from tests.tiny.conftest import VOCAB, build
 from tests.tiny.eagle_reference import reference_chain, reference_rows

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from speculon.core.errors import UnsupportedModel
-from speculon.target.linear import Linear, Packed
-from speculon.target.pieces import CannotBeInvariant
+from speculon.runtimes.torch.model.linear import Linear, Packed
+from speculon.runtimes.torch.model.pieces import CannotBeInvariant
 
 Multiply = Callable[[Tensor], Tensor]  # [T, D] -> [T, O]
 

@@ -18,14 +18,14 @@ from transformers import PreTrainedTokenizerFast
 
 from speculon.core.config import EngineConfig
 from speculon.core.types import Draft
-from speculon.decoding.kv.lease import DraftLease
 from speculon.decoding.sequence import Sequence
 from speculon.decoding.text.tokenizer import Tokenizer
-from speculon.drafters.draft_model.pard import NAME, Pard
 from speculon.engine.engine import Engine
+from speculon.runtimes.torch.drafters.draft_model.pard import NAME, Pard
+from speculon.runtimes.torch.kv.lease import DraftLease
+from speculon.runtimes.torch.model.target import Target
 from speculon.speculation.proposers.chain import Piece
 from speculon.speculation.proposers.registry import register
-from speculon.target.target import Target
 from tests.tiny.conftest import VOCAB, build, tiny_target
 from tests.tiny.requests import OFF, Texts, plain, requests_of
 from tests.tiny.scripted import Key, Request, Result, drain, texts_of

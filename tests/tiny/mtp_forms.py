@@ -17,12 +17,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from speculon.core.types import Draft
-from speculon.decoding.kv.lease import DraftLease
 from speculon.decoding.sequence import Sequence
-from speculon.drafters.mtp.proposer import NAME, Mtp
-from speculon.loading.load import load_target
+from speculon.runtimes.torch.drafters.mtp.proposer import NAME, Mtp
+from speculon.runtimes.torch.kv.lease import DraftLease
+from speculon.runtimes.torch.loading.load import load_target
+from speculon.runtimes.torch.model.target import Target
 from speculon.speculation.proposers.chain import Piece
-from speculon.target.target import Target
 from tests.formats.writer import TARGET, Checkpoint, make_checkpoint, published
 from tests.tiny.conftest import MOE, TINY, build
 from tests.tiny.heads import register_watched, true_draft

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from speculon.core.config import SamplingParams
-from speculon.loading.load import wrap_model
-from speculon.target.target import Target
+from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.torch.model.target import Target
 from tests.tiny.conftest import MOE, build
 from tests.tiny.scripted import Key, Request, Result
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from speculon.core.types import Draft
 from speculon.decoding.sequence import Sequence
-from speculon.drafters.draft_model.proposer import NAME, DraftModel
-from speculon.loading.memory import model_needs
+from speculon.runtimes.torch.drafters.draft_model.proposer import NAME, DraftModel
+from speculon.runtimes.torch.loading.memory import model_needs
+from speculon.runtimes.torch.model.target import Target
 from speculon.speculation.proposers.registry import register
-from speculon.target.target import Target
 from tests.tiny.conftest import tiny_target
 from tests.tiny.recurrent import TIE, recurrent_model, recurrent_target, requests
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, texts_of

@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from speculon.core.config import SamplingParams
-from speculon.decoding.batch import Batch
-from speculon.decoding.kv.store import View
 from speculon.decoding.sampling import Row, row_key, sample, uniform
 from speculon.decoding.sequence import Rules
 from speculon.engine.engine import Engine
-from speculon.target.target import Output
+from speculon.runtimes.torch.batch import Batch
+from speculon.runtimes.torch.kv.store import View
+from speculon.runtimes.torch.model.target import Output
 from tests.builders import make_sequence
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.scripted import Key, Request, Result, drain, run, script

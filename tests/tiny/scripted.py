@@ -13,15 +13,16 @@ from typing import Any
 from speculon import LLM
 from speculon.core.config import EngineConfig, SamplingParams
 from speculon.core.telemetry import RequestStats
-from speculon.core.types import Draft, Finish, Needs, TokenLogprobs, Verdict
-from speculon.decoding.kv.lease import Lease
-from speculon.decoding.kv.states import StateStore
-from speculon.decoding.kv.store import PageStore
+from speculon.core.types import Draft, Finish, TokenLogprobs, Verdict
 from speculon.decoding.sequence import Event, Sequence
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.engine import Engine
+from speculon.runtimes.torch.kv.lease import Lease
+from speculon.runtimes.torch.kv.states import StateStore
+from speculon.runtimes.torch.kv.store import PageStore
+from speculon.runtimes.torch.model.target import Target
+from speculon.runtimes.torch.needs import Needs
 from speculon.speculation.proposers.registry import register
-from speculon.target.target import Target
 
 Key = tuple[str, int]  # request id, sample
 

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 from speculon import LLM, SamplingParams
+from speculon.checkpoints.adapter_config import read_adapter
 from speculon.cli import app
 from speculon.cli.options import engine_settings
 from speculon.core.config import EngineConfig
@@ -27,10 +28,9 @@ from speculon.core.errors import (
     UnsafeCheckpoint,
     UnsupportedModel,
 )
-from speculon.loading.adapter_config import read_adapter
-from speculon.loading.adapters import add_adapters
-from speculon.loading.load import wrap_model
-from speculon.loading.memory import largest_step, process_memory
+from speculon.runtimes.torch.loading.adapters import add_adapters
+from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.torch.loading.memory import largest_step, process_memory
 from tests.tiny.adapter_files import FEW, differs_from_stock, stock_with, with_adapters, write, write_adapter
 from tests.tiny.checkpoint import write_checkpoint
 from tests.tiny.conftest import build, tiny_model

@@ -16,16 +16,16 @@ from torch import Tensor
 
 from speculon.core.config import SamplingParams
 from speculon.core.errors import UnknownModel, UnsupportedModel
-from speculon.decoding.batch import Batch
-from speculon.decoding.kv.blocks import BlockPool, Key
 from speculon.decoding.sequence import Sequence, Span
 from speculon.engine.messages import Add
 from speculon.engine.progress import Progress
-from speculon.loading.invariant import decide, fused_blocks
-from speculon.loading.load import wrap_model
-from speculon.target import captured as capturing
-from speculon.target.adapters import Adapted
-from speculon.target.captured import Captured
+from speculon.runtimes.torch.batch import Batch
+from speculon.runtimes.torch.kv.blocks import BlockPool, Key
+from speculon.runtimes.torch.loading.invariant import decide, fused_blocks
+from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.torch.model import captured as capturing
+from speculon.runtimes.torch.model.adapters import Adapted
+from speculon.runtimes.torch.model.captured import Captured
 from tests.builders import make_sequence
 from tests.tiny.adapter_files import (
     GREEDY,

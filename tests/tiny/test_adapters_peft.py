@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
 from speculon.core.config import SamplingParams
-from speculon.loading.load import wrap_model
+from speculon.runtimes.torch.loading.load import wrap_model
 from tests.tiny.adapter_files import with_adapters, write
 from tests.tiny.conftest import tiny_model
 from tests.tiny.scripted import Request

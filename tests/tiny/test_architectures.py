@@ -15,15 +15,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForCondit
 from transformers.modeling_utils import AttentionInterface
 
 from speculon.core.errors import UnsupportedModel
-from speculon.core.types import LayerSpec
-from speculon.decoding.batch import Batch
-from speculon.decoding.kv.store import PageStore, SpanView
-from speculon.loading.load import context_limit, wrap_model
-from speculon.loading.load_check import Piece, run_pieces
-from speculon.loading.probe import visible
-from speculon.target import attention, grouping
-from speculon.target.grouping import MaskCache
-from speculon.target.target import Target
+from speculon.runtimes.torch.batch import Batch
+from speculon.runtimes.torch.kv.store import PageStore, SpanView
+from speculon.runtimes.torch.loading.load import context_limit, wrap_model
+from speculon.runtimes.torch.loading.load_check import Piece, run_pieces
+from speculon.runtimes.torch.loading.probe import visible
+from speculon.runtimes.torch.model import attention, grouping
+from speculon.runtimes.torch.model.grouping import MaskCache
+from speculon.runtimes.torch.model.target import Target
+from speculon.runtimes.torch.needs import LayerSpec
 from tests.tiny.conftest import CONTEXT, TINY, VOCAB, WINDOW, build, tiny_model, tiny_target
 
 TOLERANCE = 1e-4  # of the largest logit; ours measure 1e-6

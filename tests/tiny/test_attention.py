@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculon.core.types import LayerSpec
-from speculon.decoding.kv.store import PageStore, SpanView, View
-from speculon.target.attention import attend_rows
+from speculon.runtimes.torch.kv.store import PageStore, SpanView, View
+from speculon.runtimes.torch.model.attention import attend_rows
+from speculon.runtimes.torch.needs import LayerSpec
 
 HEADS, WIDTH, SLOTS = 6, 8, 256
 SCALING = 0.25

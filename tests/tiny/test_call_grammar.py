@@ -11,12 +11,12 @@ from typing import Any
 import jsonschema
 import pytest
 
+from speculon.checkpoints.reading import load_tokenizer
 from speculon.core.config import SamplingParams
 from speculon.decoding.text.grammar import Grammars, Matcher
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.decoding.text.tool_calls import CLOSE, OPEN
 from speculon.decoding.text.tool_schemas import call_schema, calls_grammar
-from speculon.loading.reading import load_tokenizer
 from tests.tiny.demo_texts import DEMO
 from tests.tiny.forms import an_object, words
 from tests.tiny.scripted import Key, Request, Result

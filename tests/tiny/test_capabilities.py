@@ -16,9 +16,9 @@ from speculon.cli import app
 from speculon.core.config import RequestSpeculation, SamplingParams
 from speculon.core.errors import EngineError, SpeculonError
 from speculon.core.types import Capability, Reason, capabilities_json
-from speculon.decoding.kv import slots
 from speculon.engine.engine import Engine
-from speculon.loading.load import wrap_model
+from speculon.runtimes.torch.kv import slots
+from speculon.runtimes.torch.loading.load import wrap_model
 from speculon.speculation.proposers.registry import known_methods, register
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft

@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculon.decoding.batch import Batch
-from speculon.decoding.kv.store import SpanView, View
-from speculon.loading.load import wrap_model
-from speculon.loading.load_check import paged_logits
-from speculon.loading.memory import model_needs
-from speculon.target import captured as capturing
-from speculon.target.block import CannotReplace, Loop
-from speculon.target.captured import BUCKETS, Captured, CaptureSizes, Piece, sizes
-from speculon.target.compare import alike, close
-from speculon.target.taps import Taps
-from speculon.target.target import Target
-from speculon.target.trial import Trial
+from speculon.runtimes.torch.batch import Batch
+from speculon.runtimes.torch.kv.store import SpanView, View
+from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.torch.loading.load_check import paged_logits
+from speculon.runtimes.torch.loading.memory import model_needs
+from speculon.runtimes.torch.model import captured as capturing
+from speculon.runtimes.torch.model.block import CannotReplace, Loop
+from speculon.runtimes.torch.model.captured import BUCKETS, Captured, CaptureSizes, Piece, sizes
+from speculon.runtimes.torch.model.compare import alike, close
+from speculon.runtimes.torch.model.taps import Taps
+from speculon.runtimes.torch.model.target import Target
+from speculon.runtimes.torch.model.trial import Trial
 from tests.rounding import assert_near
 from tests.tiny.conftest import build, tiny_model, tiny_target
 from tests.tiny.requests import assert_same, drafting, plain, requests_of

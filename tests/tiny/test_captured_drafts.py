@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from speculon.drafters.layers import rope_config
-from speculon.drafters.runner import SEEN, CapturedDraft, trial_view, trials
 from speculon.engine.engine import Engine
-from speculon.target import captured as capturing
-from speculon.target.budget import TENSORS_OF_STATES
-from speculon.target.captured import BUCKETS, GRAPH, CaptureSizes, of_buckets
+from speculon.runtimes.torch.budget import TENSORS_OF_STATES
+from speculon.runtimes.torch.drafters.layers import rope_config
+from speculon.runtimes.torch.drafters.runner import SEEN, CapturedDraft, trial_view, trials
+from speculon.runtimes.torch.model import captured as capturing
+from speculon.runtimes.torch.model.captured import BUCKETS, GRAPH, CaptureSizes, of_buckets
 from tests.rounding import assert_near
 from tests.tiny.blocks import ask as ask_for_blocks
 from tests.tiny.blocks import drafter_of, watch_blocks, write_dflash, wrong_blocks

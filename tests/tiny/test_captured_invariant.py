@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from speculon.loading import invariant
-from speculon.loading.batch_check import differing
-from speculon.loading.invariant import decide, make_invariant
-from speculon.loading.load import wrap_model
-from speculon.target import captured as capturing
-from speculon.target.block import CannotReplace
-from speculon.target.captured import Captured
-from speculon.target.linear import packable
-from speculon.target.pieces import CannotBeInvariant
-from speculon.target.target import Target
-from speculon.target.trial import Trial
+from speculon.runtimes.torch.loading import invariant
+from speculon.runtimes.torch.loading.batch_check import differing
+from speculon.runtimes.torch.loading.invariant import decide, make_invariant
+from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.torch.model import captured as capturing
+from speculon.runtimes.torch.model.block import CannotReplace
+from speculon.runtimes.torch.model.captured import Captured
+from speculon.runtimes.torch.model.linear import packable
+from speculon.runtimes.torch.model.pieces import CannotBeInvariant
+from speculon.runtimes.torch.model.target import Target
+from speculon.runtimes.torch.model.trial import Trial
 from tests.tiny.conftest import tiny_model
 from tests.tiny.kernels import where_invariant
 from tests.tiny.test_captured import Noted, replayed

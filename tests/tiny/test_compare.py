@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from speculon.core.errors import UnsupportedModel
-from speculon.loading.load import wrap_model
-from speculon.loading.load_check import logits_in_fp32, stock_logits
-from speculon.target import fuse as fusing
-from speculon.target.block import Block, CannotReplace, Norm, fused_block, fused_norm, same_norm
-from speculon.target.compare import nearly
+from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.torch.loading.load_check import logits_in_fp32, stock_logits
+from speculon.runtimes.torch.model import fuse as fusing
+from speculon.runtimes.torch.model.block import Block, CannotReplace, Norm, fused_block, fused_norm, same_norm
+from speculon.runtimes.torch.model.compare import nearly
 from tests.tiny.conftest import TINY, tiny_model
 
 COARSE = [torch.bfloat16, torch.float16]

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from speculon.engine.decoder import SpeculativeDecoder
-from speculon.loading import invariant
-from speculon.loading.load import load_target, wrap_model
-from speculon.loading.load_check import paged_logits
-from speculon.target import compiled as compiling
-from speculon.target import pieces
-from speculon.target.block import Between, Gating, Loop, Norm, Rotary
-from speculon.target.compare import nearly
-from speculon.target.compiled import BetweenProgram, BetweenRows, random_rows
-from speculon.target.quantized import Packed4, Packed8
-from speculon.target.target import Target
-from speculon.target.trial import cast
+from speculon.runtimes.torch.loading import invariant
+from speculon.runtimes.torch.loading.load import load_target, wrap_model
+from speculon.runtimes.torch.loading.load_check import paged_logits
+from speculon.runtimes.torch.model import compiled as compiling
+from speculon.runtimes.torch.model import pieces
+from speculon.runtimes.torch.model.block import Between, Gating, Loop, Norm, Rotary
+from speculon.runtimes.torch.model.compare import nearly
+from speculon.runtimes.torch.model.compiled import BetweenProgram, BetweenRows, random_rows
+from speculon.runtimes.torch.model.quantized import Packed4, Packed8
+from speculon.runtimes.torch.model.target import Target
+from speculon.runtimes.torch.model.trial import cast
 from tests.rounding import assert_near
 from tests.tiny.adapter_files import write_adapter
 from tests.tiny.conftest import TINY, build, tiny_model

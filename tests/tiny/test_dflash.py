@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from speculon.core.config import SamplingParams
-from speculon.drafters.dflash import network as dflash
-from speculon.drafters.dflash.network import RecurrentMarkovHead
-from speculon.loading.load import wrap_model
+from speculon.runtimes.torch.drafters.dflash import network as dflash
+from speculon.runtimes.torch.drafters.dflash.network import RecurrentMarkovHead
+from speculon.runtimes.torch.loading.load import wrap_model
 from tests.builders import spread
 from tests.formats.writer import make_checkpoint
 from tests.tiny.blocks import (
@@ -280,7 +280,7 @@ def test_a_draft_ends_below_the_confidence_that_is_asked_for(
 
 
 def layout_a_as_b(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("speculon.drafters.dflash.config.samples_from_anchor", lambda source: True)
+    patch.setattr("speculon.runtimes.torch.drafters.dflash.config.samples_from_anchor", lambda source: True)
 
 
 def causal_block(patch: pytest.MonkeyPatch) -> None:
@@ -294,13 +294,13 @@ def window_by_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def off_by_one(patch: pytest.MonkeyPatch) -> None:
-    config = "speculon.drafters.dflash.config.DFlashConfig"
+    config = "speculon.runtimes.torch.drafters.dflash.config.DFlashConfig"
     patch.setattr(f"{config}.tap_layouts", lambda self, layers: ((2, 4, 5),))
 
 
 def pushed_aside(patch: pytest.MonkeyPatch) -> None:
     """Position j has the states of j - 1."""
-    patch.setattr("speculon.decoding.kv.lease.DraftLease.taps", shifted(patch))
+    patch.setattr("speculon.runtimes.torch.kv.lease.DraftLease.taps", shifted(patch))
 
 
 def masks_at_the_anchor(patch: pytest.MonkeyPatch) -> None:
@@ -318,7 +318,7 @@ def unnormed_context(patch: pytest.MonkeyPatch) -> None:
         model.hidden_norm = lambda x: x
         return model
 
-    patch.setattr("speculon.drafters.dflash.proposer.load_dflash", without)
+    patch.setattr("speculon.runtimes.torch.drafters.dflash.proposer.load_dflash", without)
 
 
 def forgotten_state(patch: pytest.MonkeyPatch) -> None:
@@ -335,7 +335,7 @@ def anchor_forever(patch: pytest.MonkeyPatch) -> None:
         return logits(self, which, row, [self.first[i] for i in which])
 
     patch.setattr(dflash, "Drawing", type("Drawing", (dflash.Drawing,), {"logits": stuck}))
-    patch.setattr("speculon.drafters.dflash.proposer.Drawing", dflash.Drawing)
+    patch.setattr("speculon.runtimes.torch.drafters.dflash.proposer.Drawing", dflash.Drawing)
 
 
 PLANTED = [

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculon.drafters.dflash.dflash2 import BlockConvolution, CandidateSelector
-from speculon.drafters.dflash.network import DFlashNetwork, Drawing
+from speculon.runtimes.torch.drafters.dflash.dflash2 import BlockConvolution, CandidateSelector
+from speculon.runtimes.torch.drafters.dflash.network import DFlashNetwork, Drawing
 from tests.tiny.blocks import MASK, ask, drafter_of, folder_of, watch_blocks, write_dflash, wrong_blocks
 from tests.tiny.heads import deep_model, deep_target
 from tests.tiny.requests import accepted_lengths

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 from transformers.cache_utils import DFlashCache
 
-from speculon.drafters.families import read_dflash_config
+from speculon.runtimes.torch.drafters.families import read_dflash_config
 from tests.formats.writer import Checkpoint
 from tests.rounding import assert_near
 from tests.tiny.blocks import MASK, ask, drafter_of, folder_of, watch_blocks, write_dflash

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from speculon.checkpoints.locate import locate
 from speculon.cli.discover import find_models
 from speculon.core.config import EngineConfig
 from speculon.core.errors import ConfigError, ModelError
-from speculon.drafters.choose import with_drafts
-from speculon.drafters.needs import drafter_needs
-from speculon.loading import memory
-from speculon.loading.locate import locate
-from speculon.loading.memory import LIBRARIES, ProcessMemory, largest_step
+from speculon.runtimes.torch.drafters.choose import with_drafts
+from speculon.runtimes.torch.drafters.needs import drafter_needs
+from speculon.runtimes.torch.loading import memory
+from speculon.runtimes.torch.loading.memory import LIBRARIES, ProcessMemory, largest_step
 from speculon.server.pool.loader import GB, Loader
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from speculon.core.errors import ModelError
-from speculon.loading.memory import expected_layers, model_needs
+from speculon.runtimes.torch.loading.memory import expected_layers, model_needs
 from tests.tiny.conftest import TINY, tiny_model, tiny_target
 from tests.tiny.scripted import make_engine
 

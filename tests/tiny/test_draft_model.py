@@ -12,11 +12,11 @@ import torch
 
 from speculon.core.config import MAX_DRAFTS, SamplingParams
 from speculon.core.types import Proposal, Reason, Timing
-from speculon.decoding.batch import Batch
-from speculon.decoding.kv.lease import DraftLease
-from speculon.decoding.kv.store import View
 from speculon.decoding.sequence import Event
-from speculon.target.target import Output
+from speculon.runtimes.torch.batch import Batch
+from speculon.runtimes.torch.kv.lease import DraftLease
+from speculon.runtimes.torch.kv.store import View
+from speculon.runtimes.torch.model.target import Output
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, NoisyModel, noisy_draft, use_draft
 from tests.tiny.requests import GREEDY, MODES, OFF, Texts, plain, requests_of
@@ -117,7 +117,7 @@ def test_a_batch_catches_up_in_calls_of_the_estimated_size() -> None:
 
 
 def tiny_target_of(context: int) -> Any:
-    from speculon.loading.load import wrap_model
+    from speculon.runtimes.torch.loading.load import wrap_model
     from tests.tiny.conftest import build
 
     return wrap_model(build("llama", max_position_embeddings=context), name="long")

@@ -15,9 +15,9 @@ from torch import Tensor
 from speculon import LLM
 from speculon.core.config import SamplingParams
 from speculon.core.types import Draft, Reason
-from speculon.drafters import layers as drafter_layers
-from speculon.drafters.eagle3 import network as eagle3
-from speculon.drafters.eagle3.network import Eagle3Network, FirstLayer
+from speculon.runtimes.torch.drafters import layers as drafter_layers
+from speculon.runtimes.torch.drafters.eagle3 import network as eagle3
+from speculon.runtimes.torch.drafters.eagle3.network import Eagle3Network, FirstLayer
 from tests.tiny.eagle_reference import reference_path
 from tests.tiny.heads import (
     CONTEXT,
@@ -291,7 +291,7 @@ def test_taps_that_can_be_read_in_two_ways_are_tried_in_both(
         assert 0 <= agreement(*args) <= 1
         return float(args[3] == tap_layouts[better])
 
-    monkeypatch.setattr("speculon.drafters.eagle3.proposer.agreement", favour)
+    monkeypatch.setattr("speculon.runtimes.torch.drafters.eagle3.proposer.agreement", favour)
     with caplog.at_level("INFO", "speculon"):
         watch = watch_heads(plain("greedy"))
         results = write(requests_of("greedy"), folder_of(head), ask(3))
@@ -320,7 +320,8 @@ def test_a_wrong_config_can_be_set_right(tmp_path: Path) -> None:
 
 def off_by_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        "speculon.drafters.eagle3.config.Eagle3Config.tap_layouts", lambda self, num_layers: ((2, 3, 4),)
+        "speculon.runtimes.torch.drafters.eagle3.config.Eagle3Config.tap_layouts",
+        lambda self, num_layers: ((2, 3, 4),),
     )
 
 
@@ -356,11 +357,11 @@ def absolute_ids(patch: pytest.MonkeyPatch) -> None:
 
 def pushed_aside(patch: pytest.MonkeyPatch) -> None:
     """Row i pairs g_i with x_i."""
-    patch.setattr("speculon.decoding.kv.lease.DraftLease.taps", shifted(patch))
+    patch.setattr("speculon.runtimes.torch.kv.lease.DraftLease.taps", shifted(patch))
 
 
 def shifted(patch: pytest.MonkeyPatch) -> Any:
-    from speculon.decoding.kv.lease import DraftLease
+    from speculon.runtimes.torch.kv.lease import DraftLease
 
     taps = DraftLease.taps
     return lambda self, pieces: taps(

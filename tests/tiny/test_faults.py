@@ -17,10 +17,10 @@ from speculon.core.errors import (
     TooLong,
     UnknownMethod,
 )
-from speculon.decoding.batch import Batch
 from speculon.engine import engine as engine_module
 from speculon.engine.engine import Engine
-from speculon.loading.load import wrap_model
+from speculon.runtimes.torch.batch import Batch
+from speculon.runtimes.torch.loading.load import wrap_model
 from tests.tiny.account import check_account
 from tests.tiny.conftest import CONTEXT, build, tiny_target
 from tests.tiny.requests import mixed, plain, requests_of

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from speculon.checkpoints.adapter_config import read_adapter
 from speculon.core import errors
 from speculon.core.errors import UnsupportedModel
-from speculon.drafters.families import family_of
-from speculon.loading.adapter_config import read_adapter
-from speculon.loading.adapters import add_adapters
-from speculon.loading.load import load_target, wrap_model
+from speculon.runtimes.torch.drafters.families import family_of
+from speculon.runtimes.torch.loading.adapters import add_adapters
+from speculon.runtimes.torch.loading.load import load_target, wrap_model
 from tests.formats.writer import change_checkpoint, record, write_checkpoint
 from tests.tiny import assistant_forms, mtp_forms
 from tests.tiny.adapter_files import linear_shapes

@@ -14,16 +14,16 @@ from typer.testing import CliRunner
 
 from speculon.cli import app
 from speculon.core.errors import CorruptWeights, UnsafeCheckpoint, UnsupportedModel, WrongPair
-from speculon.drafters.config import (
+from speculon.runtimes.torch.drafters.config import (
     DrafterConfig,
     TargetShape,
     check_offsets,
     check_pair,
     read_offsets,
 )
-from speculon.drafters.dflash.config import DFlashConfig
-from speculon.drafters.eagle3.config import Eagle3Config
-from speculon.drafters.families import (
+from speculon.runtimes.torch.drafters.dflash.config import DFlashConfig
+from speculon.runtimes.torch.drafters.eagle3.config import Eagle3Config
+from speculon.runtimes.torch.drafters.families import (
     UNSUPPORTED,
     family_of,
     read_dflash_config,

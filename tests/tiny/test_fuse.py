@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from speculon.loading.load import wrap_model
-from speculon.loading.load_check import paged_logits
-from speculon.target import block as blocks
-from speculon.target import fuse as fusing
-from speculon.target import linear
-from speculon.target.block import Attention, Block, CannotReplace, Norm, fused_norm, same_norm
-from speculon.target.linear import (
+from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.torch.loading.load_check import paged_logits
+from speculon.runtimes.torch.model import block as blocks
+from speculon.runtimes.torch.model import fuse as fusing
+from speculon.runtimes.torch.model import linear
+from speculon.runtimes.torch.model.block import Attention, Block, CannotReplace, Norm, fused_norm, same_norm
+from speculon.runtimes.torch.model.linear import (
     Layout,
     Linear,
     Packed,
@@ -28,7 +28,7 @@ from speculon.target.linear import (
     packed,
     plain,
 )
-from speculon.target.target import Target
+from speculon.runtimes.torch.model.target import Target
 from tests.rounding import assert_near
 from tests.tiny.conftest import TINY, build, tiny_model
 

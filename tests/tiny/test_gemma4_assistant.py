@@ -19,10 +19,10 @@ from transformers.generation import candidate_generator
 
 from speculon.core.config import SamplingParams
 from speculon.core.types import Draft
-from speculon.decoding.kv.store import PageStore, as_index
-from speculon.drafters.families import read_assistant_config
-from speculon.drafters.gemma4_assistant.network import load_assistant, make_sources
-from speculon.drafters.gemma4_assistant.proposer import NAME, layers_read
+from speculon.runtimes.torch.drafters.families import read_assistant_config
+from speculon.runtimes.torch.drafters.gemma4_assistant.network import load_assistant, make_sources
+from speculon.runtimes.torch.drafters.gemma4_assistant.proposer import NAME, layers_read
+from speculon.runtimes.torch.kv.store import PageStore, as_index
 from tests.builders import make_sequence
 from tests.rounding import rounding
 from tests.tiny.assistant_forms import (

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from speculon import LLM, SamplingParams
+from speculon.checkpoints.headers import read_checkpoint
 from speculon.cli import app
 from speculon.core.errors import WrongPair
-from speculon.core.types import LayerSpec
-from speculon.decoding.kv.store import PageStore
-from speculon.drafters.pairing import search
-from speculon.loading.headers import read_checkpoint
-from speculon.loading.load import wrap_model
+from speculon.runtimes.torch.drafters.pairing import search
+from speculon.runtimes.torch.kv.store import PageStore
+from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.torch.needs import LayerSpec
 from tests.rounding import assert_near
 from tests.tiny.assistant_forms import FULL, LARGE, NAME, folder_of, stock, target_of
 from tests.tiny.conftest import build, tiny_target

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from speculon import LLM, SamplingParams
+from speculon.checkpoints.generation import FILE
 from speculon.cli import app
-from speculon.loading.generation import FILE
 from tests.tiny.checkpoint import write_checkpoint
 
 PROMPT = "def add(first, second):\n    return first"

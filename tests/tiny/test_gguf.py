@@ -15,6 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM, GgufConfig, LlamaForCausalLM
 
 from speculon import LLM, SamplingParams, SpeculationConfig
+from speculon.checkpoints.gguf.header import Reader, read_gguf
+from speculon.checkpoints.headers import read_checkpoint
+from speculon.checkpoints.locate import locate, refuse_missing
+from speculon.checkpoints.reading import load_tokenizer
 from speculon.cli.discover import find_models
 from speculon.core.config import EngineConfig
 from speculon.core.errors import (
@@ -24,14 +28,10 @@ from speculon.core.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
-from speculon.drafters.choose import fits
-from speculon.drafters.families import DRAFT_MODEL, family_of
-from speculon.loading.gguf.header import Reader, read_gguf
-from speculon.loading.headers import read_checkpoint
-from speculon.loading.load import load_config, load_model, load_target
-from speculon.loading.locate import locate, refuse_missing
-from speculon.loading.memory import weight_bytes
-from speculon.loading.reading import load_tokenizer
+from speculon.runtimes.torch.drafters.choose import fits
+from speculon.runtimes.torch.drafters.families import DRAFT_MODEL, family_of
+from speculon.runtimes.torch.loading.load import load_config, load_model, load_target
+from speculon.runtimes.torch.loading.memory import weight_bytes
 from tests.tiny.gguf_files import ALL, tiny_llama, write_gguf
 
 IDS = torch.tensor([[1, 40, 41, 60, 90, 7, 8, 12, 30, 33, 44]])
@@ -289,7 +289,7 @@ def test_a_missing_file_is_no_hub_id() -> None:
 
 def test_reading_the_header_imports_no_torch(file: Path) -> None:
     code = (
-        "import sys, json; from speculon.loading.headers import read_checkpoint; "
+        "import sys, json; from speculon.checkpoints.headers import read_checkpoint; "
         f"found = read_checkpoint({str(file)!r}); "
         "print(json.dumps([found.num_layers, 'torch' in sys.modules]))"
     )

@@ -16,13 +16,13 @@ import torch
 from transformers import PreTrainedModel
 
 from speculon import LLM, SamplingParams
+from speculon.checkpoints.headers import read_checkpoint
 from speculon.core.errors import CorruptWeights, UnsupportedModel
-from speculon.loading.gguf.architectures import ARCHITECTURES
-from speculon.loading.gguf.weights import load_gguf
-from speculon.loading.headers import read_checkpoint
-from speculon.loading.load import load_config, load_model, load_target
-from speculon.target.compare import difference
-from speculon.target.quantized import layers_of
+from speculon.runtimes.torch.loading.gguf.architectures import ARCHITECTURES
+from speculon.runtimes.torch.loading.gguf.weights import load_gguf
+from speculon.runtimes.torch.loading.load import load_config, load_model, load_target
+from speculon.runtimes.torch.model.compare import difference
+from speculon.runtimes.torch.model.quantized import layers_of
 from tests.rounding import assert_near, rounding
 from tests.tiny.gguf_files import tiny, write_gguf
 
@@ -387,7 +387,7 @@ def test_packed_layers_are_the_same_numbers(
     name: str, block_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of 8 bits are rounded to those of packed layers, so they are near."""
-    monkeypatch.setattr("speculon.loading.quantization.native_bf16", lambda: False)
+    monkeypatch.setattr("speculon.runtimes.torch.loading.quantization.native_bf16", lambda: False)
     model, path = written(FIRST[name], tmp_path, quantise=block_type)
     config = load_config(read_checkpoint(path), False)
     packed = load_gguf(path, config, torch.float32, packed_on=CPU).eval()

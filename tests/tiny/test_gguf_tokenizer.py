@@ -26,10 +26,10 @@ from recipes.gguf.vocabularies import (
     write,
 )
 
+from speculon.checkpoints.gguf.pretokenizers import FAMILIES, PRE_TOKENIZERS
+from speculon.checkpoints.headers import lacks_chat_template
+from speculon.checkpoints.reading import load_tokenizer
 from speculon.core.errors import CorruptWeights, ModelError, UnsupportedModel
-from speculon.loading.gguf.pretokenizers import FAMILIES, PRE_TOKENIZERS
-from speculon.loading.headers import lacks_chat_template
-from speculon.loading.reading import load_tokenizer
 
 LLAMA = {  # settings of files with a vocabulary of SentencePiece, and whether it has runs of white space
     "llama prefix": ({}, False),

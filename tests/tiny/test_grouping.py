@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from speculon.core.types import LayerSpec
-from speculon.decoding.kv.store import GATHER_BYTES, PageStore, SpanView
-from speculon.target.grouping import MaskCache, buckets, pieces
+from speculon.runtimes.torch.kv.store import GATHER_BYTES, PageStore, SpanView
+from speculon.runtimes.torch.model.grouping import MaskCache, buckets, pieces
+from speculon.runtimes.torch.needs import LayerSpec
 
 CPU = torch.device("cpu")
 TOKEN = 1024  # bytes of K and V

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from speculon import LLM, SamplingParams, SpeculationConfig
+from speculon.checkpoints.headers import read_checkpoint
+from speculon.checkpoints.hub import cached_models, hub_id
 from speculon.core.config import EngineConfig
 from speculon.core.errors import InvalidParameter
-from speculon.drafters.choose import fits, with_drafts
-from speculon.drafters.known import KNOWN, published_for
-from speculon.drafters.pairing import Search, search
-from speculon.loading.headers import read_checkpoint
-from speculon.loading.hub import cached_models, hub_id
+from speculon.runtimes.torch.drafters.choose import fits, with_drafts
+from speculon.runtimes.torch.drafters.known import KNOWN, published_for
+from speculon.runtimes.torch.drafters.pairing import Search, search
 from tests.tiny.checkpoint import write_checkpoint
 from tests.tiny.conftest import build
 from tests.tiny.heads import write_eagle3

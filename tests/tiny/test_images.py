@@ -13,12 +13,12 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from speculon import LLM, SamplingParams
+from speculon.checkpoints.processors import images_of, load_processor
 from speculon.core.config import EngineConfig
 from speculon.core.errors import InvalidParameter
 from speculon.core.media.prompts import Images
-from speculon.loading.processors import images_of, load_processor
+from speculon.runtimes.torch.model.vision import Vision
 from speculon.server.pool.catalogue import Catalogue
-from speculon.target.vision import Vision
 from tests.images import data_url, file_of, pixels
 from tests.server.inside import ScriptedLoader, serving
 from tests.tiny.checkpoint import write_checkpoint

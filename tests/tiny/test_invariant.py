@@ -17,17 +17,23 @@ from torch import Tensor, nn
 
 from speculon import LLM, SamplingParams, SpeculativeDecoder
 from speculon.core.errors import UnsupportedModel
-from speculon.core.types import LayerSpec, Padding
-from speculon.loading import batch_check, invariant
-from speculon.loading.batch_check import Attending, RandomLayer, differing, uneven_keys
-from speculon.loading.invariant import cheapest_padding, decide, make_invariant
-from speculon.loading.load import wrap_model
-from speculon.target import attention, fuse
-from speculon.target.block import CannotReplace
-from speculon.target.grouping import KEY_BLOCK, padded_keys
-from speculon.target.linear import Linear, packable
-from speculon.target.pieces import CannotBeInvariant, InPieces, InvariantProducts, Pieces, measured
-from speculon.target.target import Target
+from speculon.runtimes.torch.loading import batch_check, invariant
+from speculon.runtimes.torch.loading.batch_check import Attending, RandomLayer, differing, uneven_keys
+from speculon.runtimes.torch.loading.invariant import cheapest_padding, decide, make_invariant
+from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.torch.model import attention, fuse
+from speculon.runtimes.torch.model.block import CannotReplace
+from speculon.runtimes.torch.model.grouping import KEY_BLOCK, padded_keys
+from speculon.runtimes.torch.model.linear import Linear, packable
+from speculon.runtimes.torch.model.pieces import (
+    CannotBeInvariant,
+    InPieces,
+    InvariantProducts,
+    Pieces,
+    measured,
+)
+from speculon.runtimes.torch.model.target import Target
+from speculon.runtimes.torch.needs import LayerSpec, Padding
 from tests.tiny.checkpoint import write_checkpoint
 from tests.tiny.conftest import TINY, tiny_model
 from tests.tiny.kernels import by_place, one_by_one, plant, where_invariant

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from speculon.checkpoints.headers import read_checkpoint
 from speculon.core.config import EngineConfig
 from speculon.core.errors import (
     ConfigError,
@@ -24,10 +25,9 @@ from speculon.core.errors import (
     UnsafeCheckpoint,
     UnsupportedModel,
 )
-from speculon.drafters.choose import fits
-from speculon.loading import load
-from speculon.loading.headers import read_checkpoint
-from speculon.loading.load import load_target
+from speculon.runtimes.torch.drafters.choose import fits
+from speculon.runtimes.torch.loading import load
+from speculon.runtimes.torch.loading.load import load_target
 from tests.tiny.conftest import CONTEXT, VOCAB, build, tiny_model
 
 WEIGHTS = "model.safetensors"
@@ -95,7 +95,7 @@ def test_a_checkpoint_is_read_from_its_headers(folder: Path) -> None:
 
 def test_reading_headers_does_not_import_torch() -> None:
     code = (
-        "import sys, speculon.loading.headers; "
+        "import sys, speculon.checkpoints.headers; "
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -20,10 +20,11 @@ import torch
 from speculon import LLM, SamplingParams
 from speculon.core.config import EngineConfig, SpeculationConfig
 from speculon.core.errors import ConfigError, MemoryExceeded
-from speculon.core.types import LayerSpec, Needs, Reason
-from speculon.drafters.draft_model import model_drafter
-from speculon.target import budget
-from speculon.target.budget import Budget
+from speculon.core.types import Reason
+from speculon.runtimes.torch.budget import Budget
+from speculon.runtimes.torch.drafters.draft_model import model_drafter
+from speculon.runtimes.torch import budget
+from speculon.runtimes.torch.needs import LayerSpec, Needs
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, NoisyModel, use_draft
 from tests.tiny.folders import make_folder

@@ -15,11 +15,11 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from speculon.core.config import SamplingParams
-from speculon.decoding.kv.lease import DraftLease
-from speculon.drafters.mtp import load as mtp_load
-from speculon.drafters.mtp.network import Module as MtpModule
-from speculon.drafters.mtp.network import MtpHead
-from speculon.drafters.mtp.proposer import Mtp
+from speculon.runtimes.torch.drafters.mtp import load as mtp_load
+from speculon.runtimes.torch.drafters.mtp.network import Module as MtpModule
+from speculon.runtimes.torch.drafters.mtp.network import MtpHead
+from speculon.runtimes.torch.drafters.mtp.proposer import Mtp
+from speculon.runtimes.torch.kv.lease import DraftLease
 from tests.rounding import assert_near
 from tests.tiny.mtp_forms import FORMS, Texts, target_of, true_states, watch_mtp, written, wrong_rows
 from tests.tiny.requests import GREEDY, MODES, OFF, accepted_lengths
@@ -231,7 +231,7 @@ def before_the_norm(patch: pytest.MonkeyPatch) -> None:
 def swapped(patch: pytest.MonkeyPatch) -> None:
     load = mtp_load.load_mtp
     patch.setattr(
-        "speculon.drafters.mtp.proposer.load_mtp",
+        "speculon.runtimes.torch.drafters.mtp.proposer.load_mtp",
         lambda config, *rest: load(replace(config, hidden_first=not config.hidden_first), *rest),
     )
 
@@ -243,7 +243,7 @@ def off_by_one(patch: pytest.MonkeyPatch) -> None:
         made = needs(*args)
         return replace(made, taps=(made.taps[0] - 1,))
 
-    patch.setattr("speculon.drafters.mtp.proposer.mtp_needs", moved)
+    patch.setattr("speculon.runtimes.torch.drafters.mtp.proposer.mtp_needs", moved)
 
 
 def one_slot_late(patch: pytest.MonkeyPatch) -> None:

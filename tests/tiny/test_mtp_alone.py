@@ -10,14 +10,14 @@ import pytest
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from speculon.checkpoints.headers import read_checkpoint
 from speculon.cli import app
 from speculon.core.config import EngineConfig
 from speculon.core.errors import ModelError, WrongPair
-from speculon.drafters.choose import with_drafts
-from speculon.drafters.families import family_of
-from speculon.drafters.mtp.tensors import find_mtp
-from speculon.drafters.pairing import check_fit
-from speculon.loading.headers import read_checkpoint
+from speculon.runtimes.torch.drafters.choose import with_drafts
+from speculon.runtimes.torch.drafters.families import family_of
+from speculon.runtimes.torch.drafters.mtp.tensors import find_mtp
+from speculon.runtimes.torch.drafters.pairing import check_fit
 from tests.tiny.mtp_forms import written
 
 

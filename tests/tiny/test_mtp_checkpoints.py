@@ -16,8 +16,8 @@ from speculon.cli.app import app
 from speculon.core.config import EngineConfig, SamplingParams
 from speculon.core.errors import ConfigError, MemoryExceeded, ModelError, SpeculonError
 from speculon.core.types import Reason
-from speculon.drafters.choose import with_drafts
-from speculon.drafters.mtp.tensors import find_mtp
+from speculon.runtimes.torch.drafters.choose import with_drafts
+from speculon.runtimes.torch.drafters.mtp.tensors import find_mtp
 from tests.formats.writer import change_checkpoint
 from tests.tiny.conftest import build, tiny_target
 from tests.tiny.mtp_forms import H, target_of, written

@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from speculon.core.errors import UnsupportedModel
-from speculon.decoding.kv.store import PageStore, SpanView, View
-from speculon.loading.load import context_limit, wrap_model
-from speculon.loading.load_check import run_pieces
-from speculon.target import attention
+from speculon.runtimes.torch.kv.store import PageStore, SpanView, View
+from speculon.runtimes.torch.loading.load import context_limit, wrap_model
+from speculon.runtimes.torch.loading.load_check import run_pieces
+from speculon.runtimes.torch.model import attention
 from tests.tiny.conftest import CHUNK, CONTEXT, OTHERS, VOCAB, build, tiny_model, tiny_target
 from tests.tiny.requests import TIE, row_error, short_requests
 from tests.tiny.scripted import make_engine

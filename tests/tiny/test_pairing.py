@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from speculon import LLM, SamplingParams
+from speculon.checkpoints.headers import read_checkpoint
 from speculon.cli import app
 from speculon.core.config import EngineConfig
 from speculon.core.errors import ConfigError, UnsupportedModel, WrongPair
-from speculon.drafters.choose import with_drafts
-from speculon.drafters.pairing import search
 from speculon.engine.decoder import SpeculativeDecoder
-from speculon.loading.headers import read_checkpoint
+from speculon.runtimes.torch.drafters.choose import with_drafts
+from speculon.runtimes.torch.drafters.pairing import search
 from tests.tiny.blocks import write_dflash
 from tests.tiny.checkpoint import write_checkpoint, write_stranger
 from tests.tiny.conftest import build, tiny_model

@@ -13,9 +13,9 @@ from torch import Tensor
 from speculon.core.config import SamplingParams
 from speculon.core.errors import ConfigError, ModelError, UnsupportedModel
 from speculon.core.types import Reason
-from speculon.drafters.draft_model import pard
-from speculon.drafters.draft_model.pard import Pard
-from speculon.drafters.families import family_of
+from speculon.runtimes.torch.drafters.draft_model import pard
+from speculon.runtimes.torch.drafters.draft_model.pard import Pard
+from speculon.runtimes.torch.drafters.families import family_of
 from speculon.speculation.proposers.chain import Piece, mark
 from tests.tiny.conftest import VOCAB, build, tiny_target
 from tests.tiny.language_drafts import (

@@ -12,15 +12,15 @@ from speculon import LLM, SamplingParams
 from speculon.core.config import MAX_DRAFTS, EngineConfig, SpeculationConfig
 from speculon.core.errors import InvalidParameter
 from speculon.core.types import Ask, Decision, Reason
-from speculon.decoding.batch import Batch
-from speculon.decoding.kv.lease import Leases
-from speculon.decoding.kv.store import View
 from speculon.decoding.sequence import share_rows
 from speculon.engine.engine import Engine
 from speculon.measure.bench import workloads
 from speculon.measure.bench.measure import loops
+from speculon.runtimes.torch.batch import Batch
+from speculon.runtimes.torch.kv.lease import Leases
+from speculon.runtimes.torch.kv.store import View
+from speculon.runtimes.torch.model.target import Output
 from speculon.speculation.proposers.prediction import Cursor
-from speculon.target.target import Output
 from tests.builders import make_sequence, span_of
 from tests.tiny.conftest import tiny_target
 from tests.tiny.demo_texts import MISSING, TIE, first_difference, gap

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from speculon.checkpoints.processors import images_of, load_processor
+from speculon.checkpoints.reading import load_tokenizer
 from speculon.core.config import EngineConfig, ServeConfig
 from speculon.core.errors import InvalidParameter, InvalidRequest, ModelError, QueueFull, TooLong
 from speculon.core.images import ImageInput
@@ -19,8 +21,6 @@ from speculon.core.media.files import ImageLimits
 from speculon.core.media.parts import IMAGE, Source, read_messages
 from speculon.core.media.prompts import Images, Processor
 from speculon.decoding.text.tokenizer import Tokenizer
-from speculon.loading.processors import images_of, load_processor
-from speculon.loading.reading import load_tokenizer
 from tests.images import data_url, file_of, pixels
 from tests.tiny.processors import PROCESSORS, write_processor
 
@@ -313,7 +313,7 @@ def test_a_gguf_file_has_none(tmp_path: Path) -> None:
 
 def test_a_processor_without_a_placeholder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_processor(tmp_path, "llava", config={})
-    monkeypatch.setattr("speculon.loading.processors.build", lambda *_: object())
+    monkeypatch.setattr("speculon.checkpoints.processors.build", lambda *_: object())
     with pytest.raises(ModelError, match="has no placeholder of an image"):
         load_processor(tmp_path)
 

@@ -10,11 +10,11 @@ import pytest
 from speculon.core import telemetry
 from speculon.core.config import SamplingParams
 from speculon.core.telemetry import PARTS, Stopwatch
-from speculon.decoding.batch import Batch
-from speculon.decoding.kv.lease import Lease
 from speculon.engine import engine as engine_module
 from speculon.engine.engine import Engine
-from speculon.loading.load import wrap_model
+from speculon.runtimes.torch.batch import Batch
+from speculon.runtimes.torch.kv.lease import Lease
+from speculon.runtimes.torch.loading.load import wrap_model
 from speculon.speculation.drafting import Drafting
 from tests.tiny.conftest import tiny_model
 from tests.tiny.scripted import drain, make_engine

@@ -10,11 +10,17 @@ import torch
 from torch import Tensor
 
 from speculon import LLM, SamplingParams
-from speculon.decoding.batch import joined
-from speculon.loading.batch_check import PROMPT, differing
-from speculon.target import target as target_module
-from speculon.target.linear import packable
-from speculon.target.pieces import InPieces, InvariantProducts, Pieces, PromptsApart, with_prompts
+from speculon.runtimes.torch.batch import joined
+from speculon.runtimes.torch.loading.batch_check import PROMPT, differing
+from speculon.runtimes.torch.model import target as target_module
+from speculon.runtimes.torch.model.linear import packable
+from speculon.runtimes.torch.model.pieces import (
+    InPieces,
+    InvariantProducts,
+    Pieces,
+    PromptsApart,
+    with_prompts,
+)
 from tests.tiny.checkpoint import write_checkpoint
 from tests.tiny.kernels import plant, where_invariant
 

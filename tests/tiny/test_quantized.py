@@ -13,18 +13,18 @@ import torch.nn.functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from speculon import SpeculativeDecoder
+from speculon.checkpoints.headers import read_checkpoint
 from speculon.core.errors import ConfigError, CorruptWeights, MissingWeights, UnsupportedModel
-from speculon.decoding.kv.store import PageStore
-from speculon.loading import load, quantization
-from speculon.loading.gguf.weights import four_bits
-from speculon.loading.headers import read_checkpoint
-from speculon.loading.load import load_target
-from speculon.loading.memory import model_needs
-from speculon.loading.quantization import FOUR_BITS, in_bits
-from speculon.target import quantized
-from speculon.target.block import FusedRows
-from speculon.target.quantized import GROUP, QuantizedLinear, packed_layers, quantize
-from speculon.target.target import Target
+from speculon.runtimes.torch.kv.store import PageStore
+from speculon.runtimes.torch.loading import load, quantization
+from speculon.runtimes.torch.loading.gguf.weights import four_bits
+from speculon.runtimes.torch.loading.load import load_target
+from speculon.runtimes.torch.loading.memory import model_needs
+from speculon.runtimes.torch.loading.quantization import FOUR_BITS, in_bits
+from speculon.runtimes.torch.model import quantized
+from speculon.runtimes.torch.model.block import FusedRows
+from speculon.runtimes.torch.model.quantized import GROUP, QuantizedLinear, packed_layers, quantize
+from speculon.runtimes.torch.model.target import Target
 from tests.tiny.blocks import write_dflash
 from tests.tiny.gguf_files import tiny_llama, write_gguf
 from tests.tiny.heads import deep_model, deep_target, write_eagle3

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculon.core.errors import UnsupportedModel
-from speculon.loading.load import load_target, wrap_model
-from speculon.loading.load_check import paged_logits
+from speculon.runtimes.torch.loading.load import load_target, wrap_model
+from speculon.runtimes.torch.loading.load_check import paged_logits
 from tests.rounding import assert_near
 from tests.tiny.conftest import tiny_model
 

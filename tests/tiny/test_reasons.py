@@ -10,9 +10,10 @@ import pytest
 
 from speculon.core.config import SamplingParams
 from speculon.core.telemetry import RequestStats
-from speculon.core.types import Needs, Reason
+from speculon.core.types import Reason
 from speculon.decoding.sequence import Sequence
 from speculon.engine.engine import Engine
+from speculon.runtimes.torch.needs import Needs
 from speculon.speculation.proposers.registry import register
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, use_draft

@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 from speculon.cli import app
 from speculon.core.config import EngineConfig
 from speculon.core.errors import ConfigError, UnsupportedModel
-from speculon.decoding.kv.states import StateSpan, StateStep
 from speculon.engine.engine import Engine
-from speculon.loading.load import context_limit, wrap_model
-from speculon.target import recurrent
-from speculon.target.budget import Budget
-from speculon.target.fuse import Fused
+from speculon.runtimes.torch.budget import Budget
+from speculon.runtimes.torch.kv.states import StateSpan, StateStep
+from speculon.runtimes.torch.loading.load import context_limit, wrap_model
+from speculon.runtimes.torch.model import recurrent
+from speculon.runtimes.torch.model.fuse import Fused
 from tests.recording import read
 from tests.tiny.checkpoint import byte_tokenizer
 from tests.tiny.conftest import build

@@ -19,15 +19,15 @@ from speculon import LLM, SpeculativeDecoder
 from speculon.core.config import SamplingParams
 from speculon.core.errors import MemoryExceeded
 from speculon.core.types import Reason
-from speculon.decoding.kv.draft_slots import PER_SEQUENCE, DraftSlots
-from speculon.decoding.kv.lease import DraftStates
-from speculon.decoding.kv.states import StateStep
 from speculon.decoding.sequence import Sequence
-from speculon.drafters.draft_model import model_drafter
-from speculon.drafters.draft_model.proposer import NAME
 from speculon.engine import engine as engine_module
-from speculon.target import budget
-from speculon.target.recurrent import Mixer
+from speculon.runtimes.torch.drafters.draft_model import model_drafter
+from speculon.runtimes.torch.drafters.draft_model.proposer import NAME
+from speculon.runtimes.torch.kv.draft_slots import PER_SEQUENCE, DraftSlots
+from speculon.runtimes.torch.kv.lease import DraftStates
+from speculon.runtimes.torch.kv.states import StateStep
+from speculon.runtimes.torch import budget
+from speculon.runtimes.torch.model.recurrent import Mixer
 from tests.tiny.checkpoint import byte_tokenizer
 from tests.tiny.conftest import build, tiny_target
 from tests.tiny.recurrent import DIFFERENT, RECURRENT, TWO, recurrent_model, recurrent_target, requests

@@ -9,12 +9,12 @@ import pytest
 from torch import Tensor
 
 from speculon.core.errors import UnsupportedModel
-from speculon.decoding.kv.states import StateStep
 from speculon.engine import engine as engine_module
 from speculon.engine.engine import Engine
-from speculon.loading.load import wrap_model
-from speculon.target import recurrent
-from speculon.target.recurrent import Mixer
+from speculon.runtimes.torch.kv.states import StateStep
+from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.torch.model import recurrent
+from speculon.runtimes.torch.model.recurrent import Mixer
 from tests.tiny.recurrent import TWO, generated, recurrent_model, recurrent_target, requests, wrong
 from tests.tiny.requests import drafting
 from tests.tiny.scripted import Key, Result, drain, make_engine, script

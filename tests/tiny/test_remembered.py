@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from speculon.core.errors import UnsupportedModel
-from speculon.loading import invariant, load
-from speculon.loading.load import load_target
-from speculon.loading.load_check import paged_logits
-from speculon.target import compiled, fuse, pieces, remembered
+from speculon.runtimes.torch.loading import invariant, load
+from speculon.runtimes.torch.loading.load import load_target
+from speculon.runtimes.torch.loading.load_check import paged_logits
+from speculon.runtimes.torch.model import compiled, fuse, pieces, remembered
 from tests.tiny.checkpoint import write_checkpoint
 from tests.tiny.kernels import one_by_one, plant
 

@@ -9,8 +9,8 @@ import pytest
 from speculon.core import telemetry
 from speculon.core.config import SamplingParams
 from speculon.engine.engine import Engine
+from speculon.runtimes.torch.model.target import Target
 from speculon.speculation.proposers import compose
-from speculon.target.target import Target
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import use_draft
 from tests.tiny.scripted import make_engine

@@ -12,12 +12,12 @@ import pytest
 from speculon import SpeculativeDecoder
 from speculon.core.config import EngineConfig, SamplingParams
 from speculon.core.errors import ConfigError
-from speculon.decoding.kv import slots
-from speculon.decoding.kv.blocks import BlockPool
-from speculon.decoding.kv.slots import StateSlots
 from speculon.decoding.sequence import Sequence
 from speculon.engine.engine import Engine
-from speculon.target.recurrent import Mixer
+from speculon.runtimes.torch.kv import slots
+from speculon.runtimes.torch.kv.blocks import BlockPool
+from speculon.runtimes.torch.kv.slots import StateSlots
+from speculon.runtimes.torch.model.recurrent import Mixer
 from tests.tiny.recurrent import (
     DIFFERENT,
     ROW_BY_ROW,

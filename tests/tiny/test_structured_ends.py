@@ -15,7 +15,7 @@ from speculon.decoding.text import grammar as grammar_module
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.decoder import SpeculativeDecoder
 from speculon.engine.engine import Engine
-from speculon.target.target import Target
+from speculon.runtimes.torch.model.target import Target
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.forms import FORMS, SCHEMAS, check, engine_of, words
 from tests.tiny.scripted import Letters, Result, drain

@@ -16,11 +16,11 @@ from recipes.survey.compare import TIE, Text, difference
 from recipes.survey.models import small_model
 from transformers import PreTrainedModel
 
-from speculon.decoding.batch import Batch
-from speculon.decoding.kv.store import View
-from speculon.loading.load import wrap_model
-from speculon.loading.load_check import FURTHER
-from speculon.target.target import Output, Target
+from speculon.runtimes.torch.batch import Batch
+from speculon.runtimes.torch.kv.store import View
+from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.torch.loading.load_check import FURTHER
+from speculon.runtimes.torch.model.target import Output, Target
 
 SUPPORTED, REFUSED, PLANTED = "gemma3n_text", "xlnet", "gpt2"  # the first has a list of layer widths
 Wrong = Callable[[Batch], bool]

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from speculon.core.errors import ConfigError
-from speculon.loading.load import wrap_model
-from speculon.target.fuse import fuse
-from speculon.target.target import Target
-from speculon.target.trial import LENGTHS, Trial
+from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.torch.model.fuse import fuse
+from speculon.runtimes.torch.model.target import Target
+from speculon.runtimes.torch.model.trial import LENGTHS, Trial
 from tests.rounding import assert_near
 from tests.tiny.conftest import TINY, tiny_model
 

@@ -13,12 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from speculon import LLM, SamplingParams
+from speculon.checkpoints.headers import lacks_chat_template
+from speculon.checkpoints.locate import locate
+from speculon.checkpoints.reading import load_tokenizer
 from speculon.cli import app
 from speculon.core.errors import InvalidParameter
 from speculon.decoding.text.tokenizer import Tokenizer
-from speculon.loading.headers import lacks_chat_template
-from speculon.loading.locate import locate
-from speculon.loading.reading import load_tokenizer
 
 TEMPLATE = "{{ messages }}"
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}

@@ -13,7 +13,7 @@ from speculon.core.config import EngineConfig
 from speculon.core.errors import InvalidParameter
 from speculon.decoding.text.tokenizer import final_text
 from speculon.engine.engine import Engine
-from speculon.loading.load import wrap_model
+from speculon.runtimes.torch.loading.load import wrap_model
 from tests.tiny.conftest import build
 from tests.tiny.demo_texts import DEMO, MISSING
 from tests.tiny.scripted import drain

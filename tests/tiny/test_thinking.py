@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
+from speculon.checkpoints.reading import load_tokenizer
 from speculon.core.config import SamplingParams, Thinking
 from speculon.decoding.text.grammar import Grammars
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.decoding.text.tool_schemas import calls_grammar
-from speculon.loading.reading import load_tokenizer
 from tests.tiny.demo_texts import DEMO
 from tests.tiny.drafting import DRAFT, noisy_draft
 from tests.tiny.forms import FORMS, an_object, check, words

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
 
+from speculon.checkpoints.reading import quiet
 from speculon.cli import app
 from speculon.cli.train import length
 from speculon.core.errors import ConfigError, DataError, InvalidParameter
-from speculon.drafters.families import read_eagle3_config
-from speculon.loading.reading import quiet
+from speculon.runtimes.torch.drafters.families import read_eagle3_config
 from speculon.train import losses
 from speculon.train.data import Rows
 from speculon.train.draft_model import DraftModelTraining

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from speculon.checkpoints.spelling import Overlap
 from speculon.core.config import SamplingParams
 from speculon.core.errors import WrongPair
 from speculon.core.types import Draft, Reason, Stop
 from speculon.decoding.sampling import NEVER
-from speculon.drafters.draft_model.proposer import DraftModel
-from speculon.loading.spelling import Overlap
-from speculon.loading.translation import Translation, tokenizer_overlap
+from speculon.runtimes.torch.drafters.draft_model.proposer import DraftModel
+from speculon.runtimes.torch.loading.translation import Translation, tokenizer_overlap
 from tests.tiny.checkpoint import write_stranger
 from tests.tiny.conftest import VOCAB
 from tests.tiny.language_drafts import (
@@ -164,7 +164,8 @@ def test_too_small_an_overlap_is_refused_before_the_weights_are_read(
 ) -> None:
     folder = write_stranger(tmp_path / "stranger")
     monkeypatch.setattr(
-        "speculon.drafters.draft_model.model_drafter.load_target", lambda *_, **__: pytest.fail("loaded")
+        "speculon.runtimes.torch.drafters.draft_model.model_drafter.load_target",
+        lambda *_, **__: pytest.fail("loaded"),
     )
     with pytest.raises(WrongPair, match="different tokenizers: 0% of the tokens of a sample text"):
         engine_of(drafts(folder))

@@ -12,9 +12,9 @@ import pytest
 from speculon import SamplingParams, SpeculativeDecoder
 from speculon.core.errors import InvalidParameter
 from speculon.core.types import Draft
-from speculon.decoding.kv import store as store_module
-from speculon.decoding.kv.store import PageStore
 from speculon.decoding.sequence import Sequence
+from speculon.runtimes.torch.kv import store as store_module
+from speculon.runtimes.torch.kv.store import PageStore
 from speculon.speculation.proposers.registry import register
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.recurrent import recurrent_target

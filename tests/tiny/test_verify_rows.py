@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from speculon.decoding.batch import Batch
+from speculon.runtimes.torch.batch import Batch
 from tests.tiny.conftest import TINY, tiny_target
 from tests.tiny.requests import row_error, short_requests
 from tests.tiny.scripted import make_engine

@@ -17,16 +17,16 @@ from transformers import PreTrainedModel
 from speculon import SamplingParams
 from speculon.core.errors import InvalidParameter, NeverFits
 from speculon.core.images import ImageInput
-from speculon.decoding.batch import Batch
-from speculon.decoding.kv.store import PageStore, View
 from speculon.decoding.sequence import Sequence, Span
 from speculon.engine.engine import Engine
-from speculon.loading.load import load_target, make_target, wrap_model
-from speculon.loading.load_check import ImageSample
-from speculon.loading.memory import model_needs
-from speculon.target import vision
-from speculon.target.quantized import layers_of
-from speculon.target.target import Output, Target
+from speculon.runtimes.torch.batch import Batch
+from speculon.runtimes.torch.kv.store import PageStore, View
+from speculon.runtimes.torch.loading.load import load_target, make_target, wrap_model
+from speculon.runtimes.torch.loading.load_check import ImageSample
+from speculon.runtimes.torch.loading.memory import model_needs
+from speculon.runtimes.torch.model import vision
+from speculon.runtimes.torch.model.quantized import layers_of
+from speculon.runtimes.torch.model.target import Output, Target
 from tests.tiny.scripted import Key, Result, drain, make_engine, script, texts_of
 from tests.tiny.vision_models import (
     FAMILIES,

@@ -15,13 +15,13 @@ import torch
 from speculon import SamplingParams
 from speculon.core.config import MAX_DRAFTS
 from speculon.core.errors import NeverFits
-from speculon.core.reach import joint_reach
-from speculon.core.types import LayerSpec, Needs, Padding
-from speculon.decoding.kv.store import SpanView, tail_of
 from speculon.engine.decoder import SpeculativeDecoder
 from speculon.engine.engine import Engine
-from speculon.loading.load import wrap_model
-from speculon.target.target import Target
+from speculon.runtimes.torch.kv.reach import joint_reach
+from speculon.runtimes.torch.kv.store import SpanView, tail_of
+from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.torch.model.target import Target
+from speculon.runtimes.torch.needs import LayerSpec, Needs, Padding
 from tests.builders import spread
 from tests.tiny import heads
 from tests.tiny.conftest import CHUNK, MIXED, WINDOW, build

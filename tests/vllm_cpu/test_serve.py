@@ -36,7 +36,7 @@ USUAL += ["--served-model-name", "demo"]
 @contextmanager
 def served(folder: Path, *options: str) -> Iterator[str]:
     """The address of a server on loopback."""
-    from speculon.loading.locate import locate
+    from speculon.checkpoints.locate import locate
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -13,7 +13,7 @@ ENDED_BY = ("ConfigError", "InvalidParameter")
 def main(how: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
 
-    from speculon.loading.locate import locate
+    from speculon.checkpoints.locate import locate
 
     drafts: dict[str, Any] | None = how.pop("drafts")
     prompts, temperature = how.pop("prompts"), how.pop("temperature", 0.0)

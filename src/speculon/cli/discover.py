@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from speculon.checkpoints.gguf.header import is_gguf
+from speculon.checkpoints.locate import name_of
 from speculon.core.errors import ConfigError, ModelError
-from speculon.drafters.families import DRAFT_MODEL, family_of
-from speculon.loading.gguf.header import is_gguf
-from speculon.loading.locate import name_of
+from speculon.runtimes.torch.drafters.families import DRAFT_MODEL, family_of
 
 log = logging.getLogger("speculon")
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
+from speculon.checkpoints.locate import refuse_missing
 from speculon.cli.app import Json, SpeculativeConfig, command
 from speculon.cli.options import Flags, engine_settings, pick, settings_from
 from speculon.cli.screen import account, counting, load_llm, print_json, say, streaming
 from speculon.core.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
 from speculon.core.errors import InvalidParameter
-from speculon.loading.locate import refuse_missing
 from speculon.speculation.proposers.registry import check_method
 
 if TYPE_CHECKING:

@@ -12,25 +12,25 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
 
+from speculon.checkpoints.adapter_config import AdapterCheckpoint, is_adapter, read_adapter, read_adapters
+from speculon.checkpoints.headers import Checkpoint, read_checkpoint
+from speculon.checkpoints.locate import locate
 from speculon.cli.app import Json, command
 from speculon.cli.options import Flags, pick, settings_from
 from speculon.cli.screen import EXIT_REFUSED, as_json_error, loading, output, print_json
 from speculon.core.config import EngineConfig, SpeculationConfig
 from speculon.core.errors import MemoryExceeded, ModelError, SpeculonError, UnsupportedModel
 from speculon.core.types import capabilities_json
-from speculon.decoding.kv.slots import PER_SEQUENCE
 from speculon.decoding.text.tool_calls import parser_for
-from speculon.drafters.config import AUTHORS, DrafterConfig
-from speculon.drafters.families import Family, family_of
-from speculon.drafters.mtp.tensors import MTP, find_mtp
-from speculon.drafters.pairing import check_fit
-from speculon.loading.adapter_config import AdapterCheckpoint, is_adapter, read_adapter, read_adapters
-from speculon.loading.headers import Checkpoint, read_checkpoint
-from speculon.loading.locate import locate
+from speculon.runtimes.torch.drafters.config import AUTHORS, DrafterConfig
+from speculon.runtimes.torch.drafters.families import Family, family_of
+from speculon.runtimes.torch.drafters.mtp.tensors import MTP, find_mtp
+from speculon.runtimes.torch.drafters.pairing import check_fit
+from speculon.runtimes.torch.kv.slots import PER_SEQUENCE
 from speculon.speculation.proposers.registry import AUTO
 
 if TYPE_CHECKING:
-    from speculon.target.target import Runner, Target
+    from speculon.runtimes.torch.model.target import Runner, Target
 
 Facts = dict[str, Any]
 
@@ -146,7 +146,7 @@ def examine(
     model: str, speculation: Facts, form: Facts, tell: Callable[[str], None]
 ) -> tuple[Facts, SpeculonError | None]:
     """What loading shows, and the error where something is refused: the target, or its engine alone."""
-    from speculon.loading.load import load_target
+    from speculon.runtimes.torch.loading.load import load_target
 
     text = tokenizer_facts(model)
     try:
@@ -167,8 +167,8 @@ def examine(
 
 def tokenizer_facts(model: str) -> Facts:
     """What reads and writes texts; where nothing can, the engine takes token ids alone."""
+    from speculon.checkpoints.reading import load_tokenizer
     from speculon.decoding.text.tokenizer import Tokenizer
-    from speculon.loading.reading import load_tokenizer
 
     try:
         inner = load_tokenizer(model)

@@ -22,10 +22,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from speculon.checkpoints.headers import lacks_chat_template
+from speculon.checkpoints.locate import locate
 from speculon.core.config import EngineConfig
 from speculon.core.errors import InvalidRequest, ModelError, SpeculonError
-from speculon.loading.headers import lacks_chat_template
-from speculon.loading.locate import locate
 
 if TYPE_CHECKING:
     from speculon.core.telemetry import SpeculationStats

@@ -25,6 +25,7 @@ from rich.panel import Panel
 from typer import Option
 
 from speculon import __version__
+from speculon.checkpoints.locate import name_of
 from speculon.cli.app import SpeculativeConfig, command
 from speculon.cli.options import Flags, engine_settings, settings_from
 from speculon.cli.screen import errors
@@ -32,7 +33,6 @@ from speculon.core.config import EngineConfig, ServeConfig, SpeculationConfig
 from speculon.core.config.models import ModelSettingsFile, models_file
 from speculon.core.errors import ConfigError, SpeculonError
 from speculon.core.logs import LogFormatter
-from speculon.loading.locate import name_of
 from speculon.speculation.proposers.registry import check_method, methods
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
-from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from speculon.core.config import Acceptance, SamplingParams
@@ -19,7 +18,7 @@ from speculon.core.errors import SpeculonError
 from speculon.core.tree import ROOT, Parents, depths, descend, or_chain, path, preorder
 
 if TYPE_CHECKING:
-    from torch import Tensor, dtype
+    from torch import Tensor
 
 Rule = Literal["matching", "rejection", "block"]
 
@@ -309,81 +308,6 @@ class Decision:
 
 
 UNDECIDED = Decision.plain(Reason.OFF_CONFIG)
-
-
-class Padding(NamedTuple):
-    """Of a layer's calls of the attention kernel, so that it adds in one order (`loading/invariant.py`)."""
-
-    keys: int  # the first key's position and the number of keys are multiples of this
-    rows: int  # of queries, folded: at least so many, and in the last of the kernel's blocks
-    piece: int = 32  # rows of a span in one call, at most
-    uneven: tuple[int, ...] = ()  # numbers of keys in the kernel's last block with an order of their own
-
-
-NO_PADDING = Padding(1, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class StateSpec:
-    """One tensor that a recurrent mixer keeps of each sequence."""
-
-    shape: tuple[int, ...]
-    dtype: dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """One layer's claim on the page pool: keys and values, or the taps of each position as one key.
-
-    A layer of kind `other` keeps nothing in pages: it is recurrent, or reads its own rows alone.
-    """
-
-    kind: Literal["attention", "taps", "other"]
-    heads: int  # key-value heads
-    k_dim: int
-    v_dim: int
-    dtype: dtype
-    window: int | None = None
-    padding: Padding = NO_PADDING
-    chunk: int | None = None  # positions in blocks of so many, each of which sees its own block alone
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self.heads * (self.k_dim + self.v_dim) * self.dtype.itemsize
-
-    @property
-    def reach(self) -> int | None:
-        """Positions before a row that it may read, or one more; None: all."""
-        match self:
-            case LayerSpec("other"):
-                return 0
-            case LayerSpec("taps"):
-                return 1  # a drafter pairs the states of a position with the token after it
-        if self.chunk is not None:
-            return self.chunk
-        return None if self.window is None else self.window + self.padding.keys - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """What a drafter asks of the engine: hidden-state taps, layers of its own in the pages, its limits."""
-
-    # target layers (-1: the embeddings) whose states lie in the first of its own layers
-    taps: tuple[int, ...] = ()
-    layers: tuple[LayerSpec, ...] = ()
-    max_context: int | None = None
-    max_drafts: int | None = None  # of one round and sequence
-    bytes_fixed: int = 0  # weights
-    bytes_states: int = 0  # recurrent states of all sequences
-    states: tuple[tuple[StateSpec, ...], ...] = ()  # of each recurrent mixer
-    # of a draft model: slots beyond `decoding.kv.draft_slots.PER_SEQUENCE` for each sequence
-    spare_states: int = 0
-    bytes_snapshot: int = 0  # of one snapshot of these states
-    bytes_scratch: int = 0  # intermediate results of its largest forward
 
 
 @dataclass(frozen=True, slots=True)

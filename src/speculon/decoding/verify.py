@@ -26,7 +26,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from speculon.core.errors import InvalidParameter
 from speculon.core.types import Draft, Finish, SpanOutcome, Verdict
-from speculon.decoding.batch import Batch
 from speculon.decoding.sampling import (
     COIN,
     RESIDUAL,
@@ -43,6 +42,7 @@ from speculon.decoding.sampling import (
 )
 from speculon.decoding.sequence import Ending, Sequence, Span
 from speculon.decoding.text.grammar import forbid
+from speculon.runtimes.torch.batch import Batch
 
 Coin = Callable[[Tensor, Tensor, list[Row]], Tensor]  # p [N] and q [N] of drafted tokens -> which stand [N]
 Outcomes = list[tuple[tuple[int, ...], Seq[int]]]  # of each span its tokens, and which drafts are accepted

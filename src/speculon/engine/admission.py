@@ -39,10 +39,10 @@ from speculon.speculation.control.gates import classify_prompt
 from speculon.speculation.proposers.registry import OFF
 
 if TYPE_CHECKING:
-    from speculon.decoding.kv.blocks import BlockPool
     from speculon.decoding.text.grammar import Grammars, Matcher
+    from speculon.runtimes.torch.kv.blocks import BlockPool
+    from speculon.runtimes.torch.model.target import Target
     from speculon.speculation.proposers.compose import Proposers
-    from speculon.target.target import Target
 
 CONTEXT = "limits.max_context"  # in the capability table
 OF_VOCABULARY = ("logprobs", "prompt_logprobs")  # numbers of tokens

@@ -8,18 +8,18 @@ from dataclasses import replace
 
 import torch
 
+from speculon.checkpoints.headers import read_checkpoint, refuse_unsafe
+from speculon.checkpoints.locate import locate
+from speculon.checkpoints.reading import load_tokenizer
 from speculon.core.config import EngineConfig
 from speculon.decoding.text.tokenizer import Tokenizer
-from speculon.drafters.choose import check_drafts, with_drafts
 from speculon.engine.engine import Engine
 from speculon.engine.state import hold
 from speculon.engine.warm_up import warm_up
-from speculon.loading.ends import add_ends
-from speculon.loading.headers import read_checkpoint, refuse_unsafe
-from speculon.loading.load import load_target
-from speculon.loading.locate import locate
-from speculon.loading.reading import load_tokenizer
-from speculon.target.budget import held_memory
+from speculon.runtimes.torch.budget import held_memory
+from speculon.runtimes.torch.drafters.choose import check_drafts, with_drafts
+from speculon.runtimes.torch.loading.ends import add_ends
+from speculon.runtimes.torch.loading.load import load_target
 
 log = logging.getLogger("speculon")
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, get_args
 
+from speculon.checkpoints.hub import cached_models
 from speculon.core.config import (
     GIVEN_DRAFTS,
     IN_PYTHON,
@@ -22,11 +23,10 @@ from speculon.core.config import (
 from speculon.core.config.speculation import Acceptance
 from speculon.core.errors import SpeculonError
 from speculon.core.types import Capability, Reason, Status, acceptance_rule, ceil_div
-from speculon.decoding.kv.states import KEPT_BYTES
 from speculon.decoding.text.tokenizer import NO_TOKENIZER
-from speculon.drafters.known import published_for
 from speculon.engine.admission import NEED_TOKENIZER, OF_VOCABULARY
-from speculon.loading.hub import cached_models
+from speculon.runtimes.torch.drafters.known import published_for
+from speculon.runtimes.torch.kv.states import KEPT_BYTES
 from speculon.speculation.proposers.base import Extending, Remembering, RunsModel
 from speculon.speculation.proposers.registry import (
     AUTO,
@@ -39,8 +39,8 @@ from speculon.speculation.proposers.registry import (
 
 if TYPE_CHECKING:
     from speculon.engine.engine import Engine
+    from speculon.runtimes.torch.model.target import Runner
     from speculon.speculation.proposers.compose import Proposers
-    from speculon.target.target import Runner
 
 Rows = Iterator[tuple[str, Capability]]
 

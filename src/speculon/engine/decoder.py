@@ -20,13 +20,13 @@ from speculon.core.types import Ask, Decision, Draft, Verdict
 from speculon.decoding.sequence import Event, Request, Round, Sequence, Span
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.decoding.verify import read_logits, verify_given
-from speculon.drafters.choose import by_method
-from speculon.drafters.pairing import is_search
 from speculon.engine.admission import check_draft, check_room, read_ids
 from speculon.engine.engine import Engine
 from speculon.engine.outputs import Completion, RequestOutput, StepResult, absorb, write_texts
-from speculon.loading.ends import add_ends
-from speculon.loading.load import wrap_model
+from speculon.runtimes.torch.drafters.choose import by_method
+from speculon.runtimes.torch.drafters.pairing import is_search
+from speculon.runtimes.torch.loading.ends import add_ends
+from speculon.runtimes.torch.loading.load import wrap_model
 from speculon.speculation.control.adaptive import Adaptive, AdaptiveLookahead
 from speculon.speculation.control.fixed import Fixed
 from speculon.speculation.drafting import Drafting

@@ -18,16 +18,8 @@ import torch
 from speculon.core.config import MAX_DRAFTS, EngineConfig, RequestSpeculation, SamplingParams
 from speculon.core.errors import InvalidParameter, SpeculonError
 from speculon.core.images import ImageInput
-from speculon.core.reach import joint_reach
 from speculon.core.telemetry import EngineCounters, RequestStats, Stopwatch, log_line
-from speculon.core.types import Capability, Finish, Load, Needs
-from speculon.decoding.batch import Batch
-from speculon.decoding.kv.blocks import BlockPool
-from speculon.decoding.kv.draft_slots import DraftSlots
-from speculon.decoding.kv.lease import Lease, Leases
-from speculon.decoding.kv.slots import StateSlots
-from speculon.decoding.kv.states import StateStore
-from speculon.decoding.kv.store import PageStore
+from speculon.core.types import Capability, Finish, Load
 from speculon.decoding.sequence import Event, Round, Span
 from speculon.decoding.text.grammar import Grammars
 from speculon.decoding.text.tokenizer import Tokenizer
@@ -37,18 +29,27 @@ from speculon.engine.capabilities import capability_table
 from speculon.engine.messages import Ready
 from speculon.engine.scheduler import Ended, Scheduler
 from speculon.engine.state import State
+from speculon.runtimes.torch.batch import Batch
+from speculon.runtimes.torch.budget import Budget
+from speculon.runtimes.torch.kv.blocks import BlockPool
+from speculon.runtimes.torch.kv.draft_slots import DraftSlots
+from speculon.runtimes.torch.kv.lease import Lease, Leases
+from speculon.runtimes.torch.kv.reach import joint_reach
+from speculon.runtimes.torch.kv.slots import StateSlots
+from speculon.runtimes.torch.kv.states import StateStore
+from speculon.runtimes.torch.kv.store import PageStore
+from speculon.runtimes.torch.needs import Needs
 from speculon.speculation.control.policies import Policies
 from speculon.speculation.drafting import Drafting
 from speculon.speculation.events import Events
 from speculon.speculation.proposers.base import TargetFacts
 from speculon.speculation.proposers.compose import Proposers
-from speculon.target.budget import Budget
 
 if TYPE_CHECKING:
     from filelock import FileLock
 
+    from speculon.runtimes.torch.model.target import Output, Target
     from speculon.speculation.control.cost import Costs
-    from speculon.target.target import Output, Target
 
 log = logging.getLogger("speculon")
 

@@ -10,6 +10,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
+from speculon.checkpoints.generation import sampling_defaults
+from speculon.checkpoints.processors import images_of
 from speculon.core.checked import as_list, conversations, is_list, one_per_prompt
 from speculon.core.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
 from speculon.core.errors import ConfigError, InvalidParameter
@@ -19,8 +21,6 @@ from speculon.decoding.text.tokenizer import NO_TOKENIZER, Stream, Tokenizer, ch
 from speculon.engine.build import build_engine
 from speculon.engine.outputs import Completion, RequestOutput, absorb, write_texts
 from speculon.engine.stepper import Call, Stepper, TaskRequests
-from speculon.loading.generation import sampling_defaults
-from speculon.loading.processors import images_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

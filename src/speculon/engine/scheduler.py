@@ -9,8 +9,8 @@ from itertools import islice
 from operator import attrgetter
 
 from speculon.core.types import NO_DRAFT, Draft, Finish, Load, SpanOutcome, Verdict, ceil_div
-from speculon.decoding.kv.blocks import BlockPool
 from speculon.decoding.sequence import Event, Sequence, Span
+from speculon.runtimes.torch.kv.blocks import BlockPool
 
 Ended = list[tuple[Sequence, Finish]]
 ABORTED = Finish("abort")

@@ -9,7 +9,7 @@ from speculon.core.types import Proposal, Reason, Stop
 from speculon.decoding.sequence import Span
 
 if TYPE_CHECKING:
-    from speculon.decoding.kv.lease import Lease
+    from speculon.runtimes.torch.kv.lease import Lease
     from speculon.speculation.control.policies import Policies
     from speculon.speculation.control.policy import Policy
     from speculon.speculation.proposers.compose import Proposers

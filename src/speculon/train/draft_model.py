@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
-from speculon.loading.reading import load_tokenizer, quiet
+from speculon.checkpoints.reading import load_tokenizer, quiet
 from speculon.train.data import Rows
 from speculon.train.losses import kl
 from speculon.train.settings import DraftSettings

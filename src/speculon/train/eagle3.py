@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
+from speculon.checkpoints.headers import parameters_by_dtype, read_config
+from speculon.checkpoints.locate import locate
 from speculon.core.errors import InvalidParameter, UnsupportedModel
-from speculon.drafters.eagle3.config import Eagle3Config
-from speculon.drafters.eagle3.network import Eagle3Network
-from speculon.loading.headers import parameters_by_dtype, read_config
-from speculon.loading.locate import locate
+from speculon.runtimes.torch.drafters.eagle3.config import Eagle3Config
+from speculon.runtimes.torch.drafters.eagle3.network import Eagle3Network
 from speculon.train.data import Rows
 from speculon.train.losses import attention, kl
 from speculon.train.record import write_json

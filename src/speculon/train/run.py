@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from speculon.checkpoints.locate import locate
+from speculon.checkpoints.reading import load_tokenizer
 from speculon.core.errors import InvalidParameter
 from speculon.decoding.text.tokenizer import Tokenizer
-from speculon.loading.locate import locate
-from speculon.loading.reading import load_tokenizer
 from speculon.measure.bench.provenance import commit, versions
 from speculon.train.data import Document, Rows, read_documents, split
 from speculon.train.draft_model import DraftModelTraining

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from speculon.checkpoints.headers import read_checkpoint, refuse_unsafe
+from speculon.checkpoints.locate import locate
+from speculon.checkpoints.reading import quiet
 from speculon.core.errors import InvalidParameter, UnsupportedModel
-from speculon.loading.headers import read_checkpoint, refuse_unsafe
-from speculon.loading.load import load_config, load_model, pick_device, pick_dtype
-from speculon.loading.locate import locate
-from speculon.loading.reading import quiet
+from speculon.runtimes.torch.loading.load import load_config, load_model, pick_device, pick_dtype
 from speculon.train.data import Rows, digest
 
 Taps = tuple[int, ...]  # layers; -1: the embeddings

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from speculon.core.errors import ConfigError
-from speculon.loading.load import pick_dtype
+from speculon.runtimes.torch.loading.load import pick_dtype
 from speculon.train.record import Advance, whole_lines
 from speculon.train.settings import TrainSettings
 from speculon.train.teacher import Dataset

@@ -16,7 +16,7 @@ from ..conftest import by_server
 
 HERE = Path(__file__).resolve().parent
 MODEL = "smollm2"
-COPY = "from speculon.loading.reading import load_tokenizer as load; load({!r}).save_pretrained({!r})"
+COPY = "from speculon.checkpoints.reading import load_tokenizer as load; load({!r}).save_pretrained({!r})"
 
 
 @pytest.fixture(scope="module")

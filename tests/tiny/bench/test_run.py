@@ -11,13 +11,14 @@ import pytest
 from speculon import LLM, SamplingParams
 from speculon.core.config import SpeculationConfig
 from speculon.core.errors import BenchError, InvalidParameter
-from speculon.core.types import NO_DRAFT, Decision, Draft, Load, Needs, Reason
+from speculon.core.types import NO_DRAFT, Decision, Draft, Load, Reason
 from speculon.decoding.sequence import Sequence, Span
 from speculon.measure.bench.cell import tie_gap
 from speculon.measure.bench.measure import Measurement, measure, recording
 from speculon.measure.bench.plan import BenchPlan, parse_mode
 from speculon.measure.bench.run import run
 from speculon.measure.bench.workloads import Case
+from speculon.runtimes.torch.needs import Needs
 from speculon.speculation.control.goodput import Goodput
 from speculon.speculation.proposers import registry
 from speculon.speculation.proposers.base import TargetFacts

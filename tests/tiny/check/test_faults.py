@@ -12,7 +12,6 @@ from torch import Tensor
 
 from speculon import LLM, SamplingParams
 from speculon.decoding import verify as verifying
-from speculon.decoding.batch import Batch
 from speculon.decoding.sampling import Draw, Row, sample
 from speculon.decoding.sequence import Span
 from speculon.engine import engine as engine_module
@@ -20,6 +19,7 @@ from speculon.measure.check import run as gate
 from speculon.measure.check.exact import Margin
 from speculon.measure.check.plan import QUICK, CheckPlan
 from speculon.measure.check.run import Findings, check
+from speculon.runtimes.torch.batch import Batch
 from tests.tiny.check.plans import SMALL, TINY, credulous
 from tests.tiny.kernels import plant
 

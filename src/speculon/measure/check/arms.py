@@ -20,11 +20,11 @@ from speculon.decoding.verify import WITH_Q, judged_by
 from speculon.measure.bench.measure import in_place
 
 if TYPE_CHECKING:
-    from speculon.decoding.kv.lease import Lease
     from speculon.engine.engine import Engine
     from speculon.engine.llm import LLM
     from speculon.engine.outputs import Completion
-    from speculon.target.target import Output
+    from speculon.runtimes.torch.kv.lease import Lease
+    from speculon.runtimes.torch.model.target import Output
 
 Advance = Callable[[int], None]
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from speculon.core.config import MAX_LOGPROBS, SamplingParams
-from speculon.decoding.batch import Batch
 from speculon.decoding.sampling import Row
 from speculon.decoding.sequence import Span
 from speculon.decoding.verify import verify
 from speculon.measure.check.arms import Advance, ArmStats, Texts, write
 from speculon.measure.check.plan import CheckPlan
 from speculon.measure.check.regret import TOP, at_or_none, first_difference, movement, tie_limit, token_regret
+from speculon.runtimes.torch.batch import Batch
 from speculon.speculation.proposers.registry import OFF
 
 if TYPE_CHECKING:

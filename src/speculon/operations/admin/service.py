@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from speculon.checkpoints.hub import hub_id
 from speculon.core.config.models import (
     HOMES,
     Methods,
@@ -25,7 +26,6 @@ from speculon.core.config.models import (
 )
 from speculon.core.config.speculation import AUTO, USUAL_DRAFTS
 from speculon.core.errors import ConfigError, InvalidParameter, InvalidRequest, LoadFailed, SpeculonError
-from speculon.loading.hub import hub_id
 from speculon.operations.admin.figures import Figures, engine_view, sum_counts
 from speculon.operations.admin.requests import RequestLog
 from speculon.operations.admin.schemas import (

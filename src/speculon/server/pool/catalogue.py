@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from speculon.checkpoints.locate import name_of
 from speculon.core.config import EngineConfig, SpeculationConfig
 from speculon.core.config.models import ModelSettings, ModelSettingsFile
 from speculon.core.errors import ConfigError
-from speculon.loading.locate import name_of
 
 PLAIN = re.compile(r"[^\w.-]+")  # what a file name should not have
 

@@ -7,16 +7,16 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from speculon.checkpoints.processors import images_of
 from speculon.core.config import EngineConfig
 from speculon.core.errors import SpeculonError
 from speculon.core.media.prompts import Images
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.async_engine import AsyncEngine
 from speculon.engine.client import EngineClient
-from speculon.loading.processors import images_of
 
 if TYPE_CHECKING:
-    from speculon.drafters.choose import Fit
+    from speculon.runtimes.torch.drafters.choose import Fit
 
 GB = 2**30
 
@@ -35,7 +35,7 @@ class Loader:
         return AsyncEngine(settings, on_stage)
 
     def tokenizer(self, config: EngineConfig) -> Tokenizer:
-        from speculon.loading.reading import load_tokenizer
+        from speculon.checkpoints.reading import load_tokenizer
 
         return Tokenizer(load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
 
@@ -45,13 +45,13 @@ class Loader:
 
     def sampling(self, config: EngineConfig) -> dict[str, Any]:
         """Defaults of requests that the checkpoint brings."""
-        from speculon.loading.generation import sampling_defaults
+        from speculon.checkpoints.generation import sampling_defaults
 
         return sampling_defaults(config)
 
     def drafters(self, config: EngineConfig, drafts: Iterable[str]) -> list[Fit]:
         """What fits around a model, then each of `drafts`; none of a model that is not there."""
-        from speculon.drafters.choose import fits
+        from speculon.runtimes.torch.drafters.choose import fits
 
         try:
             return fits(config, drafts)
@@ -60,15 +60,15 @@ class Loader:
 
     def device(self, config: EngineConfig) -> str:
         """Whose memory an engine of these settings takes. Raises `ConfigError` for a missing device."""
-        from speculon.loading.load import pick_device
+        from speculon.runtimes.torch.loading.load import pick_device
 
         device = pick_device(config.device)
         return f"cuda:{device.index or 0}" if device.type == "cuda" else device.type
 
     def free_memory(self, config: EngineConfig) -> int:
         """Free bytes of the device of these settings."""
-        from speculon.loading.load import pick_device
-        from speculon.target.budget import free_memory
+        from speculon.runtimes.torch.budget import free_memory
+        from speculon.runtimes.torch.loading.load import pick_device
 
         device = pick_device(config.device)
         if device.type == "cpu":
@@ -79,9 +79,9 @@ class Loader:
 
     def share(self, settings: dict[str, Any], total: int) -> Share:
         """What the model of `settings` takes, if it may take `total` bytes. Raises what loading would."""
-        from speculon.drafters.choose import check_drafts, with_drafts
-        from speculon.drafters.needs import drafter_needs
-        from speculon.loading.memory import largest_step, process_memory
+        from speculon.runtimes.torch.drafters.choose import check_drafts, with_drafts
+        from speculon.runtimes.torch.drafters.needs import drafter_needs
+        from speculon.runtimes.torch.loading.memory import largest_step, process_memory
 
         config = with_drafts(EngineConfig(**settings))
         check_drafts(config)

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from speculon.core.config import SpeculationConfig
-from speculon.core.types import Draft, Needs, Verdict
+from speculon.core.types import Draft, Verdict
 from speculon.decoding.sequence import Sequence
+from speculon.runtimes.torch.needs import Needs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from speculon.decoding.kv.lease import DraftLease
     from speculon.decoding.text.tokenizer import Tokenizer
+    from speculon.runtimes.torch.kv.lease import DraftLease
+    from speculon.runtimes.torch.model.target import Runner, Target
     from speculon.speculation.proposers.pools import Pools
-    from speculon.target.target import Runner, Target
 
 
 States = Mapping[int, "Tensor"] | None

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from speculon.core.config import SpeculationConfig
 from speculon.core.errors import MemoryExceeded
 from speculon.core.tree import ROOT
-from speculon.core.types import Draft, Needs, Proposal, Reason, Stop
+from speculon.core.types import Draft, Proposal, Reason, Stop
 from speculon.decoding.sequence import Sequence, Span
+from speculon.runtimes.torch.needs import Needs
 from speculon.speculation.proposers.base import (
     Branching,
     Extending,
@@ -36,9 +37,9 @@ from speculon.speculation.proposers.registry import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from speculon.decoding.kv.lease import Lease
-    from speculon.decoding.kv.store import View
-    from speculon.target.budget import MemoryEstimate
+    from speculon.runtimes.torch.budget import MemoryEstimate
+    from speculon.runtimes.torch.kv.lease import Lease
+    from speculon.runtimes.torch.kv.store import View
 
 log = logging.getLogger("speculon")
 

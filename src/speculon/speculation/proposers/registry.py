@@ -5,11 +5,11 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.metadata import entry_points
 
+from speculon.checkpoints.locate import refuse_missing, usual_drafters
 from speculon.core.config.models import Methods
 from speculon.core.config.speculation import AUTO as AUTO
 from speculon.core.config.speculation import OFF as OFF
 from speculon.core.errors import UnknownMethod
-from speculon.loading.locate import refuse_missing, usual_drafters
 from speculon.speculation.proposers.base import Factory
 
 ENTRY_POINTS = "speculon.proposers"
@@ -20,12 +20,12 @@ TABLE: dict[str, str] = {
     "suffix": "speculon.speculation.proposers.suffix:Suffix.build",
     "prediction": "speculon.speculation.proposers.prediction:Prediction.build",
     "grammar": "speculon.speculation.proposers.grammar:Forced.build",
-    "draft_model": "speculon.drafters.draft_model.proposer:DraftModel.build",
-    "pard": "speculon.drafters.draft_model.pard:Pard.build",
-    "eagle3": "speculon.drafters.eagle3.proposer:Eagle3Drafter.build",
-    "dflash": "speculon.drafters.dflash.proposer:DFlashDrafter.build",
-    "mtp": "speculon.drafters.mtp.proposer:Mtp.build",
-    "gemma4_assistant": "speculon.drafters.gemma4_assistant.proposer:Gemma4Assistant.build",
+    "draft_model": "speculon.runtimes.torch.drafters.draft_model.proposer:DraftModel.build",
+    "pard": "speculon.runtimes.torch.drafters.draft_model.pard:Pard.build",
+    "eagle3": "speculon.runtimes.torch.drafters.eagle3.proposer:Eagle3Drafter.build",
+    "dflash": "speculon.runtimes.torch.drafters.dflash.proposer:DFlashDrafter.build",
+    "mtp": "speculon.runtimes.torch.drafters.mtp.proposer:Mtp.build",
+    "gemma4_assistant": "speculon.runtimes.torch.drafters.gemma4_assistant.proposer:Gemma4Assistant.build",
     "synthetic": "speculon.speculation.proposers.synthetic:Synthetic.build",
 }
 LOOKUPS = ("suffix",)  # what `auto` asks before any model; docs/decisions/014 says why not ngram too

@@ -11,12 +11,13 @@ import random
 from typing import TYPE_CHECKING
 
 from speculon.core.config import SpeculationConfig
-from speculon.core.types import Draft, Needs, Stop, no_draft
+from speculon.core.types import Draft, Stop, no_draft
 from speculon.decoding.sequence import Sequence
+from speculon.runtimes.torch.needs import Needs
 from speculon.speculation.proposers.base import Proposer, TargetFacts
 
 if TYPE_CHECKING:
-    from speculon.decoding.kv.lease import DraftLease
+    from speculon.runtimes.torch.kv.lease import DraftLease
 
 Key = tuple[tuple[int, ...], int, int]
 

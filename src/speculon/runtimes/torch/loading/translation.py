@@ -1,0 +1,83 @@
+"""Between the ids of a target and those of a draft model with another tokenizer, position by position.
+
+A draft is a token of the target, and its q is the draft model's distribution over the tokens that both have,
+renormalised. So verification needs to know nothing of it (Timor et al. 2025, token-level intersection).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from speculon.checkpoints.reading import load_tokenizer
+from speculon.checkpoints.spelling import SAMPLE, Overlap, Spelling, same_ids
+from speculon.core.errors import WrongPair
+from speculon.decoding.sampling import NEVER
+from speculon.decoding.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger("speculon")
+
+
+class Translation:
+    """Target ids to draft ids where the draft model reads, its logits to the target's columns."""
+
+    def __init__(self, overlap: Overlap, vocab_size: int, draft_size: int, device: torch.device):
+        """Of V = `vocab_size` and Vd = `draft_size` logits; ids beyond these have no partner."""
+        inside = [overlap.read_as(token) for token in range(vocab_size)]
+        self._ids = [token if token < draft_size else overlap.other for token in inside]
+        self._draft_size = draft_size
+        self._columns = torch.full((vocab_size,), draft_size, device=device)  # one more: NEVER
+        pairs = [(a, b) for a, b in overlap.partners.items() if a < vocab_size and b < draft_size]
+        if pairs:
+            targets, drafts = torch.tensor(pairs, device=device).unbind(1)
+            self._columns[targets] = drafts
+
+    def read(self, tokens: list[int]) -> list[int]:
+        """What the draft model reads for these tokens of the target."""
+        return [self._ids[token] for token in tokens]
+
+    def logits(self, logits: Tensor) -> Tensor:
+        """[R, Vd] -> [R, V]: columns of tokens that the draft model does not have are NEVER."""
+        return F.pad(logits[:, : self._draft_size], (0, 1), value=NEVER).index_select(-1, self._columns)
+
+
+def tokenizer_overlap(path: str, target: Tokenizer) -> Overlap | None:
+    """The overlap of the tokenizer in `path` with a target's; None where every token has the same id.
+
+    Raises `WrongPair` where too few tokens have a partner, or where their bytes are not known.
+    """
+    draft = Tokenizer(load_tokenizer(path))
+    if same_ids(draft.inner.get_vocab(), target.inner.get_vocab()):
+        return None
+    overlap = Overlap.of(
+        Spelling.read(tokenizer_json(target, "the target"), "the target"),
+        Spelling.read(tokenizer_json(draft, path), path),
+        target.encode(SAMPLE, add_special_tokens=False),
+        roles=[(special(target, name), special(draft, name)) for name in ("bos", "eos")],
+        other=next((i for name in ("unk", "pad", "eos") if (i := special(draft, name)) is not None), 0),
+    )
+    log.warning("%s: another tokenizer than the target's: %s", path, overlap)
+    return overlap.check(path, "the target")
+
+
+def tokenizer_json(tokenizer: Tokenizer, name: str) -> Any:
+    """What its tokenizer.json would hold."""
+    backend = getattr(tokenizer.inner, "backend_tokenizer", None)
+    if backend is None:
+        class_name = type(tokenizer.inner).__name__
+        raise WrongPair(
+            f"{name}: different tokenizers, and the bytes of this one's tokens are not known ({class_name})"
+        )
+    return json.loads(backend.to_str())
+
+
+def special(tokenizer: Tokenizer, name: str) -> int | None:
+    token: int | None = getattr(tokenizer.inner, f"{name}_token_id", None)
+    return token

@@ -1,0 +1,342 @@
+"""Parts of a step as programs of torch's ahead-of-time compiler, on CPU.
+
+A norm, the rotation of heads and a gated activation are one pass over their rows each. Where products are of
+packed weights, whose rows do not depend on each other, all between two attentions is one program, with its
+products. Weights are inputs, so all layers of one shape share a program. Programs are kept in the compiler's
+cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from inspect import getsource
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from speculon.runtimes.torch.model.block import (
+    Between,
+    CannotReplace,
+    Gated,
+    Gating,
+    Loop,
+    Norm,
+    Rotary,
+    Tables,
+    between,
+    rotate,
+)
+from speculon.runtimes.torch.model.compare import nearly
+from speculon.runtimes.torch.model.quantized import MEASURED_ROWS, Packed4, Packed8
+from speculon.runtimes.torch.model.remembered import chip_name
+from speculon.runtimes.torch.model.trial import cast, refused
+
+Settings = dict[str, Any]  # of the compiler
+Run = Callable[[list[Tensor]], list[Tensor]]
+
+ROWS = 64  # of the example that is compiled, so that threads share the rows, and never a sum
+HALVED = 8  # after so many rows they are half as large; an update is not small beside the last ones
+FEW = 16  # up to so many rows waking threads takes longer than they save: about equal for 8 of 2 x 1536
+ONE_THREAD: Settings = {"cpp.threads": 1}
+THREADS: Settings = {"cpp.dynamic_threads": True}  # as many as there are when it runs
+
+Replacement = tuple[Any, str, Any]  # an object, the name of its part, and a program, or a list of them
+Part = tuple[nn.Module, list[Tensor]]  # of a program, with its weights
+Plain = Callable[..., Sequence[Tensor]]  # rows -> what a program of them computes, without the compiler
+
+source_of = cache(getsource)  # which parses the whole file of a class
+
+
+@dataclass(slots=True)
+class Program:
+    """One module compiled twice, with bitwise equal results for a row."""
+
+    few: Run
+    many: Run
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        run = self.few if inputs[0].size(0) <= FEW else self.many
+        return run([*inputs])
+
+
+class NormRows(nn.Module):
+    """`Norm` of rows [T, D] or of heads [T, H, D], given its `scaled` weight and `floor`."""
+
+    def forward(self, x: Tensor, scaled: Tensor, floor: Tensor) -> Tensor:
+        wide = x.float()
+        size = wide.square().sum(-1, keepdim=True)
+        return (wide * torch.rsqrt(size + floor) * scaled).to(x.dtype)
+
+
+class RotaryRows(nn.Module):
+    """`Rotary` of heads [T, H, Dh], where heads have a norm with its `scaled` weight and `floor`."""
+
+    def forward(
+        self, heads: Tensor, cos: Tensor, sin: Tensor, scaled: Tensor | None = None, floor: Any = None
+    ) -> Tensor:
+        if scaled is not None:
+            heads = NormRows()(heads, scaled, floor)
+        return rotate(heads, (cos, sin))
+
+
+class GatingRows(nn.Module):
+    """`Gating` of rows [T, 2 I]."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.act = act
+
+    def forward(self, both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, -1)
+        return self.act(gate) * up
+
+
+class PackedRows(nn.Module):
+    """The product of rows [T, D] by weights in 4 or 8 bits."""
+
+    def __init__(self, product: Packed4):
+        super().__init__()
+        self.form, self.multiply = type(product), product.multiply
+
+    def forward(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.form(weight, scales, bias, self.multiply)(x)
+
+
+class BetweenRows(nn.Module):
+    """`Between` of rows x [T, D] and seen [T, H Dh], from its ten parts in their order."""
+
+    def __init__(self, parts: Sequence[Part], heads: int, head_dim: int):
+        super().__init__()
+        self.parts = nn.ModuleList(module for module, _ in parts)
+        self.counts, self.heads, self.head_dim = [len(weights) for _, weights in parts], heads, head_dim
+
+    def forward(
+        self, x: Tensor, seen: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        left = iter(weights)
+        own = [[*islice(left, count)] for count in self.counts]
+        out, after, before_mlp, gate_up, gating, down, after_mlp, before, qkv, rotary = (
+            lambda *rows, module=module, part=part: module(*rows, *part)
+            for module, part in zip(self.parts, own, strict=True)
+        )
+        x = x + after(out(seen))
+        x = x + after_mlp(down(gating(gate_up(before_mlp(x)))))
+        states = qkv(before(x)).unflatten(1, (-1, self.head_dim))
+        return x, rotary(states[:, : self.heads], cos, sin), states[:, self.heads :]
+
+
+class AllInputs(nn.Module):
+    """A module whose inputs have one signature, with any number of weights."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.inner(*inputs)
+
+
+@dataclass(slots=True)
+class BetweenProgram:
+    """`Between` as a program, with the weights of its layers."""
+
+    run: Program
+    weights: list[Tensor]
+
+    def __call__(self, x: Tensor, seen: Tensor, tables: Tables) -> list[Tensor]:
+        # a program reads rows as its example had them, whatever their strides are
+        rows = x, seen.reshape(x.size(0), -1).contiguous(), *tables
+        if x.size(0) <= MEASURED_ROWS:
+            return self.run(*rows, *self.weights)
+        pieces = zip(*(part.split(MEASURED_ROWS) for part in rows), strict=True)
+        results = [self.run(*piece, *self.weights) for piece in pieces]
+        return [torch.cat(parts) for parts in zip(*results, strict=True)]
+
+
+@torch.inference_mode()
+def compile_parts(loop: Loop) -> None:
+    """Replaces parts of a loop by programs: a minute or two at the first load of a shape.
+
+    Raises `CannotReplace`, with nothing replaced, without a compiler or where a program differs.
+    """
+    with refused("compiled"):  # no C++ compiler, a read-only folder, or any error of the compiler's own
+        replacements = list(programs(loop))
+    for owner, name, run in replacements:
+        setattr(owner, name, run)
+
+
+def programs(loop: Loop) -> Iterator[Replacement]:
+    """One program of all between two attentions, where that can be, and always one of each operation.
+
+    Operations are also at both ends of a loop, and where adapters or smaller pieces change products later.
+    """
+    made: dict[str, Program] = {}
+    x = random_rows(loop.norm.weight.shape[-1], loop.embed)
+    with suppress(CannotReplace):
+        yield loop, "between", [*programs_between(loop, x, made)]
+    for block, kind in zip(loop.blocks, loop.kinds, strict=True):
+        attention, mlp = block.attention, block.mlp
+        for norm in filter(None, block.norms):
+            yield norm, "compute", operation_program(norm, norm.few_operations, [x], made)
+        if isinstance(rotary := attention.rotary, Rotary) and rotary.rotates:
+            tables = loop.tables(x[None], torch.arange(ROWS)[None], kind)
+            heads = attention.states(x)[:, : attention.heads + attention.kv_heads]
+            yield attention, "rotary", rotary_program(rotary, heads, tables, made)
+        if isinstance(mlp, Gated) and isinstance(mlp.gating, Gating):
+            yield mlp, "gating", operation_program(mlp.gating, mlp.gating, [mlp.gate_up(x)], made)
+    yield loop.norm, "compute", operation_program(loop.norm, loop.norm.few_operations, [x], made)
+
+
+def rotary_program(
+    rotary: Rotary, heads: Tensor, tables: Tables, made: dict[str, Program]
+) -> Callable[[Tensor, Tables], Tensor]:
+    run = operation_program(rotary, lambda heads, *tables: rotary(heads, tables), [heads, *tables], made)
+    return lambda heads, tables: run(heads, *tables)
+
+
+def programs_between(loop: Loop, x: Tensor, made: dict[str, Program]) -> Iterator[BetweenProgram]:
+    """Raises `CannotReplace`, before it compiles, where a part is not of packed weights, or not known."""
+    pairs = between(loop.blocks)
+    all_parts = [parts_between(pair) for pair in pairs]
+    for pair, parts, kind in zip(pairs, all_parts, loop.kinds[1:], strict=True):
+        earlier, later = pair.before.attention, pair.after.attention
+        module = BetweenRows(parts, later.heads + later.kv_heads, later.head_dim)
+        tables = loop.tables(x[None], torch.arange(ROWS)[None], kind)
+        seen = random_rows(earlier.heads * earlier.head_dim, loop.embed, seed=1)
+        weights = [weight for _, part in parts for weight in part]
+        run = program(module, [x, seen, *tables], weights, of_rows(pair), made)
+        yield BetweenProgram(run, weights)
+
+
+def of_rows(pair: Between) -> Plain:
+    """Of rows in any dtype: packed weights have scales in that of their rows."""
+    return lambda x, seen, *tables: cast(pair, x.dtype)(x, seen, tables)
+
+
+def parts_between(pair: Between) -> list[Part]:
+    """In the order in which they run."""
+    before, mlp, after, later = pair.before, pair.before.mlp, pair.after, pair.after.attention
+    if not isinstance(mlp, Gated):
+        raise CannotReplace("an MLP is not fused")
+    _, norm, before_mlp, after_mlp = before.norms
+    operations = before.attention.out, norm, before_mlp, mlp.gate_up, mlp.gating, mlp.down, after_mlp
+    return [part(one) for one in (*operations, after.norms[0], later.qkv, later.rotary)]
+
+
+def part(operation: object) -> Part:
+    match operation:
+        case None:
+            return nn.Identity(), []
+        case Norm():
+            return NormRows(), [operation.scaled, operation.floor]
+        case Gating(act):
+            return GatingRows(act), []
+        case Rotary(norm, True):
+            return RotaryRows(), part(norm)[1]
+        case Packed4(weight, scales, bias):
+            return PackedRows(operation), [weight, scales, *([] if bias is None else [bias])]
+    raise CannotReplace(f"{type(operation).__name__} is no part of a program")
+
+
+def random_rows(width: int, like: Any, seed: int = 0) -> Tensor:  # [ROWS, D]
+    """In the dtype of an embedding, each row smaller than the one before."""
+    rows = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(seed))
+    return (rows * torch.exp2(-torch.arange(ROWS)[:, None] / HALVED)).to(like.weight.dtype)
+
+
+def operation_program(
+    operation: object, plain: Callable[..., Tensor], rows: list[Tensor], made: dict[str, Program]
+) -> Callable[..., Tensor]:
+    """`plain` is its function of these rows."""
+    module, weights = part(operation)
+    run = program(module, rows, weights, lambda *rows: [plain(*rows)], made)
+    return lambda *rows: run(*rows, *weights)[0]
+
+
+def program(
+    module: nn.Module, rows: list[Tensor], weights: list[Tensor], plain: Plain, made: dict[str, Program]
+) -> Program:
+    """A module compiled for inputs like these, and about as near as `plain` to what that yields in fp32.
+
+    The programs of this load are in `made`. Raises `ValueError` where one differs.
+    """
+    key = program_key(module, [*rows, *weights])
+    if key in made:
+        return made[key]
+    compiled = partial(load_or_compile, key, module, rows, weights)
+    run = Program(compiled(ONE_THREAD), compiled(THREADS))
+    results = run(*rows, *weights)
+    compared = zip(results, plain(*rows), plain(*(x.float() for x in rows)), strict=True)
+    equal = all(nearly(*(x.float().flatten(1) for x in three)) for three in compared)
+    if not equal or any(x.dtype is not rows[0].dtype for x in results):
+        raise ValueError("it computes something else")
+    for count in (1, 2, 3, FEW, FEW + 1, ROWS - 1):
+        fewer = run(*(x[:count] for x in rows), *weights)
+        if not all(torch.equal(a, b[:count]) for a, b in zip(fewer, results, strict=True)):
+            raise ValueError("a row depends on how many there are")
+    made[key] = run
+    return run
+
+
+def program_key(module: nn.Module, inputs: list[Tensor]) -> str:
+    """The name of a program in the compiler's cache: machine, versions, code, and shapes."""
+    shapes = [(x.shape, x.stride(), x.dtype) for x in inputs]
+    called = [described(part) for part in module.modules()]
+    versions = torch.__version__, transformers.__version__, chip_name()
+    code = Path(__file__).read_bytes(), *map(source_of, (rotate, Packed4, Packed8))
+    parts = versions, code, called, shapes
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def described(module: nn.Module) -> list[object]:
+    """Its class, its activation, and the numbers of both."""
+    act, form = getattr(module, "act", None), getattr(module, "form", None)
+    named = [vars(owner).items() for owner in (module, act) if hasattr(owner, "__dict__")]
+    numbers = [item for items in named for item in items if isinstance(item[1], int | float | str)]
+    return [type(module).__name__, getattr(act, "__qualname__", type(act).__qualname__), form, numbers]
+
+
+def load_or_compile(
+    key: str, module: nn.Module, rows: list[Tensor], weights: list[Tensor], settings: Settings
+) -> Run:
+    from torch._inductor import aoti_compile_and_package, aoti_load_package
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from torch.export import Dim, export
+
+    def loaded() -> Run:
+        run: Run = aoti_load_package(str(path), run_single_threaded=True).loader.boxed_run
+        return run
+
+    path = Path(cache_dir()) / "speculon" / f"{key}-{'-'.join(settings)}.pt2"
+    if path.exists():
+        with suppress(RuntimeError):  # a damaged file is replaced
+            return loaded()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    any_rows = Dim("rows", min=2, max=1 << 40)  # one row works, too, and there is no limit
+    shapes = (*({0: any_rows} for _ in rows), *({} for _ in weights))
+    with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
+        warnings.simplefilter("ignore")
+        examples = tuple(map(copied, (*rows, *weights)))
+        exported = export(AllInputs(module), examples, dynamic_shapes=(shapes,), strict=False)
+        # moved into place when complete: other processes read this folder; torch changes the settings
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            package = f"{folder}/{path.name}"
+            aoti_compile_and_package(exported, package_path=package, inductor_configs={**settings})
+            os.replace(package, path)
+    return loaded()
+
+
+def copied(x: Tensor) -> Tensor:
+    """With the same strides, and no tensor of inference mode, which cannot be exported."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x)
