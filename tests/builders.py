@@ -7,10 +7,11 @@ from dataclasses import fields, replace
 from itertools import count, product
 from typing import Any, cast
 
-from speculon.core.config import SamplingParams
+from speculon.core.config import MAX_DRAFTS, SamplingParams
 from speculon.core.telemetry import RequestStats
 from speculon.core.types import NO_DRAFT, Ask, Decision, Draft, Load, Verdict
-from speculon.decoding.sequence import Ending, Request, Sequence, Span
+from speculon.decoding.rounds import Budget, Drafted, Grant, Judged, Proposed, Span
+from speculon.decoding.sequence import Ending, Request, Sequence
 from speculon.speculation.control.fixed import Fixed
 from speculon.speculation.control.policies import Policies
 from speculon.speculation.control.policy import Policy
@@ -18,6 +19,7 @@ from speculon.speculation.drafting import Drafting
 from speculon.speculation.proposers.compose import Proposers
 
 _ids = count()
+NO_VERDICT = Verdict(())
 OF_REQUEST = {field.name for field in fields(Request)}
 
 
@@ -60,25 +62,33 @@ def make_sequence(
     return Sequence(request=request, tokens=[*tokens, *(output or ())], **fresh | given)
 
 
-def span_of(seq: Sequence, draft: Draft = NO_DRAFT, verdict: Verdict | None = None) -> Span:
-    """The round of a sequence that decodes."""
-    span = Span(seq, len(seq.tokens) - 1, 1, draft)
-    span.verdict = verdict or span.verdict
-    return span
+def span_of(seq: Sequence) -> Span:
+    """The last token of a sequence that decodes."""
+    return Span.of(seq, len(seq.tokens) - 1, 1)
+
+
+def budget_of(seq: Sequence, drafts: int = MAX_DRAFTS) -> Budget:
+    """The budget of a sequence that decodes and of which no method has read anything."""
+    span = span_of(seq)
+    return Budget.of(span, Grant(drafts), dict.fromkeys(seq.methods, span.start))
+
+
+def judged_of(seq: Sequence, draft: Draft = NO_DRAFT, verdict: Verdict = NO_VERDICT) -> Judged:
+    """The round of a sequence that decodes; its draft was proposed as it is."""
+    proposals = (Proposed(draft.sources[0], len(draft.tokens), draft),) if draft.tokens else ()
+    return Judged(Drafted(span_of(seq), draft, proposals=proposals), verdict)
 
 
 def decisions(policy: Policy | Policies, seqs: list[Sequence], load: Load) -> list[Decision]:
     """What a policy decides for these sequences."""
-    spans = [span_of(seq) for seq in seqs]
-    policy.decide(spans, load)
-    return [span.decision for span in spans]
+    return policy.decide([budget_of(seq) for seq in seqs], load)
 
 
-def draft_once(proposers: Proposers, seq: Sequence, asks: dict[str, int]) -> tuple[Span, Drafting]:
-    """What a round proposes for one sequence, by methods without layers."""
-    span = span_of(seq)
-    span.decision = Decision.of(Ask(method, k) for method, k in asks.items())
-    drafting = Drafting(proposers, Fixed(), None, [span])
+def draft_once(proposers: Proposers, seq: Sequence, asks: dict[str, int]) -> tuple[Drafted, Drafting]:
+    """What a round proposes for one sequence."""
+    decision = Decision.of(Ask(method, k) for method, k in asks.items())
+    drafting = Drafting(proposers, Fixed(), [budget_of(seq)], [decision])
     drafting.ask_lookups()
     drafting.ask_models()
-    return span, drafting
+    (drafted,) = drafting.drafted
+    return drafted, drafting

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from speculon.core.config.file import CACHE, MODELS
+from speculon.runtimes.torch.drafters import table as drafters
 from speculon.speculation.proposers import registry
 
 settings.register_profile("speculon", deadline=None, database=None, derandomize=bool(os.environ.get("CI")))
@@ -50,10 +51,12 @@ def no_cache_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def registered_methods() -> Iterator[None]:
     """A method that a test registers is not the next test's."""
-    table, before = registry.registered, dict(registry.registered)
+    tables = registry.registered, drafters.registered
+    before = [dict(table) for table in tables]
     yield
-    table.clear()
-    table.update(before)
+    for table, its in zip(tables, before, strict=True):
+        table.clear()
+        table.update(its)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from speculon.core.types import Estimate, Proposal, Reason, SpanOutcome
+from speculon.core.types import CallCost, Estimate, Reason, SpanOutcome
 from speculon.speculation.events import VERSION, older
 
 
@@ -81,7 +81,7 @@ class RoundLine(_Line):
     target_ms: float | None
     ms: dict[str, float]
     repair_ms: float = 0.0
-    proposals: dict[str, Proposal] = Field(default_factory=dict)
+    proposals: dict[str, CallCost] = Field(default_factory=dict)
     texts: tuple[SequenceRound, ...] = ()
     lost: int = 0
 

@@ -12,20 +12,22 @@ from itertools import count, islice
 from random import Random
 from typing import Any, cast
 
+from speculon.core.config import MAX_DRAFTS
 from speculon.core.types import (
+    CallCost,
     Draft,
     Load,
     PromptShape,
-    Proposal,
     Reason,
     SpanOutcome,
     Timing,
     Verdict,
 )
-from speculon.decoding.sequence import Span
+from speculon.decoding.rounds import Budget, Grant, Judged, Span
 from speculon.speculation.control.cost import Costs
 from speculon.speculation.control.policy import Policy
 from speculon.speculation.drafting import Drafting
+from speculon.speculation.proposers.compose import DraftCall, DraftRequest
 
 ENDLESS = 1 << 30
 # tokens of drafts; generated tokens are ACCEPTED
@@ -38,7 +40,7 @@ class SimulatedSequence:
 
     id: int
     max_drafts: Mapping[str, int]  # methods in the order they are asked -> drafts of a round at most
-    room: int = ENDLESS  # tokens it may still generate
+    tokens_left: int = ENDLESS  # tokens it may still generate
     off: Reason | None = None
     chained: bool | None = None
     branching: frozenset[str] = frozenset()
@@ -48,14 +50,17 @@ class SimulatedSequence:
     from_request: tuple[str, ...] = ()
     lookups: frozenset[str] = frozenset()
     max_context: Mapping[str, int] = field(default_factory=dict)
-    drafted: dict[str, int] = field(default_factory=dict)
+    drafted: dict[str, int] = field(default_factory=dict)  # tokens that a method has read
     failed: bool = False
     written: int = 0
     tokens: list[int] = field(default_factory=lambda: [ACCEPTED])  # prompt included
 
-    def begin(self, method: str) -> int:
-        """Tokens that a method has read; no page is released here."""
-        return self.drafted.get(method, 0)
+    @property
+    def budget(self) -> Budget:
+        """Of its next round."""
+        last = len(self.tokens) - 1
+        unread = {method: last - self.drafted.get(method, 0) for method in self.methods}
+        return Budget.of(Span.of(cast(Any, self), last, 1), Grant(MAX_DRAFTS), unread)
 
     @property
     def num_output(self) -> int:
@@ -98,7 +103,7 @@ class SyntheticEnvironment:
         ids = count()
         for number in count():
             size = self.concurrency(number)
-            running = [seq for seq in running if seq.room][:size]
+            running = [seq for seq in running if seq.tokens_left][:size]
             running += [self._sequence(next(ids)) for _ in range(len(running), size)]
             yield running
 
@@ -106,10 +111,10 @@ class SyntheticEnvironment:
         return self.step(sequences, drafts)
 
     def _sequence(self, number: int) -> SimulatedSequence:
-        room = self.length or ENDLESS
+        tokens_left = self.length or ENDLESS
         lookups = frozenset(name for name, method in self.methods.items() if method.lookup)
         max_drafts, prompt = dict.fromkeys(self.methods, self.most), [ACCEPTED] * self.prompt
-        return SimulatedSequence(number, max_drafts, room, tokens=prompt, lookups=lookups)
+        return SimulatedSequence(number, max_drafts, tokens_left, tokens=prompt, lookups=lookups)
 
     def proposal_ms(self, method: str, sequences: int, k: int, unread: int = 0) -> float:
         return self.methods[method].ms(sequences, k) + self.methods[method].read_ms * unread
@@ -157,36 +162,35 @@ def simulate(
         for gone in (seq for seq in before if seq not in running):
             policy.forget(cast(Any, gone))
         before = list(running)
-        spans = [Span(cast(Any, seq), len(seq.tokens) - 1, 1) for seq in running]
-        policy.decide(spans, Load(len(running), 0, 1 << 20))
-        for span in spans:
-            span.reserved = span.decision.k
-        drafting = Drafting(cast(Any, Drafters(environment, number, random)), policy, None, spans)
+        budgets = [seq.budget for seq in running]
+        decisions = policy.decide(budgets, Load(len(running), 0, 1 << 20))
+        drafters = cast(Any, Drafters(environment, number, random))
+        drafting = Drafting(drafters, policy, budgets, decisions)
         drafting.ask_lookups()
         drafting.ask_models()
-        lengths = [len(span.draft.tokens) for span in spans]
+        drafted = drafting.drafted
+        lengths = [len(one.draft.tokens) for one in drafted]
         target_ms = environment.step_ms(len(running), sum(map(bool, lengths)), sum(lengths)) * max(
             0.5, random.gauss(1, environment.noise)
         )
-        for span in spans:
-            span.verdict = judge(span.draft, random)
-        for seq, verdict in ((seq, span.verdict) for seq, span in zip(running, spans, strict=True)):
+        judged = [Judged(one, judge(one.draft, random)) for one in drafted]
+        for seq, verdict in ((seq, one.verdict) for seq, one in zip(running, judged, strict=True)):
             seq.written += len(verdict.tokens)
             seq.tokens += verdict.tokens
-            seq.room -= len(verdict.tokens)
+            seq.tokens_left -= len(verdict.tokens)
             seq.drafted = {method: min(done, len(seq.tokens) - 1) for method, done in seq.drafted.items()}
         timing = Timing(target_ms, drafting.calls)
         if costs is not None:
-            costs.observe(spans, timing)
-        policy.observe(spans, timing)
+            costs.observe(judged, timing)
+        policy.observe(judged, timing)
         tokens, ms = (
-            sum(len(span.verdict.tokens) for span in spans),
+            sum(len(one.verdict.tokens) for one in judged),
             target_ms + sum(call.ms for call in drafting.calls.values()),
         )
         result.tokens, result.ms = result.tokens + tokens, result.ms + ms
-        result.accepted += sum(span.verdict.accepted for span in spans)
+        result.accepted += sum(one.verdict.accepted for one in judged)
         result.rates.append((len(running), tokens, ms))
-        result.drafted.append(Counter(source for span in spans for source in span.draft.sources))
+        result.drafted.append(Counter(source for one in judged for source in one.draft.sources))
     return result
 
 
@@ -198,20 +202,21 @@ class Drafters:
     number: int
     random: Random
 
-    def ask(self, method: str, spans: list[Span], lease: None) -> Proposal:
-        unread = 0
-        for span in spans:
-            seq = cast(SimulatedSequence, span.seq)
+    def ask(self, method: str, requests: list[DraftRequest]) -> DraftCall:
+        unread, proposed, drafts = 0, list[Draft](), list[Draft]()
+        for request in requests:
+            seq = cast(SimulatedSequence, request.seq)
             if method not in seq.lookups:
                 unread += len(seq.tokens) - seq.drafted.get(method, 0) - 1
-            draft = self.environment.draft(self.number, seq, method, span.k, self.random)
-            span.proposals.append((method, span.k, draft))
+            draft = self.environment.draft(self.number, seq, method, request.k, self.random)
+            proposed.append(draft)
             seq.drafted[method] = len(seq.tokens) + max(0, len(draft.tokens) - 1)
-            if draft.tokens and (room := span.decision.chained - len(draft.tokens)) > 0:
+            if draft.tokens and (room := request.chained - len(draft.tokens)) > 0:
                 draft = self.environment.chain(self.number, seq, draft, room, self.random)
-            span.draft = draft
-        k = max(span.k for span in spans)
-        return Proposal(len(spans), k, self.environment.proposal_ms(method, len(spans), k, unread), unread)
+            drafts.append(draft)
+        count, k = len(requests), max(request.k for request in requests)
+        ms = self.environment.proposal_ms(method, count, k, unread)
+        return DraftCall(proposed, drafts, CallCost(count, k, ms, unread))
 
 
 def judge(draft: Draft, random: Random) -> Verdict:

@@ -21,7 +21,7 @@ from speculon.core import telemetry
 from speculon.measure.bench.workloads import Case, Size, build
 from speculon.speculation.control.policies import Policies
 from speculon.speculation.proposers import compose
-from speculon.speculation.proposers.base import Proposer
+from speculon.speculation.proposers.base import Proposer, ReadsTokens
 
 MODES: Mapping[str, Mapping[str, Any]] = {
     "off": {"method": "off"},
@@ -54,11 +54,11 @@ class Clock:
 
 
 def timed_target(llm: LLM, clock: Clock) -> None:
-    target, forward = llm.engine.target, llm.engine.target.forward
+    target, forward = llm.engine.runtime.target, llm.engine.runtime.target.forward
 
     def taking(batch: Any, view: Any) -> Any:
-        drafts = [len(span.draft.tokens) for span in batch.spans]
-        prompts = sum(span.length - 1 for span in batch.spans)
+        drafts = [len(place.drafted.draft.tokens) for place in batch.placed]
+        prompts = sum(place.drafted.span.length - 1 for place in batch.placed)
         clock.spend(
             4.2 + 0.55 * len(drafts) + 0.45 * sum(map(bool, drafts)) + 0.16 * sum(drafts) + 0.09 * prompts
         )
@@ -70,16 +70,16 @@ def timed_target(llm: LLM, clock: Clock) -> None:
 def timed_proposer(name: str, proposer: Proposer, clock: Clock) -> None:
     propose = proposer.propose
 
-    def taking(seqs: Any, budgets: Any, lease: Any) -> Any:
+    def taking(seqs: Any, budgets: Any) -> Any:
         if name in LOOKUPS:
             call, _, text = LOOKUPS[name]
             clock.spend(call + text * len(seqs))
-            return propose(seqs, budgets, lease)
-        unread = sum(len(seq.tokens) - seq.drafted.get(name, 0) - 1 for seq in seqs)
-        found = propose(seqs, budgets, lease)
+            return propose(seqs, budgets)
+        unread = sum(map(proposer.unread, seqs)) if isinstance(proposer, ReadsTokens) else 0
+        found = propose(seqs, budgets)
         call, draft, of_text = DRAFTERS[name]
         deepest = max(1, *(len(one.tokens) for one in found)) if found else 1
-        clock.spend(call + deepest * (draft + of_text * len(seqs)) + READ_MS * max(0, unread))
+        clock.spend(call + deepest * (draft + of_text * len(seqs)) + READ_MS * unread)
         return found
 
     proposer.propose = taking

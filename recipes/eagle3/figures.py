@@ -108,7 +108,7 @@ def measure(llm: LLM, case: workloads.Case, mode: Mode, method: str, k: int) -> 
 
 
 def report(modes: dict[tuple[str, int], Mode], cases: int, args: argparse.Namespace, llm: LLM) -> None:
-    layers = len(llm.engine.target.layers)
+    layers = len(llm.engine.runtime.target.layers)
     threads = f"{platform.machine()}, {os.cpu_count()} cores, one thread; torch {torch.__version__}"
     print(f"{cases} texts of up to {args.tokens} tokens, {args.repeats} times; {threads}\n")
     print(

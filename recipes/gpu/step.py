@@ -131,7 +131,7 @@ def report(args: argparse.Namespace, device: torch.device, bandwidth: float) -> 
         speculation = {} if args.draft is None else {"draft": args.draft}
         settings = {"max_num_seqs": max(SEQUENCES), "prefix_cache": False, "speculation": speculation}
         llm = LLM(args.model, device=str(device), compile=captured, **settings)
-        target = llm.engine.target
+        target = llm.engine.runtime.target
         # of the first load: capture adds its buffers to what is counted
         weights = weights or weights_read(target)
         print(f"\n{target.name}, compile={captured}: {target.runner}; {target.dtype}")

@@ -120,7 +120,8 @@ def table(arguments: argparse.Namespace, invariant: bool) -> Iterator[str]:
             since = [now - then for now, then in zip(counted(llm), before, strict=True)]
             yield row(name, method, "default" if k is None else k, concurrency, len(texts), count, *since)
     seconds = time.perf_counter() - began
-    yield from ("", f"**{differ} of {total} texts differ**; {llm.engine.target.invariance}; {seconds:.0f} s.")
+    invariance = llm.engine.runtime.describe()["batch_invariant"]
+    yield from ("", f"**{differ} of {total} texts differ**; {invariance}; {seconds:.0f} s.")
 
 
 def chosen(llm: LLM, arguments: argparse.Namespace) -> Iterator[list[int]]:

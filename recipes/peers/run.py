@@ -46,7 +46,7 @@ from speculon.checkpoints.reading import load_tokenizer
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.measure.bench.data import read_prompts
 from speculon.measure.bench.provenance import commit, machine
-from speculon.measure.bench.workloads import Case, Known, Size, build, fingerprint
+from speculon.measure.bench.workloads import BuilderTable, Case, Size, build, fingerprint
 
 OPTIONS = "engines modes dtype workloads concurrency prompts groups max_tokens repeats threads clock".split()
 WALL, CPU = "wall", "cpu"  # seconds of a turn; CPU seconds are those of all threads of the worker
@@ -111,7 +111,7 @@ def eos_of(target: Path) -> tuple[int, ...]:
     return tuple(ids) if isinstance(ids, list) else (ids,)
 
 
-def first_turns(path: Path) -> Known:
+def first_turns(path: Path) -> BuilderTable:
     """The file's categories, without turns that follow an answer."""
     file = read_prompts(path)
     first = {name: [one for one in some if not one.follows] for name, some in file.prompts.items()}

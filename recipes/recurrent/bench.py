@@ -28,6 +28,7 @@ from speculon.engine.engine import Engine
 from speculon.measure.bench.provenance import commit, cpu_name
 from speculon.runtimes.torch.loading.load import wrap_model
 from speculon.runtimes.torch.model.target import Target
+from speculon.runtimes.torch.runtime import TorchRuntime
 
 PROMPT, COUNTS = 32, (1, 8)
 ACCEPTANCES, DRAFTS = (0.0, 0.8, 1.0), 4
@@ -64,7 +65,7 @@ class Case:
         config = EngineConfig(
             num_blocks=count * 32, max_num_seqs=count, prefix_cache=False, speculation=speculation
         )
-        self.engine = Engine(target, None, config)
+        self.engine = Engine(TorchRuntime(target, None, config), None, config)
         self.run()  # the drafter learns the texts
         self.run()
 

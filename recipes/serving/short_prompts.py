@@ -75,7 +75,7 @@ def run(
 
 
 def ids(rng: random.Random, engine: Engine, count: int) -> list[int]:
-    return [rng.randrange(engine.target.vocab_size) for _ in range(count)]
+    return [rng.randrange(engine.runtime.target.vocab_size) for _ in range(count)]
 
 
 if __name__ == "__main__":

@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from time import thread_time
-from typing import Any, cast
+from typing import Any
 
 from speculon.checkpoints.locate import locate
 from speculon.checkpoints.reading import load_tokenizer
 from speculon.core.config import SamplingParams, SpeculationConfig
 from speculon.core.telemetry import RequestStats
-from speculon.decoding.sequence import Sequence
+from speculon.decoding.sequence import Ending, Request, Rules, Sequence
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.measure.bench import corpus, workloads
 from speculon.speculation.proposers.base import Proposer, TargetFacts
@@ -87,26 +87,17 @@ def loop(tokenizer: Tokenizer, cases: int, blind: bool = False) -> Iterator[Know
 
 def write(proposer: Proposer, known: Known, k: int, pooled: bool, number: int) -> tuple[int, int, int, float]:
     """(calls, drafted, accepted, seconds of lookups); the first one reads the prompt and is not timed."""
-    none = cast(Any, None)
-    seq = Sequence(
-        number,
-        "",
-        [*known.prompt, known.answer[0]],
-        len(known.prompt),
-        SamplingParams(),
-        0,
-        CONTEXT,
-        none,
-        none,
-        RequestStats(),
+    params, pool = SamplingParams(), known.user if pooled else ""
+    request = Request(
+        str(number), len(known.prompt), params, 0, CONTEXT, Rules.of(params), Ending(), pool=pool
     )
-    seq.pool = known.user if pooled else ""
+    seq = Sequence(number, request, [*known.prompt, known.answer[0]], RequestStats())
     proposer.admit(seq)
-    proposer.propose([seq], [1], none)
+    proposer.propose([seq], [1])
     at, calls, drafted, accepted, seconds = 1, 0, 0, 0, 0.0
     while at < len(known.answer):
         began = thread_time()
-        (draft,) = proposer.propose([seq], [max(1, min(k, len(known.answer) - at - 1))], none)
+        (draft,) = proposer.propose([seq], [max(1, min(k, len(known.answer) - at - 1))])
         seconds += thread_time() - began
         pairs = zip(draft.tokens, known.answer[at:], strict=False)
         agreed = next(

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from speculon.core.config import EngineConfig, SamplingParams
 from speculon.engine.engine import Engine
 from speculon.runtimes.torch.model.target import Target
+from speculon.runtimes.torch.runtime import TorchRuntime
 
 TIE = 1e-4  # nat: where two tokens are closer, the order of additions decides between them
 TOKENS, K, FIRST = 24, 3, 3  # tokens of a text, drafts per round, and the first id that is no special token
@@ -50,7 +51,8 @@ def compare(model: PreTrainedModel, target: Target) -> Found:
     drafted = accepted = 0
     for arm, runs in arms.items():
         for together, requested in runs:
-            engine = Engine(target, None, settings())
+            config = settings()
+            engine = Engine(TorchRuntime(target, None, config), None, config)
             ids = [add(engine, text, asked) for text, asked in zip(together, requested, strict=True)]
             outputs, counts = drain(engine)
             drafted, accepted = drafted + counts[0], accepted + counts[1]

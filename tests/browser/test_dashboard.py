@@ -9,9 +9,9 @@ import httpx2 as httpx
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from speculon.operations.admin.schemas import Engine
+from speculon.operations.admin.schemas import EngineStatus
 from speculon.operations.admin.ui.overview import series_of_engines
-from speculon.operations.admin.ui.words import LANGUAGES, Words
+from speculon.operations.admin.ui.words import LANGUAGES, UiWords
 from tests.browser.conftest import KEY, log_in
 from tests.server.outside import LOCAL_HTTP, Outside
 
@@ -87,8 +87,10 @@ def test_numbers_and_charts_move_under_load(browser: Browser, server: Outside) -
 
 
 def test_memory_and_costs_are_those_of_each_engine() -> None:
-    engine = Engine.model_construct(memory_bytes={"weights": 4_000_000, "kv": 1}, cost_curve={2: 7.5, 1: 6.0})
-    other = Engine.model_construct(memory_bytes={"weights": 1_000_000}, cost_curve={})
+    engine = EngineStatus.model_construct(
+        memory_bytes={"weights": 4_000_000, "kv": 1}, cost_curve={2: 7.5, 1: 6.0}
+    )
+    other = EngineStatus.model_construct(memory_bytes={"weights": 1_000_000}, cost_curve={})
     found = series_of_engines({"a": engine, "b": other})
     (weights, kv), models = found["memory"]
     assert (weights["data"], kv["data"], models) == ([4.0, 1.0], [0.0, 0], ["a", "b"])
@@ -100,7 +102,7 @@ def test_each_language_is_shown_and_fits_a_narrow_screen(
     browser: Browser, server: Outside, language: str
 ) -> None:
     context = browser.new_context(locale=language, viewport={"width": 380, "height": 800})
-    page, words = context.new_page(), Words(language)
+    page, words = context.new_page(), UiWords(language)
     page.goto(server.url() + "/admin/login")
     page.get_by_label(words("login.key")).fill(KEY)
     page.get_by_role("button", name=words("login.enter")).click()
@@ -185,15 +187,15 @@ def test_languages_and_themes_are_chosen_and_kept(browser: Browser, server: Outs
     log_in(page, server.url())
     was, heading = "en", page.get_by_role("heading", level=1)
     for language in ("ko", "ja", "zh", "en", "ko"):
-        page.get_by_label(Words(was)("shell.language")).click()
+        page.get_by_label(UiWords(was)("shell.language")).click()
         page.get_by_text(LANGUAGES[language], exact=True).click()
-        expect(heading).to_have_text(Words(language)("shell.overview"))
+        expect(heading).to_have_text(UiWords(language)("shell.overview"))
         was = language
     with pytest.raises(AssertionError):  # the twin: another language is seen
-        expect(heading).to_have_text(Words("ja")("shell.overview"), timeout=500)
-    page.get_by_label(Words("ko")("shell.theme_auto")).click()
-    page.get_by_label(Words("ko")("shell.theme_light")).click()
-    expect(page.get_by_label(Words("ko")("shell.theme_dark"))).to_be_visible()
+        expect(heading).to_have_text(UiWords("ja")("shell.overview"), timeout=500)
+    page.get_by_label(UiWords("ko")("shell.theme_auto")).click()
+    page.get_by_label(UiWords("ko")("shell.theme_light")).click()
+    expect(page.get_by_label(UiWords("ko")("shell.theme_dark"))).to_be_visible()
     expect(page.locator("body")).to_have_class("desktop no-touch body--dark")
     page.reload()
     expect(heading).to_have_text("개요")

@@ -10,7 +10,7 @@ from speculon.operations.admin.schemas import RequestView, TokenRow
 from speculon.operations.admin.ui import token_view
 from speculon.operations.admin.ui.requests import account
 from speculon.operations.admin.ui.token_view import FATES, html_of, visible
-from speculon.operations.admin.ui.words import Words
+from speculon.operations.admin.ui.words import UiWords
 from tests.browser.conftest import log_in
 from tests.server.outside import LOCAL_HTTP, Outside
 
@@ -18,7 +18,7 @@ from tests.server.outside import LOCAL_HTTP, Outside
 def test_markup_in_tokens_is_escaped() -> None:
     for text in ("<script>alert(1)</script>", '"><img src=x onerror=alert(1)>'):
         row = TokenRow(id=1, text=text, fate="plain", source=text, position=0, logprob=None, rank=None)
-        shown = html_of([row], Words("en"))
+        shown = html_of([row], UiWords("en"))
         assert "<script" not in shown and "<img" not in shown
         assert shown.count("<") == 2  # the span, and its end
 
@@ -33,7 +33,7 @@ def test_markup_that_is_not_escaped_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_account_has_rounds_only_where_there_were_some() -> None:
     ended = {"method": "ngram", "rounds": 2, "drafted": 8, "accepted": 6, "tokens_per_target_call": 4.0}
     view = RequestView.model_construct(speculation={**ended, "saved_ms": 35.4})
-    words = Words("en")
+    words = UiWords("en")
     text = "ngram: 2 rounds, 6 of 8 drafts accepted, 4.00 tokens per target call, 35 ms saved"
     assert account(view, words) == text
     view = RequestView.model_construct(speculation={"method": "off", "reasons": {"off_request": 3}})

@@ -23,11 +23,13 @@ from speculon.core.types import Draft
 from speculon.decoding.sequence import Sequence
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.engine import Engine
+from speculon.runtimes.torch.drafters import table as drafters
 from speculon.runtimes.torch.loading.invariant import decide
 from speculon.runtimes.torch.loading.load import load_target, wrap_model
 from speculon.runtimes.torch.model.target import Target
-from speculon.speculation.proposers.registry import find_factory, known_methods, register, registered
+from speculon.speculation.proposers.registry import known_methods, register
 from tests.differential.factors import WITH_ADAPTERS, WITH_IMAGES, Case, Values
+from tests.engines import engine_on
 from tests.tiny import assistant_forms, mtp_forms, recurrent_drafts
 from tests.tiny.adapter_files import folders, stock_with, with_adapters
 from tests.tiny.blocks import write_dflash
@@ -170,11 +172,11 @@ def correct(method: str, truth: Texts) -> None:
 
     Drafts that carry a q stay as they are, since they must be drawn from it.
     """
-    registered.pop(method, None)
-    factory = find_factory(method)
+    drafters.registered.pop(method, None)
+    factory = drafters.find(method)
 
-    def made(config: Any, target: Any) -> Any:
-        proposer: Any = factory(config, target)
+    def made(config: Any, host: Any) -> Any:
+        proposer: Any = factory(config, host)
         for name in ("propose", "propose_trees"):
             if propose := getattr(proposer, name, None):
                 setattr(proposer, name, corrected(propose))
@@ -187,7 +189,7 @@ def correct(method: str, truth: Texts) -> None:
 
         return true_drafts
 
-    register(method, made)
+    drafters.register(method, made)
 
 
 def true_draft(truth: Texts, seq: Sequence, draft: Draft) -> Draft:
@@ -344,7 +346,7 @@ def tokenizer_of(case: Case) -> Tokenizer:
 
 def plain_engine(case: Case) -> Engine:
     config = EngineConfig(speculation={"method": "off"}, max_num_seqs=4)
-    return Engine(target_of(case.shared["target"], case.shared["dtype"]), tokenizer_of(case), config)
+    return engine_on(target_of(case.shared["target"], case.shared["dtype"]), tokenizer_of(case), config)
 
 
 def speculative_engine(case: Case, asked: list[Asked], speculation: dict[str, Any]) -> Engine:
@@ -358,7 +360,7 @@ def speculative_engine(case: Case, asked: list[Asked], speculation: dict[str, An
         prefix_cache=shared["prefix_cache"],
         speculation={"policy": "fixed", **speculation},
     )
-    engine = Engine(target_of(shared["target"], shared["dtype"]), tokenizer_of(case), config)
+    engine = engine_on(target_of(shared["target"], shared["dtype"]), tokenizer_of(case), config)
     freeze_costs(engine)
     return engine
 

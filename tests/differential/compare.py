@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from speculon.core.types import TokenLogprobs, acceptance_rule
-from speculon.decoding.sampling import Row, perturbed, weigh
+from speculon.decoding.sampling import ScoredRow, perturbed, weigh
 from speculon.decoding.sequence import Event, Sequence
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.engine import Engine
 from speculon.runtimes.torch.kv import slots
-from speculon.runtimes.torch.model.target import Output
+from speculon.runtimes.torch.model.target import TargetOutput
 from tests.differential import build
 from tests.differential.build import EOS, Asked, Texts
 from tests.differential.factors import DRAFTERS, Case
@@ -146,19 +146,19 @@ class Wave:
 
 def failing_step(engine: Engine) -> list[Event]:
     """A step whose forward raises after it has run: nothing of it may be seen later."""
-    forward = engine.target.forward
+    forward = engine.runtime.target.forward
 
-    def failing(*args: Any, **kwargs: Any) -> Output:
+    def failing(*args: Any, **kwargs: Any) -> TargetOutput:
         forward(*args, **kwargs)
         raise MemoryError("planted")
 
-    engine.target.forward = failing  # type: ignore[method-assign]
+    engine.runtime.target.forward = failing  # type: ignore[method-assign]
     try:
         return engine.step()
     except MemoryError:
         return []
     finally:
-        del engine.target.forward
+        del engine.runtime.target.forward
 
 
 # what must hold
@@ -210,7 +210,7 @@ class Judge:
         """
         at = next((i for i, (a, b) in enumerate(zip(ours, plain, strict=False)) if a != b), -1)
         found = f"{where}: at {at} {ours[max(at, 0) :]}, not {plain[max(at, 0) :]}, of {plain}"
-        assert at >= 0 and not self.engine.target.batch_invariant, found
+        assert at >= 0 and not self.engine.runtime.target.batch_invariant, found
         scores = self.scores(asked, sample, plain[: at + 1], filters=False)[-1]
         apart = float((scores[ours[at]] - scores[plain[at]]).abs())
         assert apart < self.tolerance(asked, plain[:at]), f"{found}: {apart:.1e} nat apart"
@@ -229,7 +229,7 @@ class Judge:
         """
         seq = self.admitted(asked, sample)
         rules = replace(seq.request.rules, filters=filters and seq.request.rules.filters)
-        rows = [Row(seq, rules, tuple(output[:i])) for i in range(len(output))]
+        rows = [ScoredRow(seq, rules, tuple(output[:i])) for i in range(len(output))]
         logits = build.stock_logits(self.case, asked, [*asked.prompt, *output])[-len(output) - 1 : -1]
         return perturbed(weigh(logits, rows), rows)
 
@@ -264,7 +264,7 @@ class Judge:
     def compare(self, ours: list[TokenLogprobs], plain: list[TokenLogprobs], where: str) -> None:
         """The same tokens, and the same numbers, bit for bit, where the target promises it."""
         assert [one.token for one in ours] == [one.token for one in plain], where
-        if self.engine.target.batch_invariant:
+        if self.engine.runtime.target.batch_invariant:
             assert ours == plain, f"{where}: log-probabilities differ"
 
 

@@ -13,7 +13,7 @@ from typing import get_args
 
 import pytest
 
-from speculon.core.config import Acceptance
+from speculon.core.config import AcceptanceSetting
 from speculon.speculation.control.policies import POLICIES
 from speculon.speculation.proposers.registry import TABLE
 from tests.differential.build import METHOD
@@ -46,7 +46,9 @@ def test_every_pair_of_values_is_in_some_case() -> None:
 def test_what_is_new_is_drawn() -> None:
     methods = {METHOD.get(name, name) for name in FACTORS["method"]}
     assert methods >= {*TABLE} - {"grammar"}, "which drafts wherever a request has a form"
-    assert set(FACTORS["policy"]) == {*POLICIES} and set(FACTORS["acceptance"]) == {*get_args(Acceptance)}
+    assert set(FACTORS["policy"]) == {*POLICIES} and set(FACTORS["acceptance"]) == {
+        *get_args(AcceptanceSetting)
+    }
 
 
 def test_speculation_has_happened() -> None:

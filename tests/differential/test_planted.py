@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from speculon.core.telemetry import RequestStats
+from speculon.core.types import Draft, Verdict
 from speculon.decoding import sampling
 from speculon.decoding import verify as verify_module
-from speculon.decoding.sampling import Row
+from speculon.decoding.rounds import Drafted, Judged
+from speculon.decoding.sampling import ScoredRow
 from speculon.decoding.text import grammar
-from speculon.engine import engine as engine_module
 from speculon.runtimes.torch.batch import Batch
 from speculon.runtimes.torch.kv.blocks import BlockPool
-from speculon.runtimes.torch.kv.lease import Lease
 from speculon.runtimes.torch.kv.states import StateStep
+from speculon.runtimes.torch.step import TorchStep
 from tests.differential.build import target_of
 from tests.differential.compare import run
 from tests.differential.factors import RECURRENT, Case, cases
@@ -29,45 +30,54 @@ TRIED = 4  # cases in which a mistake could show
 
 
 def one_draft_too_many(patch: Patch) -> None:
-    verify = engine_module.verify
+    outcomes = verify_module.verdicts_by_rows
 
-    def generous(batch: Batch, logits: Tensor) -> None:
-        verify(batch, logits)
-        for span in batch.spans:
-            verdict, draft = span.verdict, span.draft
-            if verdict.path is None and verdict.accepted < len(draft.tokens) and verdict.logprobs is None:
-                tokens = (*draft.tokens[: verdict.accepted + 1], verdict.tokens[-1])
-                span.verdict = replace(verdict, tokens=tokens, accepted=verdict.accepted + 1)
+    def generous(drafted: list[Drafted], *others: Any) -> list[Verdict]:
+        verdicts = outcomes(drafted, *others)
+        return [more(one.draft, verdict) for one, verdict in zip(drafted, verdicts, strict=True)]
 
-    patch.setattr(engine_module, "verify", generous)
+    def more(draft: Draft, verdict: Verdict) -> Verdict:
+        if verdict.path is None and verdict.accepted < len(draft.tokens) and verdict.logprobs is None:
+            tokens = (*draft.tokens[: verdict.accepted + 1], verdict.tokens[-1])
+            return replace(verdict, tokens=tokens, accepted=verdict.accepted + 1)
+        return verdict
+
+    patch.setattr(verify_module, "verdicts_by_rows", generous)
 
 
 def a_rejected_position_is_kept(patch: Patch) -> None:
-    commit = Lease.commit
+    commit, leave, committed = TorchStep.commit, TorchStep.__exit__, list[Judged]()
 
-    def keeping(lease: Lease) -> None:
-        commit(lease)
-        for span in lease._spans:
-            if span.verdict.accepted < len(span.draft.tokens):
-                span.seq.tokens.insert(span.seq.committed, span.draft.tokens[span.verdict.accepted])
-                span.seq.committed += 1
+    def keeping(step: TorchStep, judged: list[Judged]) -> float:
+        committed[:] = judged
+        return commit(step, judged)
 
-    patch.setattr(Lease, "commit", keeping)
+    def leaving(step: TorchStep, *error: Any) -> None:
+        for one in committed:
+            if one.verdict.accepted < len(one.draft.tokens):
+                one.seq.tokens.insert(one.seq.committed, one.draft.tokens[one.verdict.accepted])
+                one.seq.committed += 1
+        committed.clear()
+        leave(step, *error)
+
+    patch.setattr(TorchStep, "commit", keeping)
+    patch.setattr(TorchStep, "__exit__", leaving)
 
 
 def drafts_one_position_late(patch: Patch) -> None:
     pack = Batch.pack
 
-    def shifted(spans: Any, device: Any) -> Batch:
-        batch = pack(spans, device)
-        late = torch.cat([torch.arange(s.rows) >= s.length for s in batch.spans]).long()
+    def shifted(drafted: Any, device: Any) -> Batch:
+        batch = pack(drafted, device)
+        placed = [place.drafted for place in batch.placed]
+        late = torch.cat([torch.arange(one.rows) >= one.span.length for one in placed]).long()
         return replace(batch, position_ids=batch.position_ids + late)
 
     patch.setattr(Batch, "pack", shifted)
 
 
 def noise_without_the_position(patch: Patch) -> None:
-    patch.setattr(Row, "position", property(lambda row: row.seq.num_output))
+    patch.setattr(ScoredRow, "position", property(lambda row: row.seq.num_output))
 
 
 def penalties_forget_drafts(patch: Patch) -> None:
@@ -77,10 +87,10 @@ def penalties_forget_drafts(patch: Patch) -> None:
 def adapters_exchanged(patch: Patch) -> None:
     pack = Batch.pack
 
-    def exchanged(spans: Any, device: Any) -> Batch:
-        batch = pack(spans, device)
+    def exchanged(drafted: Any, device: Any) -> Batch:
+        batch = pack(drafted, device)
         names, other = batch.adapters, {"one": "two", "two": "one"}
-        if len(batch.spans) < 2:  # in a batch alone, and so not in plain decoding
+        if len(drafted) < 2:  # in a batch alone, and so not in plain decoding
             return batch
         return replace(batch, adapters=names._replace(runs=tuple((other[n], a, b) for n, a, b in names.runs)))
 
@@ -106,14 +116,15 @@ def states_are_not_restored(patch: Patch) -> None:
 
 
 def pages_of_rejected_drafts_stay(patch: Patch) -> None:
-    release = BlockPool.release
+    close = BlockPool.close
 
     def keeping(pool: BlockPool, seq: Any) -> None:
-        seq.table, kept = seq.table[:-1], seq.table[-1:]
-        release(pool, seq)
-        seq.table = kept
+        pages = pool.of(seq)
+        pages.table, kept = pages.table[:-1], pages.table[-1:]
+        close(pool, seq)
+        pool.of(seq).table = kept
 
-    patch.setattr(BlockPool, "release", keeping)
+    patch.setattr(BlockPool, "close", keeping)
 
 
 def a_counter_counts_twice(patch: Patch) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from speculon.core.config import SamplingParams
-from speculon.decoding.sampling import Row, row_key, sample, uniform
+from speculon.decoding.sampling import ScoredRow, row_key, sample, uniform
 from speculon.decoding.sequence import Rules
 from speculon.runtimes.torch.loading.load import wrap_model
 from speculon.runtimes.torch.model.target import Target
@@ -64,7 +64,7 @@ def test_tokens_are_drawn_as_on_the_cpu() -> None:
     for i in range(600):
         params = SamplingParams(**settings[i % len(settings)], max_tokens=9)
         seq = make_sequence([1, 2, 3], output=[4] * (i % 5), params=params, seed=i, rules=Rules.of(params))
-        rows.append(Row(seq, seq.request.rules))
+        rows.append(ScoredRow(seq, seq.request.rules))
     logits = torch.randn(600, 1000, generator=torch.Generator().manual_seed(1)) * 3
     here, there = sample(logits, rows), sample(logits.cuda(), rows)
     assert sum(a != b for a, b in zip(here, there, strict=True)) <= 1  # a tie in the last bit of a logarithm

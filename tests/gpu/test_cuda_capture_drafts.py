@@ -14,6 +14,7 @@ from speculon.engine.engine import Engine
 from speculon.runtimes.torch.drafters.runner import CapturedDraft
 from speculon.runtimes.torch.loading.load import wrap_model
 from speculon.runtimes.torch.model.captured import Captured
+from tests.engines import engine_on
 from tests.gpu.test_cuda_capture import captured_target
 from tests.tiny.blocks import ask as ask_for_blocks
 from tests.tiny.blocks import drafter_of, watch_blocks, write_dflash, wrong_blocks
@@ -67,7 +68,7 @@ def test_a_draft_model_is_captured_beside_its_target(seed: int, tmp_path: Path) 
     tiny_model("llama", seed).save_pretrained(tmp_path)
     speculation: Any = {"draft": {"draft_model": str(tmp_path)}, "policy": "fixed"}
     config = EngineConfig(block_size=4, compile=True, speculation=speculation)
-    engine = Engine(captured_target("llama"), None, config)
+    engine = engine_on(captured_target("llama"), None, config)
     drafter: Any = proposer_of(engine, "draft_model")
     assert isinstance(drafter.model.runner.run, Captured), str(drafter.runner)
     speculation = {"method": "draft_model", "num_speculative_tokens": 4}

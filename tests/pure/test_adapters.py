@@ -32,10 +32,10 @@ def computed(pool: BlockPool, tokens: list[int], adapter: str) -> tuple[Sequence
     """A sequence whose tokens are in pages, and how many of them it found."""
     seq = make_sequence(tokens)
     seq.request = replace(seq.request, adapter=adapter)
-    found = pool.attach(seq)
+    found = pool.open(seq)
     pool.extend(seq, len(tokens))
     seq.committed = len(tokens)
-    pool.seal(seq)
+    pool.cut_to_committed(seq)
     return seq, found
 
 
@@ -47,7 +47,7 @@ def test_pages_of_different_adapters_never_cross() -> None:
         found.setdefault(adapter, []).append(count)
     assert found == {"": [0, 12], "a": [0, 12], "b": [0, 12]}
     pool.check_integrity(live)
-    pages = [set(seq.table[:3]) for seq in live]
+    pages = [set(pool.of(seq).table[:3]) for seq in live]
     assert pages[1] == pages[3] and pages[2] == pages[4] and pages[0] == pages[5]
     assert not (pages[0] & pages[1] or pages[1] & pages[2] or pages[0] & pages[2])
 

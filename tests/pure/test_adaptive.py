@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from speculon.core.config import EngineConfig, RequestSpeculation, SpeculationConfig
 from speculon.core.errors import ConfigError, InvalidParameter
 from speculon.core.types import Draft, Load, Timing, Verdict
-from speculon.decoding.sequence import Sequence, Span
+from speculon.decoding.rounds import Judged
+from speculon.decoding.sequence import Sequence
 from speculon.speculation.control.adaptive import Adaptive, AdaptiveConfig, AdaptiveLookahead
-from tests.builders import decisions, make_sequence, span_of
+from tests.builders import decisions, judged_of, make_sequence
 
 ALONE = Load(1, 0, 100)
 Rounds = list[tuple[int, int]]  # proposed, accepted
@@ -144,7 +145,7 @@ def text(k: int = 12, **fields: Any) -> Sequence:
 
 def told(policy: Adaptive, seq: Sequence, drafted: int, accepted: int) -> None:
     draft = Draft((0,) * drafted, ("ngram",) * drafted)
-    policy.observe([span_of(seq, draft, Verdict((0,) * (accepted + 1), accepted))], Timing())
+    policy.observe([judged_of(seq, draft, Verdict((0,) * (accepted + 1), accepted))], Timing())
 
 
 def k_of(policy: Adaptive, seq: Sequence) -> int:
@@ -208,7 +209,7 @@ def accepted_in_full(policy: Adaptive) -> None:
     ks = [k_of(policy, seq) for seq in seqs]
     policy.observe(
         [
-            span_of(seq, Draft((0,) * k, ("ngram",) * k), Verdict((0,) * (k + 1), k))
+            judged_of(seq, Draft((0,) * k, ("ngram",) * k), Verdict((0,) * (k + 1), k))
             for seq, k in zip(seqs, ks, strict=True)
         ],
         Timing(),
@@ -231,9 +232,9 @@ def test_a_shared_controller_observes_all_sequences_and_is_kept() -> None:
 class OneByOne(Adaptive):
     """Planted: a draft is compared with the window that the sequence before it has changed."""
 
-    def observe(self, spans: list[Span], timing: Timing) -> None:
-        for span in spans:
-            super().observe([span], timing)
+    def observe(self, judged: list[Judged], timing: Timing) -> None:
+        for one in judged:
+            super().observe([one], timing)
 
 
 @pytest.mark.parametrize(("policy", "observations"), [(Adaptive, 2), (OneByOne, 1)])

@@ -7,7 +7,7 @@ import pytest
 from speculon.core.config import SamplingParams
 from speculon.core.telemetry import PARTS
 from speculon.measure.bench.cell import ms_by_rows, overhead, profile, quartiles, without_loops
-from speculon.measure.bench.measure import Measurement, Step, loops
+from speculon.measure.bench.measure import MeasuredStep, Measurement, loops
 from speculon.measure.bench.workloads import Case
 
 LOOP = [*range(100), *list(range(20)) * 3]
@@ -47,10 +47,10 @@ def timed(draft: float, forward: float, step: float) -> dict[str, float]:
 
 def test_steps_with_prompt_tokens_do_not_count_as_decoding() -> None:
     steps = [
-        Step(100, 1, 1, False, timed(0, 90, 100)),
-        Step(1, 1, 1, True, timed(0.5, 4, 5)),
-        Step(5, 1, 3, True, timed(1, 7, 10)),
-        Step(5, 1, 2, True, timed(1, 6, 10)),
+        MeasuredStep(100, 1, 1, False, timed(0, 90, 100)),
+        MeasuredStep(1, 1, 1, True, timed(0.5, 4, 5)),
+        MeasuredStep(5, 1, 3, True, timed(1, 7, 10)),
+        MeasuredStep(5, 1, 2, True, timed(1, 6, 10)),
     ]
     one = Measurement(0.5, [list(range(7))], [""], steps=steps)
     assert one.tokens_per_second == 14
@@ -63,7 +63,7 @@ def test_steps_with_prompt_tokens_do_not_count_as_decoding() -> None:
         0.5,
         [[1], [2]],
         [""],
-        steps=[Step(2, 2, 2, True, timed(1, 6, 8)), Step(1, 1, 1, True, timed(1, 6, 7))],
+        steps=[MeasuredStep(2, 2, 2, True, timed(1, 6, 8)), MeasuredStep(1, 1, 1, True, timed(1, 6, 7))],
     )
     # of three, whose last had no other beside it
     assert profile([pair], per_text=True) == pytest.approx(timed(2 / 3, 4, 5))

@@ -6,11 +6,11 @@ from random import Random
 
 import pytest
 
-from speculon.core.types import Draft, Proposal, Timing
-from speculon.decoding.sequence import Span
+from speculon.core.types import CallCost, Draft, Timing
+from speculon.decoding.rounds import Judged
 from speculon.speculation.control import cost as module
 from speculon.speculation.control.cost import MAX_SIZES, Costs
-from tests.builders import make_sequence
+from tests.builders import judged_of, make_sequence
 
 READ = 0.022  # ms of a token that a draft model has not read
 
@@ -33,7 +33,7 @@ def measured(count: int = 800, noise: float = 0.05, slow: float = 0.05) -> Costs
         if k:
             unread = random.choice([0, 0, 0, 300, 900])
             ms = call_ms(sequences, k) + READ * unread
-            costs.observe_proposal("model", Proposal(sequences, k, ms * random.gauss(1, noise), unread))
+            costs.observe_proposal("model", CallCost(sequences, k, ms * random.gauss(1, noise), unread))
     return costs
 
 
@@ -60,8 +60,8 @@ def test_unreported_reading_would_be_seen() -> None:
     for number in range(400):
         unread = 100 * (number % 2)
         ms = call_ms(1, 2) + READ * unread
-        informed.observe_proposal("model", Proposal(1, 2, ms, unread))
-        blind.observe_proposal("model", Proposal(1, 2, ms))
+        informed.observe_proposal("model", CallCost(1, 2, ms, unread))
+        blind.observe_proposal("model", CallCost(1, 2, ms))
     assert informed.proposal("model", 1, 2) == pytest.approx(call_ms(1, 2), rel=0.1)
     assert blind.proposal("model", 1, 2) > 1.2 * call_ms(1, 2)
 
@@ -108,14 +108,14 @@ def bent(bend: int, context: float = 0.0) -> Costs:
     for _ in range(400):
         sequences, k = random.choice([1, 2, 4, 8]), random.choice([0, 1, 2, 4, 8])
         of_now = context * random.random()
-        costs.observe(spans(sequences, k, of_now), Timing(bent_ms(sequences, k * sequences, bend, of_now)))
+        costs.observe(judged(sequences, k, of_now), Timing(bent_ms(sequences, k * sequences, bend, of_now)))
     return costs
 
 
-def spans(sequences: int, k: int, context: float = 0.0) -> list[Span]:
+def judged(sequences: int, k: int, context: float = 0.0) -> list[Judged]:
     """Of so many thousand tokens each."""
     seq = make_sequence([1] * max(1, round(1000 * context)))
-    return [Span(seq, 0, 1, Draft((1,) * k, ("model",) * k))] * sequences
+    return [judged_of(seq, Draft((1,) * k, ("model",) * k))] * sequences
 
 
 @pytest.mark.parametrize(("bend", "cheap"), [(8, 6), (32, 12)])
@@ -146,13 +146,12 @@ def test_a_long_context_is_known_from_the_first_round_of_other_lengths() -> None
     """Not only after as many rounds as a moving average takes."""
     costs = bent(8, context=0.1)
     for length in (0.2, 0.75):
-        costs.observe(spans(8, 0, length), Timing(bent_ms(8, 0, 8, length)))
+        costs.observe(judged(8, 0, length), Timing(bent_ms(8, 0, 8, length)))
     assert costs.step(8) == pytest.approx(bent_ms(8, 0, 8, 0.75), rel=0.1)
-    costs.observe(
-        spans(1, 0, 0.75), Timing(None)
-    )  # a prompt beside: nothing is fitted, and the length is known
+    # a prompt beside: nothing is fitted, and the length is known
+    costs.observe(judged(1, 0, 0.75), Timing(None))
     assert costs.step(1) == pytest.approx(bent_ms(1, 0, 8, 0.75), rel=0.1)
-    costs.observe(spans(8, 0, 0.05), Timing(None))
+    costs.observe(judged(8, 0, 0.05), Timing(None))
     assert costs.step(8) == pytest.approx(bent_ms(8, 0, 8, 0.05), rel=0.15)
 
 
@@ -180,12 +179,12 @@ def test_nothing_is_known_before_the_first_measurement() -> None:
     assert not costs.known
 
 
-def test_a_round_is_observed_as_its_spans_and_timing_tell() -> None:
-    costs = Costs()
-    spans = [Span(make_sequence([1, 2]), 1, 1), Span(make_sequence([3]), 0, 1, Draft((5, 6), ("model",) * 2))]
-    costs.observe(spans, Timing(None, {"model": Proposal(1, 2, 3.0)}))
+def test_a_round_is_observed_as_its_drafts_and_timing_tell() -> None:
+    costs, draft = Costs(), Draft((5, 6), ("model",) * 2)
+    plain_and_drafted = [judged_of(make_sequence([1, 2])), judged_of(make_sequence([3]), draft)]
+    costs.observe(plain_and_drafted, Timing(None, {"model": CallCost(1, 2, 3.0)}))
     assert not costs.known and costs.calls("model") == 1, "a step that also computed a prompt tells nothing"
-    costs.observe(spans, Timing(7.0))
+    costs.observe(plain_and_drafted, Timing(7.0))
     assert costs.step(2, 1, 2) == pytest.approx(7.0, rel=0.01)
 
 

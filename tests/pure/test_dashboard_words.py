@@ -9,8 +9,8 @@ import pytest
 
 from speculon.core.types import Reason
 from speculon.operations.admin.ui.colours import METHODS, colour_of, symbol_of
-from speculon.operations.admin.ui.words import FOLDER, LANGUAGES, Words, language_of, table
-from speculon.speculation.proposers.registry import TABLE
+from speculon.operations.admin.ui.words import FOLDER, LANGUAGES, UiWords, language_of, table
+from speculon.speculation.proposers.registry import TABLE, WITH_WEIGHTS
 
 UI = FOLDER.parent
 SOURCES = {path.name: path.read_text(encoding="utf-8") for path in sorted(UI.glob("*.py"))}
@@ -62,7 +62,7 @@ def test_each_reason_has_a_string() -> None:
 
 
 def test_each_method_has_a_place_and_a_sign_of_its_own() -> None:
-    assert set(METHODS) == set(TABLE)
+    assert set(METHODS) == {*TABLE, *WITH_WEIGHTS}
     signs = {(colour_of(method), symbol_of(method)) for method in METHODS}
     assert len(signs) == len(METHODS)
 
@@ -87,4 +87,4 @@ def test_planted_faults_are_found() -> None:
 )
 def test_the_language_of_a_reader(chosen: str | None, accepted: str, language: str) -> None:
     assert language_of(chosen, accepted) == language
-    assert Words(language)("log.note", lines=3).count("3") == 1
+    assert UiWords(language)("log.note", lines=3).count("3") == 1

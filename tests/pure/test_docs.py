@@ -53,12 +53,12 @@ def test_the_example_of_a_proposer_drafts_what_followed(example: Any) -> None:
     first, second = make_sequence([1, 2, 3, 1, 2, 3, 1]), make_sequence([7, 8, 7])
     for seq in (first, second):
         example.admit(seq)
-    drafts = example.propose([first, second], [4, 1], None)
+    drafts = example.propose([first, second], [4, 1])
     assert [draft.tokens for draft in drafts] == [(2, 3, 1, 2), (8,)]
     assert set(drafts[0].sources) == {"bigram"}
     first.tokens.extend([2, 9])
-    example.observe([first, second], [Verdict((2, 9), 1), Verdict((8,), 0)], None)
-    assert example.propose([first], [4], None)[0].tokens == ()
+    example.observe([first, second], [Verdict((2, 9), 1), Verdict((8,), 0)])
+    assert example.propose([first], [4])[0].tokens == ()
     for seq in (first, second):
         example.release(seq)
 

@@ -20,6 +20,7 @@ class Drafter:
     def __init__(self, slots: DraftSlots):
         self.slots = slots
         self.contents: dict[int, list[int]] = {}
+        self.drafted: dict[int, int] = {}  # tokens that it has read, by sequence id
 
     def read(self, seq: Sequence, start: int, ids: list[int]) -> None:
         read, write = self.slots.begin(seq, start, start + len(ids))
@@ -27,14 +28,14 @@ class Drafter:
         assert len(before) == start, "the state has seen other tokens than it should have"
         self.contents[write] = before + ids
         self.slots.done(seq, ids)
-        seq.drafted[NAME] = start + len(ids)
+        self.drafted[seq.id] = start + len(ids)
 
     def draft(self, seq: Sequence, tokens: list[int], chunk: int = 1 << 30) -> None:
         """Catches up in pieces of `chunk` tokens, then reads the drafts but the last one by one."""
-        start = seq.drafted.get(NAME, 0)
+        start = self.drafted.get(seq.id, 0)
         while start < len(seq.tokens):
             self.read(seq, start, seq.tokens[start : start + chunk])
-            start = seq.drafted[NAME]
+            start = self.drafted[seq.id]
         for i, token in enumerate(tokens[:-1]):
             self.read(seq, len(seq.tokens) + i, [token])
 
@@ -43,9 +44,8 @@ class Drafter:
         if new:
             seq.committed = len(seq.tokens) + len(new) - 1
             seq.tokens.extend(new)
-        seq.drafted = {name: min(done, seq.committed) for name, done in seq.drafted.items()}
-        self.slots.roll_back(seq)
-        self.slots.check_integrity([seq])
+        self.drafted[seq.id] = self.slots.roll_back(seq, seq.committed)
+        self.slots.check_integrity(self.drafted)
 
     def seen(self, seq: Sequence) -> list[int]:
         """What the state of a sequence has seen."""
@@ -65,8 +65,8 @@ def test_with_spare_slots_no_accepted_token_is_read_again(accepted: int) -> None
     drafts = [10, 11, 12, 13]
     drafter.draft(seq, drafts)
     drafter.end_step(seq, [*drafts[:accepted], 99])
-    assert seq.drafted == {NAME: 6 + min(accepted, 3)}
-    assert drafter.seen(seq) == seq.tokens[: seq.drafted[NAME]]
+    assert drafter.drafted[seq.id] == 6 + min(accepted, 3)
+    assert drafter.seen(seq) == seq.tokens[: drafter.drafted[seq.id]]
 
 
 @pytest.mark.parametrize(("accepted", "kept"), [(0, 6), (1, 6), (2, 6), (3, 9), (4, 9)])
@@ -79,22 +79,22 @@ def test_without_them_the_state_goes_back_to_the_last_token_before_the_drafts(
     drafter.end_step(seq, [98, 99])
     drafter.draft(seq, drafts)
     drafter.end_step(seq, [*drafts[:accepted], 99])
-    assert seq.drafted == {NAME: kept} and drafter.seen(seq) == seq.tokens[:kept]
+    assert drafter.drafted[seq.id] == kept and drafter.seen(seq) == seq.tokens[:kept]
 
 
 def test_a_step_that_fails_leaves_the_state_of_before() -> None:
     drafter, seq = begun(DraftSlots(NAME, 1, spare=1))
     drafter.draft(seq, [10, 11], chunk=2)
     drafter.end_step(seq, [10, 20])
-    before, seen = dict(seq.drafted), list(drafter.seen(seq))
+    before, seen = drafter.drafted[seq.id], list(drafter.seen(seq))
     for _ in range(3):
         drafter.draft(seq, [30, 31, 32, 33], chunk=1)
         drafter.end_step(seq, [])
-        assert (seq.drafted, drafter.seen(seq)) == (before, seen)
-    begin = drafter.slots.begin(seq, seq.drafted[NAME], len(seq.tokens))
+        assert (drafter.drafted[seq.id], drafter.seen(seq)) == (before, seen)
+    begin = drafter.slots.begin(seq, before, len(seq.tokens))
     assert begin[0] != begin[1]
     drafter.end_step(seq, [])  # an error inside of the forward
-    assert (seq.drafted, drafter.seen(seq)) == (before, seen)
+    assert (drafter.drafted[seq.id], drafter.seen(seq)) == (before, seen)
 
 
 def test_a_first_step_that_fails_leaves_nothing() -> None:
@@ -102,7 +102,7 @@ def test_a_first_step_that_fails_leaves_nothing() -> None:
     drafter.draft(seq, [10, 11])
     seq.committed = 0
     drafter.end_step(seq, [])
-    assert seq.drafted == {} and len(drafter.slots.free) == drafter.slots.count
+    assert drafter.drafted[seq.id] == 0 and len(drafter.slots.free) == drafter.slots.count
 
 
 def test_an_error_while_a_state_is_overwritten_loses_no_other() -> None:
@@ -114,7 +114,7 @@ def test_an_error_while_a_state_is_overwritten_loses_no_other() -> None:
     seq.tokens.append(50)
     seq.committed = 6
     drafter.end_step(seq, [])
-    assert seq.drafted == {} and drafter.seen(seq) == []
+    assert drafter.drafted[seq.id] == 0 and drafter.seen(seq) == []
 
 
 def test_drafts_of_another_method_are_no_tokens_of_this_one() -> None:
@@ -122,7 +122,7 @@ def test_drafts_of_another_method_are_no_tokens_of_this_one() -> None:
     drafter, seq = begun(DraftSlots(NAME, 1, spare=4))
     drafter.draft(seq, [10, 11, 12, 13])
     drafter.end_step(seq, [10, 21, 22, 23, 24])
-    assert seq.drafted == {NAME: 7} and drafter.seen(seq) == seq.tokens[:7]
+    assert drafter.drafted[seq.id] == 7 and drafter.seen(seq) == seq.tokens[:7]
 
 
 def test_a_state_of_another_position_is_seen() -> None:
@@ -131,11 +131,11 @@ def test_a_state_of_another_position_is_seen() -> None:
     with pytest.raises(AssertionError):
         drafter.slots.begin(seq, 5, 6)
     drafter.end_step(seq, [10, 20])
-    seq.drafted[NAME] -= 1
+    drafter.drafted[seq.id] -= 1
     with pytest.raises(AssertionError, match=r"state at \[7\], not 6"):
-        drafter.slots.check_integrity([seq])
+        drafter.slots.check_integrity(drafter.drafted)
     with pytest.raises(AssertionError, match="has ended and holds states of small"):
-        drafter.slots.check_integrity([])
+        drafter.slots.check_integrity({})
 
 
 def test_many_sequences_share_the_spare_slots() -> None:
@@ -156,12 +156,12 @@ def test_many_sequences_share_the_spare_slots() -> None:
                 new = [*mine[: chance.randrange(len(mine) + 1)], chance.randrange(9)]
                 seq.committed = len(seq.tokens) + len(new) - 1
                 seq.tokens.extend(new)
-            seq.drafted = {name: min(done, seq.committed) for name, done in seq.drafted.items()}
-            slots.roll_back(seq)
-            assert drafter.seen(seq) == seq.tokens[: seq.drafted.get(NAME, 0)]
-        slots.check_integrity(seqs)
+            drafter.drafted[seq.id] = seen = slots.roll_back(seq, seq.committed)
+            assert drafter.seen(seq) == seq.tokens[:seen]
+        slots.check_integrity(drafter.drafted)
         for seq in seqs[: number % 5 == 0]:
             slots.release(seq)
+            del drafter.drafted[seq.id]
             seqs.remove(seq)
     for seq in seqs:
         slots.release(seq)
@@ -172,19 +172,18 @@ def test_the_pool_takes_the_state_with_the_pages_and_does_not_promise_it_to_a_pr
     pool = BlockPool(8, 4)
     slots = pool.draft_slots[NAME] = DraftSlots(NAME, 2)
     seq = make_sequence(list(range(10)))
-    pool.attach(seq)
-    pool.extend(seq, 10)
-    seq.committed = 9
-    drafter = Drafter(slots)
-    drafter.draft(seq, [1, 2])
-    drafter.end_step(seq, [1, 3])
-    seq.drafted["attention"] = 9
-    pool.seal(seq)
+    pool.open(seq)
+    pool.extend(seq, 12)
+    Drafter(slots).draft(seq, [1, 2])
+    pool.of(seq).drafted = {NAME: 11, "attention": 9}
+    seq.advance(11, [1, 3], 0)
+    pool.cut_to_committed(seq)
+    assert pool.of(seq).drafted == {NAME: 11, "attention": 9}
     pool.check_integrity([seq])
-    pool.release(seq)
+    pool.close(seq)
     assert len(slots.free) == slots.count
     again = make_sequence(list(range(10)))
-    assert pool.attach(again) == 8 and again.drafted == {"attention": 8}
+    assert pool.open(again) == 8 and pool.of(again).drafted == {"attention": 8}
 
 
 def test_spare_slots_are_bounded() -> None:

@@ -21,18 +21,18 @@ from speculon.core.config import EngineConfig
 from speculon.core.errors import ConfigError
 from speculon.core.types import (
     Ask,
+    CallCost,
     Decision,
     Draft,
     Finish,
     Load,
-    Proposal,
     Reason,
     SpanOutcome,
     Stop,
     Verdict,
     no_draft,
 )
-from speculon.decoding.sequence import Round, Span
+from speculon.decoding.rounds import Drafted, Judged, Proposed, Round, Span
 from speculon.speculation import events as module
 from speculon.speculation.events import Events, older
 from tests.builders import make_sequence
@@ -54,13 +54,12 @@ def tell(events: Events, seq: Any = None, ms: float = 2.0) -> None:
     """One round of one sequence: the lookup has no match, the model three drafts, of which two are kept and
     one is accepted.
     """
-    span = Span(seq or make_sequence([SECRET] * 4, methods=("ngram", "model")), 3, 1)
-    proposals = [("ngram", 4, no_draft(Stop.NO_MATCH)), ("model", 4, DRAFT)]
-    span.draft = DRAFT.cut(2)
-    span.verdict = Verdict((SECRET, SECRET), 1, SpanOutcome.TAIL)
-    span.decision, span.reserved, span.proposals = Decision.of(ASKS), 4, proposals
-    calls = {"model": Proposal(1, 4, 0.5, 7)}
-    events.round(Round(Load(1, 2, 3), [span], calls, 0.5, ms), {"forward": ms})
+    span = Span.of(seq or make_sequence([SECRET] * 4, methods=("ngram", "model")), 3, 1)
+    proposals = Proposed("ngram", 4, no_draft(Stop.NO_MATCH)), Proposed("model", 4, DRAFT)
+    drafted = Drafted(span, DRAFT.truncated(2), None, Decision.of(ASKS), proposals)
+    judged = Judged(drafted, Verdict((SECRET, SECRET), 1, SpanOutcome.TAIL))
+    calls = {"model": CallCost(1, 4, 0.5, 7)}
+    events.round(Round(Load(1, 2, 3), [judged], calls, 0.5, ms), {"forward": ms})
 
 
 def written(path: Path, rounds: int = 3, **settings: Any) -> Recording:
@@ -86,7 +85,7 @@ def test_a_round_is_recorded_with_all_its_numbers(path: Path) -> None:
     )
     assert header.speculation["method"] == "ngram" and header.speculation["options"] == ["key"]
     assert (first.running, first.waiting, first.free_pages, first.rows, first.prompt_rows) == (1, 2, 3, 3, 0)
-    assert first.target_ms == 2.0 and first.proposals == {"model": Proposal(1, 4, 0.5, 7)}
+    assert first.target_ms == 2.0 and first.proposals == {"model": CallCost(1, 4, 0.5, 7)}
     assert first.ms == {"forward": 2.0} and last.ms == {"forward": 0.0}, "parts since the line before"
     (row,) = first.texts
     assert row.policy == "fixed" and row.methods == {"ngram": 4, "model": 4}
@@ -108,11 +107,9 @@ def test_a_round_is_recorded_with_all_its_numbers(path: Path) -> None:
 def test_plain_rounds_prompts_and_ends_are_recorded(path: Path) -> None:
     events = begun(path)
     prompt, plain = (make_sequence([1] * 6, sample=2, methods=()) for _ in range(2))
-    spans = [Span(prompt, 0, 6), Span(plain, 5, 1)]
-    spans[0].verdict = Verdict((1,))
-    spans[1].verdict = Verdict((2,), finish=Finish("length"))
-    spans[1].decision, spans[1].reason = Decision.plain(Reason.COST), Reason.COST
-    events.round(Round(Load(2, 0, 1), spans, {}, 0.0, 1.0), {})
+    chunk, last = Drafted(Span.of(prompt, 0, 6)), Drafted(Span.of(plain, 5, 1), reason=Reason.COST)
+    judged = [Judged(chunk, Verdict((1,))), Judged(last, Verdict((2,), finish=Finish("length")))]
+    events.round(Round(Load(2, 0, 1), judged, {}, 0.0, 1.0), {})
     events.close()
     (round_,) = read(path).rounds
     first, second = round_.texts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
-from typing import Any, cast
 
 import pytest
 
@@ -32,7 +31,7 @@ def made(name: str, text: list[int]) -> Made:
 
 
 def drafted(proposer: Proposer, seq: Sequence) -> tuple[int, ...]:
-    return proposer.propose([seq], [K], cast(Any, None))[0].tokens
+    return proposer.propose([seq], [K])[0].tokens
 
 
 def check(name: str, extend: Callable[[Made, tuple[int, ...]], tuple[int, ...]]) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from speculon.core.types import Decision, Draft, Load, Reason
-from speculon.decoding.sequence import Span
+from speculon.decoding.rounds import Budget
 from speculon.speculation.control.cost import Costs, Prices
 from speculon.speculation.control.fixed import Fixed
 from speculon.speculation.control.goodput import Goodput
@@ -363,9 +363,10 @@ class Noting(Goodput):
         super().__init__(costs)
         self.reasons: Counter[Reason | None] = Counter()
 
-    def decide(self, spans: list[Span], load: Load) -> None:
-        super().decide(spans, load)
-        self.reasons.update(span.decision.reason for span in spans)
+    def decide(self, budgets: list[Budget], load: Load) -> list[Decision]:
+        decided = super().decide(budgets, load)
+        self.reasons.update(decision.reason for decision in decided)
+        return decided
 
 
 def test_lookups_out_of_turn_are_a_cooldown() -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from speculon.core.types import Draft, Estimate, Timing
-from speculon.decoding.sequence import Span
+from speculon.decoding.rounds import Judged
 from speculon.speculation.control import acceptance
 from speculon.speculation.control import goodput as module
 from speculon.speculation.control.cost import Costs
 from speculon.speculation.control.goodput import Goodput
-from tests.builders import make_sequence, span_of
+from tests.builders import budget_of, make_sequence
 from tests.pure.test_goodput import LOOKUP, STEP, run
 from tests.simulate import SimulatedMethod, SimulatedSequence, SyntheticEnvironment
 
@@ -20,12 +21,12 @@ from tests.simulate import SimulatedMethod, SimulatedSequence, SyntheticEnvironm
 def test_a_sequence_begins_with_the_mean_of_its_class() -> None:
     """Not with the last rounds of those before it, in which more was copied."""
     policy, (first, second) = Goodput(Costs()), (make_sequence([1], seed=seed) for seed in range(2))
-    one = policy._stats(span_of(first))
+    one = policy._stats(budget_of(first))
     for gained in (*(0.0,) * 30, *(8.0,) * 10):
         one.book(module.Added(tokens=gained, gain=gained))
     assert one.added.tokens > 5.0
     policy.forget(first)
-    assert policy._stats(span_of(second)).added.tokens == pytest.approx(2.0)
+    assert policy._stats(budget_of(second)).added.tokens == pytest.approx(2.0)
 
 
 def drafted_after_a_full_batch() -> int:
@@ -44,11 +45,15 @@ def drafted_after_a_full_batch() -> int:
 class Realised(Goodput):
     """Planted: a lookup gains what its drafts brought in the end, so a rejected one begins a back-off."""
 
-    def observe(self, spans: list[Span], timing: Timing) -> None:
-        for span in spans:
-            if (estimate := span.estimate) is not None:
-                span.estimate = Estimate(span.verdict.accepted, 8 * estimate.price)
-        super().observe(spans, timing)
+    def observe(self, judged: list[Judged], timing: Timing) -> None:
+        super().observe([realised(one) for one in judged], timing)
+
+
+def realised(judged: Judged) -> Judged:
+    if (estimate := judged.drafted.estimate) is None:
+        return judged
+    brought = Estimate(judged.verdict.accepted, 8 * estimate.price)
+    return replace(judged, drafted=replace(judged.drafted, estimate=brought))
 
 
 def test_rejected_drafts_beside_others_do_not_keep_lookups_out_alone(monkeypatch: pytest.MonkeyPatch) -> None:

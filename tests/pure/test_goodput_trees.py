@@ -8,10 +8,10 @@ from random import Random
 import pytest
 
 from speculon.core.tree import ROOT, or_chain
-from speculon.core.types import Draft, Proposal, SpanOutcome, Verdict
-from speculon.decoding.sequence import Span
+from speculon.core.types import CallCost, Draft, SpanOutcome, Verdict
 from speculon.speculation.control.cost import Costs
 from speculon.speculation.control.goodput import Goodput
+from speculon.speculation.proposers.compose import DraftCall, DraftRequest
 from tests import simulate as simulation
 from tests.simulate import SimulatedMethod, SimulatedSequence, SimulationResult, SyntheticEnvironment
 
@@ -58,14 +58,15 @@ class Trees(SyntheticEnvironment):
 
 
 class Drafters(simulation.Drafters):
-    def ask(self, method: str, spans: list[Span], lease: None) -> Proposal:
+    def ask(self, method: str, requests: list[DraftRequest]) -> DraftCall:
         assert isinstance(self.environment, Trees)
-        for span in spans:
-            chain = Draft((0,) * span.k, (method,) * span.k)
-            span.draft = self.environment.tree(span.k, span.depth) if span.depth else chain
-            span.proposals.append((method, span.k, span.draft))
-        k = max(span.depth or span.k for span in spans)
-        return Proposal(len(spans), k, self.environment.proposal_ms(method, len(spans), k))
+        drafts = list[Draft]()
+        for _, k, depth, _ in requests:
+            chain = Draft((0,) * k, (method,) * k)
+            drafts.append(self.environment.tree(k, depth) if depth else chain)
+        count, k = len(requests), max(request.depth or request.k for request in requests)
+        ms = self.environment.proposal_ms(method, count, k)
+        return DraftCall(drafts, drafts, CallCost(count, k, ms))
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def test_ngram_serves_many_sequences_and_forgets_them():
     a, b = make_sequence([1, 2, 1]), make_sequence([3, 4, 5])
     for seq in (a, b):
         ngram.admit(seq)
-    drafts = ngram.propose([a, b], [2, 2], lease=None)  # type: ignore[arg-type]
+    drafts = ngram.propose([a, b], [2, 2])
     assert [d.tokens for d in drafts] == [(2, 1), ()] and drafts[0].sources == ("ngram", "ngram")
     for seq in (a, b):
         ngram.release(seq)
@@ -62,5 +62,5 @@ def test_a_longer_match_is_believed_more():
     a, b = make_sequence([1, 2, 1]), make_sequence([1, 2, 3, 4, 1, 2, 3])
     for seq in (a, b):
         ngram.admit(seq)
-    drafts = ngram.propose([a, b], [2, 1], lease=None)  # type: ignore[arg-type]
+    drafts = ngram.propose([a, b], [2, 1])
     assert [d.confidence for d in drafts] == [(0.5, 0.5), (0.75,)] and [d.match for d in drafts] == [1, 3]

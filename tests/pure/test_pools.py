@@ -171,7 +171,7 @@ def write(proposer: Suffix, pool: str | None, prompt: list[int], answer: list[in
     seq = make_sequence(prompt, pool=pool, tenant=tenant)
     proposer.admit(seq)
     for token in answer:
-        proposer.propose([seq], [4], lease=None)  # type: ignore[arg-type]
+        proposer.propose([seq], [4])
         seq.tokens.append(token)
     proposer.release(seq)
 
@@ -181,7 +181,7 @@ def draft(
 ) -> tuple[int, ...]:
     seq = make_sequence(tokens[:prompt_len], output=tokens[prompt_len:], pool=pool, tenant=tenant)
     proposer.admit(seq)
-    (found,) = proposer.propose([seq], [4], lease=None)  # type: ignore[arg-type]
+    (found,) = proposer.propose([seq], [4])
     proposer.trails.pop(seq.id)
     return found.tokens
 

@@ -18,7 +18,7 @@ from speculon.core.telemetry import RequestStats
 from speculon.core.types import Draft, Verdict
 from speculon.engine.admission import read_prediction
 from speculon.speculation.proposers.base import TargetFacts
-from speculon.speculation.proposers.prediction import FIRST, Cursor, Prediction, common, spell
+from speculon.speculation.proposers.prediction import FIRST, Cursor, PredictionLookup, common, spell
 from tests.builders import make_sequence
 
 K = 16
@@ -229,11 +229,14 @@ def test_a_wrong_jump_is_forgotten_when_nothing_follows_from_it() -> None:
 
 
 def test_the_samples_of_a_request_share_a_spelling_and_keep_their_own_place() -> None:
-    proposer, prediction = Prediction.build(SpeculationConfig(), TargetFacts(50, 100)), (1, 2, 3, 4, 5, 6)
+    proposer, prediction = (
+        PredictionLookup.build(SpeculationConfig(), TargetFacts(50, 100)),
+        (1, 2, 3, 4, 5, 6),
+    )
     a, b = (make_sequence([9], output=output, prediction=prediction) for output in ([1], [1, 2, 3]))
     for seq in (a, b):
         proposer.admit(seq)
-    drafts = proposer.propose([a, b], [2, 2], lease=None)  # type: ignore[arg-type]
+    drafts = proposer.propose([a, b], [2, 2])
     assert [d.tokens for d in drafts] == [(2, 3), (4, 5)] and drafts[0].sources == ("prediction",) * 2
     assert proposer.cursors[a.id].prediction is proposer.cursors[b.id].prediction
     for seq in (a, b):

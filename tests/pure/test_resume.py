@@ -10,7 +10,7 @@ from speculon.core.config import RequestSpeculation, SamplingParams, Speculation
 from speculon.core.types import Finish, TokenLogprobs
 from speculon.decoding.sequence import Event
 from speculon.engine.messages import Add
-from speculon.engine.progress import Progress
+from speculon.engine.progress import RequestProgress
 from speculon.engine.waiting import OutputQueue, RequestTable
 
 GREEDY = {"temperature": 0}
@@ -18,11 +18,13 @@ SEEDED = {"seed": 7}
 LOGPROBS = (TokenLogprobs(3, -0.5, 1, ()),)
 
 
-def begun(acceptance: Any = None, default: Any = "auto", changed: Any = None, **params: Any) -> Progress:
+def begun(
+    acceptance: Any = None, default: Any = "auto", changed: Any = None, **params: Any
+) -> RequestProgress:
     """A request of which three tokens came; the default rule may have `changed` since the engine's start."""
     defaults = None if changed is None else SpeculationConfig(acceptance=changed)
     speculation = RequestSpeculation(acceptance=acceptance, defaults=defaults)
-    progress = Progress(Add("r", [1], SamplingParams(**params), speculation), default)
+    progress = RequestProgress(Add("r", [1], SamplingParams(**params), speculation), default)
     progress.note(Event("r", 0, (4, 5, 6)))
     return progress
 
@@ -49,7 +51,7 @@ def test_the_rest_must_be_determined(params: dict[str, Any], resumable: bool) ->
 
 
 def test_a_request_of_which_nothing_came_is_sent_again_as_it_was() -> None:
-    progress = Progress(Add("r", [1], SamplingParams(n=2)))
+    progress = RequestProgress(Add("r", [1], SamplingParams(n=2)))
     assert progress.resumable and progress.rest() is progress.add
 
 
@@ -62,7 +64,7 @@ def test_the_rest_has_the_open_samples_alone() -> None:
     assert (
         rest.written == {0: [4, 5, 6, 7], 1: []} and rest.prompt == [1] and rest.params == progress.add.params
     )
-    again = Progress(rest)
+    again = RequestProgress(rest)
     again.note(Event("r", 1, (2,)))
     assert again.rest().written == {0: [4, 5, 6, 7], 1: [2]}, "of a request that was resumed before"
 
@@ -77,7 +79,7 @@ def test_a_second_loss_without_a_token_between_is_the_end() -> None:
 
 def test_log_probabilities_of_the_prompt_come_once() -> None:
     add = Add("r", [1, 3], SamplingParams(temperature=0, prompt_logprobs=0))
-    progress = Progress(add)
+    progress = RequestProgress(add)
     progress.note(Event("r", 0, (), prompt_logprobs=LOGPROBS))
     assert not progress.resumable, "some of them may be lost"
     progress.note(Event("r", 0, (4,)))
@@ -96,7 +98,7 @@ def test_a_queue_is_resumed_as_a_whole_or_not_at_all() -> None:
     adds = [Add("a", [1], SamplingParams(temperature=0)), Add("b", [1], SamplingParams())]
     queue, table = OutputQueue(NoHost()), RequestTable()
     for add in adds:
-        table.add(Progress(add), queue)
+        table.add(RequestProgress(add), queue)
     queue.put(Event("a", 0, (4,)))
     assert queue.resumable and [add.request_id for add in queue.rest()] == ["a", "b"]
     queue.put(Event("a", 0, (5,), finish=Finish("length")))

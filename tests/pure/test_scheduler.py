@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -7,9 +8,11 @@ import pytest
 from speculon.core.config import SamplingParams
 from speculon.core.errors import EmptyPrompt, InvalidParameter, NeverFits, TooLong
 from speculon.core.types import Ask, Decision, Finish, Load, Reason, Verdict
-from speculon.decoding.sequence import Sequence, Span
+from speculon.decoding.rounds import Drafted, Judged, Span
+from speculon.decoding.sequence import Event, Sequence
 from speculon.engine.admission import check_request
 from speculon.engine.scheduler import Scheduler
+from speculon.runtimes.base import Facts
 from speculon.runtimes.torch.kv.blocks import BlockPool
 from speculon.speculation.control.fixed import Fixed
 from tests.builders import decisions, make_sequence
@@ -17,16 +20,20 @@ from tests.builders import decisions, make_sequence
 LOAD = Load(1, 0, 10)
 
 
-def run(scheduler: Scheduler, spans: list[Span], token: int = 7, finish: set[Sequence] = frozenset()) -> list:  # type: ignore[assignment]
+def run(
+    scheduler: Scheduler, spans: list[Span], token: int = 7, finish: Collection[Sequence] = ()
+) -> list[Event]:
     """Computes a plan as the engine would, every sampled sequence writing `token`."""
+    pool, judged = scheduler.space, list[Judged]()
+    assert isinstance(pool, BlockPool)
     for span in spans:
-        scheduler.pool.extend(span.seq, span.end)
-        span.seq.committed = span.end
+        pool.extend(span.seq, span.end)
         done = Finish("length") if span.seq in finish else None
-        span.verdict = Verdict((token,) if span.samples else (), finish=done)
-        span.seq.tokens.extend(span.verdict.tokens)
-        scheduler.pool.seal(span.seq)
-    return scheduler.free_ended(spans)[0]
+        verdict = Verdict((token,) if span.samples else (), finish=done)
+        span.seq.advance(span.end, verdict.tokens, 0)
+        pool.cut_to_committed(span.seq)
+        judged.append(Judged(Drafted(span), verdict))
+    return scheduler.free_ended(judged)[0]
 
 
 def test_a_long_prompt_comes_in_chunks_and_decoding_goes_first():
@@ -169,7 +176,7 @@ class CountedIndex(dict[Any, int]):
 )
 def test_waiting_prompts_look_up_only_what_is_new(pages: int, places: int):
     scheduler, waiting = Scheduler(BlockPool(pages, 4), places, STEP), 12
-    scheduler.pool._index = index = CountedIndex()
+    scheduler.space._index = index = CountedIndex()
     scheduler.add([oldest := make_sequence([1] * LONG + [2] * 44)])
     for i in range(waiting):
         scheduler.add([make_sequence([1] * LONG + [10 + i] * 40)])
@@ -245,7 +252,8 @@ def test_samples_start_from_the_first_one_s_pages():
     run(scheduler, scheduler.plan())
     spans = scheduler.plan()
     assert [(span.seq.id, span.start) for span in spans[1:]] == [(s.id, 8) for s in samples[1:]]
-    assert samples[1].table == samples[0].table[:2]
+    one, other = (scheduler.space.of(seq).table for seq in samples[:2])  # type: ignore[attr-defined]
+    assert other == one[:2]
 
 
 def test_abort_ends_running_waiting_and_not_yet_started_samples():
@@ -320,4 +328,5 @@ def test_admission_refuses_by_name_and_number(
     prompt: list[int], params: dict, error: type[Exception], message: str
 ):
     with pytest.raises(error, match=message):
-        check_request(prompt, SamplingParams(**params), vocab_size=10, max_context=20, pages=4, block_size=4)
+        facts = Facts("toy", 10, 20, frozenset(), capacity=16)
+        check_request(prompt, SamplingParams(**params), facts, BlockPool(4, 4))

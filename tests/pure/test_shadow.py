@@ -16,13 +16,13 @@ from speculon.core.telemetry import EngineCounters, RequestStats, log_line
 from speculon.core.types import NO_DRAFT, Draft, Finish, Load, Reason, SpanOutcome, Timing, Verdict
 from speculon.decoding.sequence import Sequence
 from speculon.speculation.control import shadow as shadow_module
-from speculon.speculation.control.shadow import WATCHED, Judged, Shadow, ShadowPolicy
-from tests.builders import decisions, make_sequence, span_of
+from speculon.speculation.control.shadow import WATCHED, Shadow, ShadowPolicy, WatchedDraft
+from tests.builders import budget_of, decisions, judged_of, make_sequence
 
 A, B, C, X = 1, 2, 3, 9  # X is never written
 
 
-def write(shadow: Shadow, seq: Sequence, *tokens: int) -> list[Judged]:
+def write(shadow: Shadow, seq: Sequence, *tokens: int) -> list[WatchedDraft]:
     """The text goes on by single tokens, as it does where nothing is verified."""
     found = []
     for token in tokens:
@@ -46,7 +46,7 @@ def test_the_fate_of_a_draft(
 ) -> None:
     shadow, seq = Shadow(), make_sequence([A, B])
     shadow.watch(seq, "any", draft)
-    assert write(shadow, seq, *written) == [Judged("any", drafted, accepted, judged, False)]
+    assert write(shadow, seq, *written) == [WatchedDraft("any", drafted, accepted, judged, False)]
     assert len(shadow) == 0 and shadow.judge(seq, ended=True) == [], "it is told once"
 
 
@@ -54,7 +54,7 @@ def test_a_text_that_ends_early_censors_the_rest() -> None:
     shadow, seq = Shadow(), make_sequence([7])
     shadow.watch(seq, "any", (A, B, C))
     assert write(shadow, seq, A, B) == []
-    assert shadow.judge(seq, ended=True) == [Judged("any", 2, 2, 2, False)]
+    assert shadow.judge(seq, ended=True) == [WatchedDraft("any", 2, 2, 2, False)]
 
 
 def test_a_draft_of_which_nothing_is_known_is_no_draft() -> None:
@@ -92,14 +92,14 @@ def test_several_tokens_at_once_are_judged_as_single_ones_do() -> None:
     shadow, seq = Shadow(), make_sequence([7])
     shadow.watch(seq, "any", (A, B, X))
     seq.tokens += [A, B, C, A]
-    assert shadow.judge(seq) == [Judged("any", 3, 2, 3, False)]
+    assert shadow.judge(seq) == [WatchedDraft("any", 3, 2, 3, False)]
 
 
 def test_a_step_that_is_repeated_watches_its_draft_once() -> None:
     shadow, seq = Shadow(), make_sequence([7])
     shadow.watch(seq, "any", (A, B))
     shadow.watch(seq, "any", (A, X))
-    assert write(shadow, seq, A, B) == [Judged("any", 2, 1, 2, False)]
+    assert write(shadow, seq, A, B) == [WatchedDraft("any", 2, 1, 2, False)]
 
 
 def test_what_is_kept_of_a_text_is_bounded() -> None:
@@ -142,9 +142,10 @@ class Tale:
         policy, seq = ShadowPolicy(), make_sequence([7], max_tokens=len(self.truth))
         for token, draft in zip(self.truth, self.drafts, strict=True):
             if draft:
-                assert policy.trim("any", span_of(seq, Draft(draft, ("any",) * len(draft)))) == 0
+                proposed = Draft(draft, ("any",) * len(draft))
+                assert policy.trim("any", budget_of(seq), proposed) == (0, None)
             seq.tokens.append(token)
-            policy.observe([span_of(seq, verdict=Verdict((token,)))], Timing())
+            policy.observe([judged_of(seq, verdict=Verdict((token,)))], Timing())
         policy.forget(seq)
         assert not policy.shadow._texts
         done = seq.stats.speculation()

@@ -53,14 +53,14 @@ def test_a_slot_of_an_ended_sequence_is_seen() -> None:
 
 def test_the_pool_gives_slots_back_with_the_pages() -> None:
     pool, seq = BlockPool(4, 4, prefix_cache=False, slots=StateSlots(1)), make_sequence([1, 2, 3])
-    pool.attach(seq)
+    pool.open(seq)
     pool.slots.claim(seq)
     pool.extend(seq, 3)
     pool.slots.commit(seq, 3)
     seq.committed = 3
-    pool.trim(seq)
+    pool.cut_to_committed(seq)
     pool.check_integrity([seq])
-    pool.release(seq)
+    pool.close(seq)
     pool.check_integrity([])
     pool.slots.claim(make_sequence([1]))
 

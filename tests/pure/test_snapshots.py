@@ -9,7 +9,8 @@ import pytest
 
 from speculon.core.config import SamplingParams
 from speculon.core.types import Finish, Verdict
-from speculon.decoding.sequence import Sequence, Span
+from speculon.decoding.rounds import Drafted, Judged, Span
+from speculon.decoding.sequence import Sequence
 from speculon.engine.scheduler import Scheduler
 from speculon.runtimes.torch.kv.blocks import BlockPool
 from speculon.runtimes.torch.kv.slots import StateSlots
@@ -33,32 +34,34 @@ class World:
         """One step of all that run; with `chance` it has drafts, and may fail before its commit."""
         spans = self.scheduler.plan()
         fails = chance is not None and chance.random() < 0.1
+        judged = []
         for span in spans:
             self.pool.slots.claim(span.seq)
             drafts = chance.randrange(4) if chance and span.samples else 0
-            needed = sum(self.pool.missing(s.seq, s.start + s.length) for s in spans)
+            needed = sum(self.pool.missing(s.seq, s.end) for s in spans)
             drafts = min(drafts, max(0, self.pool.available - needed) * SIZE)
-            self.pool.extend(span.seq, span.start + span.length + drafts)
-            span.verdict = self.forward(span, drafts, chance)
+            self.pool.extend(span.seq, span.end + drafts)
+            judged.append(Judged(Drafted(span), self.forward(span, drafts, chance)))
         if not fails:
-            for span in spans:
-                self.commit(span, span.verdict)
+            for one in judged:
+                self.pool.slots.commit(one.seq, one.end)
+                one.seq.advance(one.end, one.verdict.tokens, 0)
         for span in spans:
-            self.pool.trim(span.seq)
+            self.pool.cut_to_committed(span.seq)
         if not fails:
-            self.scheduler.free_ended(spans)
+            self.scheduler.free_ended(judged)
         self.scheduler.check_integrity()
 
     def forward(self, span: Span, drafts: int, chance: random.Random | None) -> Verdict:
         slots, seq = self.pool.slots, span.seq
-        held, end = slots.of(seq), span.start + span.length
+        held, end = slots.of(seq), span.end
         if not seq.stats.preemptions and span.start == seq.stats.cached_tokens:
             self.cached += span.start
         if span.start and seq.stats.preemptions > self.returned.get(seq.id, 0):
             self.returned[seq.id] = seq.stats.preemptions
             self.resumed += span.start
         assert not span.start or self.contents[held.committed] == tuple(seq.tokens[: span.start])
-        if not drafts and (cut := slots.cut(seq, end)) is not None:
+        if not drafts and (cut := slots.split_point(seq, end)) is not None:
             assert span.start < cut[0] < end
             self.cuts += 1
             self.contents[cut[1]] = tuple(seq.tokens[: cut[0]])
@@ -66,17 +69,10 @@ class World:
         new = []
         while span.samples and len(new) <= accepted:
             new.append(sum(seq.tokens[-3:] + new) % 5)
-        new = new[: seq.room]
+        new = new[: seq.tokens_left]
         self.contents[held.next] = (*seq.tokens[:end], *new[:accepted])
-        finish = Finish("length") if len(new) == seq.room else None
+        finish = Finish("length") if len(new) == seq.tokens_left else None
         return Verdict(tuple(new), min(accepted, len(new)), finish=finish)
-
-    def commit(self, span: Span, verdict: Verdict) -> None:
-        seq = span.seq
-        seq.committed = span.start + span.length + verdict.accepted
-        seq.tokens.extend(verdict.tokens)
-        self.pool.slots.commit(seq, seq.committed)
-        self.pool.seal(seq)
 
     def run(self, *seqs: Sequence) -> None:
         """These to their end."""
@@ -128,11 +124,15 @@ def test_a_preempted_sequence_goes_on_from_its_snapshot() -> None:
 # planted errors
 
 
+pages: dict[tuple[int, int], int] = {}  # by sequence id and the position after them
+
+
 def misplaced(states: StateSlots, seq: Sequence, position: int, page: int) -> None:
     """A snapshot of the page before."""
-    held = states.held[seq.id]
-    if held.position == position > SIZE and states.make_room():
-        states.snapshot_slots.setdefault(seq.table[position // SIZE - 2], held.committed)
+    held, pages[seq.id, position] = states.held[seq.id], page
+    before = pages.get((seq.id, position - SIZE))
+    if held.position == position and before is not None and states.make_room():
+        states.snapshot_slots.setdefault(before, held.committed)
         states.holders[held.committed] = 1 + list(states.snapshot_slots.values()).count(held.committed)
 
 
@@ -156,7 +156,7 @@ def overwritten(states: StateSlots, seq: Sequence, position: int) -> None:
         ("keep", of_another),
         ("commit", overwritten),
         ("forget", lambda states, page: None),
-        ("trim", lambda states, seq: None if seq.committed else states.release(seq)),
+        ("trim", lambda states, seq, committed: None if committed else states.release(seq)),
     ],
     ids=["wrong boundary", "another sequence", "written again", "outlives its page", "cut not given back"],
 )

@@ -18,16 +18,16 @@ import pytest
 
 from speculon.core.config import EngineConfig, SpeculationConfig
 from speculon.core.errors import ConfigError
-from speculon.core.types import Draft, Load, PromptShape, Proposal, SpanOutcome, Timing, Verdict
+from speculon.core.types import CallCost, Draft, Load, PromptShape, SpanOutcome, Timing, Verdict
 from speculon.engine import state as module
-from speculon.engine.state import EVERY, State
+from speculon.engine.state import EVERY, EngineState
 from speculon.speculation.control.policies import Policies
 from speculon.speculation.proposers.base import TargetFacts
 from speculon.speculation.proposers.compose import Proposers
 from speculon.speculation.proposers.suffix import Suffix
-from tests.builders import make_sequence, span_of
+from tests.builders import decisions, judged_of, make_sequence
 
-FACTS = TargetFacts(50, 1000, device="cpu", dtype="float32")
+MACHINE = {"device": "cpu", "dtype": "float32", "compile": False, "threads": 1}
 CONFIG = SpeculationConfig(method="suffix")
 
 
@@ -45,12 +45,16 @@ class Engine:
         self,
         folder: Path,
         config: SpeculationConfig = CONFIG,
-        facts: TargetFacts = FACTS,
+        vocab_size: int = 50,
         parameters: int = 7,
+        machine: dict[str, Any] = MACHINE,
     ):
-        self.proposers, self.policies = Proposers(config, facts), Policies(config)
-        settings = EngineConfig(state=folder, speculation=config)
-        state = State.of(settings, self.proposers, self.policies, facts, parameters=parameters, threads=1)
+        self.proposers = Proposers(config, TargetFacts(vocab_size, 1000))
+        self.policies = Policies(config)
+        settings, learned = EngineConfig(state=folder, speculation=config), (self.proposers, self.policies)
+        state = EngineState.of(
+            settings, *learned, vocab_size=vocab_size, parameters=parameters, machine=machine
+        )
         assert state is not None
         self.state, self.loaded = state, state.load()
 
@@ -65,13 +69,11 @@ class Engine:
         """Some rounds of policy goodput."""
         seq = make_sequence([1, 2, 3], methods=("model",), shape=PromptShape("greedy"), policy="goodput")
         for i in range(8):
-            span = span_of(seq)
-            self.policies.decide([span], Load(1, 0, 9))
-            span.draft = Draft((4, 5), ("model", "model"), confidence=(0.9, 0.5))
-            span.proposals = [("model", 2, span.draft)]
-            span.verdict = Verdict((4, 5, 6)[: 1 + i % 3], i % 3, SpanOutcome.TAIL)
-            timing = Timing(8.0 + i % 3, {"model": Proposal(1, 2, 1.0 + i % 2)})
-            self.policies.observe([span], timing)
+            decisions(self.policies, [seq], Load(1, 0, 9))
+            draft = Draft((4, 5), ("model", "model"), confidence=(0.9, 0.5))
+            verdict = Verdict((4, 5, 6)[: 1 + i % 3], i % 3, SpanOutcome.TAIL)
+            timing = Timing(8.0 + i % 3, {"model": CallCost(1, 2, 1.0 + i % 2)})
+            self.policies.observe([judged_of(seq, draft, verdict)], timing)
         return self.policies
 
 
@@ -126,9 +128,7 @@ def test_no_text_and_no_name_is_in_what_policies_keep(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "other", [{"parameters": 8}, {"facts": TargetFacts(51, 1000)}], ids=["model", "vocabulary"]
-)
+@pytest.mark.parametrize("other", [{"parameters": 8}, {"vocab_size": 51}], ids=["model", "vocabulary"])
 def test_another_models_files_are_left_alone(
     other: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -145,9 +145,9 @@ def test_another_models_files_are_left_alone(
 @pytest.mark.parametrize(
     "other",
     [
-        {"facts": TargetFacts(50, 1000, device="cuda:0")},
-        {"facts": TargetFacts(50, 1000, dtype="bfloat16")},
-        {"facts": TargetFacts(50, 1000, compile=True)},
+        {"machine": {**MACHINE, "device": "cuda:0"}},
+        {"machine": {**MACHINE, "dtype": "bfloat16"}},
+        {"machine": {**MACHINE, "compile": True}},
         {"config": SpeculationConfig(method="suffix", draft={"plug": "a/draft"})},
     ],
     ids=["device", "dtype", "compiled", "draft"],

@@ -5,24 +5,22 @@ behind it.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from speculon.core.config import SpeculationConfig
-from speculon.core.types import Draft, Reason, Stop, no_draft
+from speculon.core.types import NO_LIMITS, Draft, Reason, Stop, no_draft
 from speculon.decoding.sequence import Sequence
-from speculon.runtimes.torch.needs import Needs
 from speculon.speculation.proposers.base import Proposer, TargetFacts
 from speculon.speculation.proposers.compose import Proposers, fit
 from speculon.speculation.proposers.prediction import LONGEST, Cursor, spell
-from speculon.speculation.proposers.registry import TABLE, find_factory
+from speculon.speculation.proposers.registry import TABLE, WITH_WEIGHTS, find_factory
 from tests.builders import draft_once, make_sequence
 
 FACTS = TargetFacts(vocab_size=1000, max_context=4096)
-LEASE = cast(Any, SimpleNamespace(of=lambda first_layer, method: None))
 TEN = list(range(1, 11))
 Outcome = tuple[int, int, Stop | None]  # drafts, tokens matched, why it ended
 NO_MATCH = (0, 0, Stop.NO_MATCH)
@@ -34,7 +32,7 @@ def outcome(draft: Draft) -> Outcome:
 
 def drafted(proposer: Proposer, seq: Sequence, k: int) -> Outcome:
     proposer.admit(seq)
-    (draft,) = proposer.propose([seq], [k], LEASE)
+    (draft,) = proposer.propose([seq], [k])
     return outcome(draft)
 
 
@@ -150,7 +148,7 @@ WHOLE = Draft((1, 2, 3), ("a", "a", "a"), None, (0.5, 0.5, 0.5), 7, Stop.FACTOR)
 
 
 def test_a_cut_keeps_what_the_proposal_was() -> None:
-    assert [outcome(WHOLE.cut(k)) for k in (9, 2, 0)] == [
+    assert [outcome(WHOLE.truncated(k)) for k in (9, 2, 0)] == [
         (3, 7, Stop.FACTOR),
         (2, 7, Stop.FACTOR),
         (0, 7, Stop.FACTOR),
@@ -158,7 +156,7 @@ def test_a_cut_keeps_what_the_proposal_was() -> None:
 
 
 def test_a_cut_may_say_why_and_says_nothing_where_nothing_is_cut() -> None:
-    grammar = [outcome(WHOLE.cut(k, Stop.GRAMMAR)) for k in (3, 2, 0)]
+    grammar = [outcome(WHOLE.truncated(k, Stop.GRAMMAR)) for k in (3, 2, 0)]
     assert grammar == [(3, 7, Stop.FACTOR), (2, 7, Stop.GRAMMAR), (0, 7, Stop.GRAMMAR)]
 
 
@@ -174,11 +172,11 @@ class Fixed:
     def __init__(self, draft: Draft):
         self.draft = draft
 
-    def propose(self, seqs: list[Sequence], budgets: list[int], lease: Any) -> list[Draft]:
+    def propose(self, seqs: list[Sequence], budgets: list[int]) -> list[Draft]:
         return [self.draft] * len(seqs)
 
     def __getattr__(self, name: str) -> Any:
-        return Needs() if name == "needs" else lambda *_: None
+        return NO_LIMITS if name == "limits" else lambda *_: None
 
 
 def proposed(
@@ -190,9 +188,9 @@ def proposed(
     )
     proposers = Proposers(SpeculationConfig(method="fixed"), FACTS)
     seq = make_sequence([1, 2, 3], methods=("fixed",), **fields)
-    span, _ = draft_once(proposers, seq, {"fixed": k})
-    assert all((method, most) == ("fixed", k) for method, most, _ in span.proposals)
-    return [outcome(draft) for _, _, draft in span.proposals], span.why_plain
+    drafted, _ = draft_once(proposers, seq, {"fixed": k})
+    assert all((method, most) == ("fixed", k) for method, most, _ in drafted.proposals)
+    return [outcome(draft) for _, _, draft in drafted.proposals], drafted.reason
 
 
 def test_what_the_engine_cuts_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,16 +236,16 @@ def test_a_failed_call_leaves_no_proposal(
 ) -> None:
     proposers = Proposers(SpeculationConfig(method="ngram"), FACTS)
     seq = make_sequence([1, 2, 1, 2])
-    span, _ = draft_once(proposers, seq, {"ngram": 2})
-    assert [method for method, _, _ in span.proposals] == ["ngram"]
+    drafted, _ = draft_once(proposers, seq, {"ngram": 2})
+    assert [method for method, _, _ in drafted.proposals] == ["ngram"]
     monkeypatch.setattr(proposers.find("ngram"), "propose", lambda *_: 1 / 0)
-    span, _ = draft_once(proposers, seq, {"ngram": 2})
-    assert span.proposals == [] and seq.off is Reason.ERROR
+    drafted, _ = draft_once(proposers, seq, {"ngram": 2})
+    assert drafted.proposals == () and seq.off is Reason.ERROR
 
 
 def test_every_stop_is_seen_here_or_where_models_draft() -> None:
     seen = {case.values[3][2] for case in LOOKUPS}  # type: ignore[index]
     models = {Stop.CONFIDENCE, Stop.GRAMMAR, Stop.NOT_READY}  # tests/tiny/test_reasons.py, with a model
     assert seen | models == set(Stop) and not seen & models
-    drafters = {"draft_model", "pard", "eagle3", "dflash", "mtp", "gemma4_assistant"}
-    assert {"ngram", "suffix", "prediction", "grammar", "synthetic"} | drafters == set(TABLE)
+    assert {"ngram", "suffix", "prediction", "grammar", "synthetic"} == set(TABLE)
+    assert {"draft_model", "pard", "eagle3", "dflash", "mtp", "gemma4_assistant"} == set(WITH_WEIGHTS)

@@ -13,7 +13,7 @@ from speculon.core.types import Stop
 from speculon.speculation.proposers import pools as store
 from speculon.speculation.proposers import suffix
 from speculon.speculation.proposers.pools import END, LONGEST, LOOKS, SEED, Trail, key_of
-from speculon.speculation.proposers.suffix import Limits, Suffix
+from speculon.speculation.proposers.suffix import Cutoffs, Suffix
 from tests.builders import make_sequence
 from tests.pure.test_pools import make
 
@@ -23,7 +23,7 @@ Outcome = tuple[list[int], list[float], int, Stop]  # tokens, confidences, token
 # the same by brute force
 
 
-def brute(own: list[int], answers: list[list[int]], k: int, limits: Limits) -> Outcome:
+def brute(own: list[int], answers: list[list[int]], k: int, cutoffs: Cutoffs) -> Outcome:
     """Reads every text from every place, the newest first, as often as it likes."""
     places = [(own, at) for at in range(len(own) - 1, 0, -1)]
     places += [(text, at) for text in reversed(answers) for at in range(len(text) - 1, 0, -1)]
@@ -36,23 +36,23 @@ def brute(own: list[int], answers: list[list[int]], k: int, limits: Limits) -> O
         ]
         first = [what[0] for what in after]
         longest = longest or length * bool(after)
-        if first and max(map(first.count, first)) >= limits.min_hits:
-            return most_frequent(after, length, k, limits)
+        if first and max(map(first.count, first)) >= cutoffs.min_hits:
+            return most_frequent(after, length, k, cutoffs)
     return [], [], longest, Stop.MIN_HITS if longest else Stop.NO_MATCH
 
 
-def most_frequent(after: list[list[int]], length: int, k: int, limits: Limits) -> Outcome:
+def most_frequent(after: list[list[int]], length: int, k: int, cutoffs: Cutoffs) -> Outcome:
     draft: list[int] = []
     confidence = []
     while True:
         i = len(draft)
-        if i in (k, max(1, int(limits.factor * length))):
+        if i in (k, max(1, int(cutoffs.factor * length))):
             stop = Stop.LIMIT if i == k else Stop.FACTOR
             break
         nexts = [what[i] for what in after if what[:i] == draft and len(what) > i]
         best = max(nexts, key=nexts.count, default=END)
-        if best == END or nexts.count(best) < max(limits.min_hits, limits.min_probability * len(after)):
-            rare = Stop.MIN_HITS if nexts.count(best) < limits.min_hits else Stop.MIN_PROBABILITY
+        if best == END or nexts.count(best) < max(cutoffs.min_hits, cutoffs.min_probability * len(after)):
+            rare = Stop.MIN_HITS if nexts.count(best) < cutoffs.min_hits else Stop.MIN_PROBABILITY
             stop = Stop.SOURCE_END if best == END else rare
             break
         draft.append(best)
@@ -61,25 +61,25 @@ def most_frequent(after: list[list[int]], length: int, k: int, limits: Limits) -
 
 
 def propose(
-    own: list[int], answers: list[list[int]], k: int, limits: Limits, cuts: list[int] | None = None
+    own: list[int], answers: list[list[int]], k: int, cutoffs: Cutoffs, cuts: list[int] | None = None
 ) -> Outcome:
     """By the proposer, for a text that has grown in pieces which end at `cuts`."""
-    proposer = Suffix(limits, make(tokens=1000))
+    proposer = Suffix(cutoffs, make(tokens=1000))
     for answer in answers:
         proposer.pools.add(str(key_of("me", [])), answer)
     seq = make_sequence(own[:1], max_tokens=100, pool="me")
     proposer.admit(seq)
     for cut in sorted({1, *(cuts or ()), len(own)}):
         seq.tokens = own[:cut]
-        (draft,) = proposer.propose([seq], [k], lease=None)  # type: ignore[arg-type]
+        (draft,) = proposer.propose([seq], [k])
     assert set(draft.sources) <= {"suffix"}
     assert draft.stop is not None
     return list(draft.tokens), list(draft.confidence or ()), draft.match, draft.stop
 
 
 texts = st.lists(st.integers(1, 4), min_size=1, max_size=30)
-limits = st.builds(
-    Limits, st.sampled_from([0.4, 1.0, 2.5]), st.sampled_from([0.0, 0.1, 0.5, 1.0]), st.integers(1, 3)
+cutoffs = st.builds(
+    Cutoffs, st.sampled_from([0.4, 1.0, 2.5]), st.sampled_from([0.0, 0.1, 0.5, 1.0]), st.integers(1, 3)
 )
 
 
@@ -87,21 +87,21 @@ limits = st.builds(
     texts,
     st.lists(texts, max_size=3).filter(lambda found: sum(map(len, found)) < LOOKS - 4),
     st.integers(1, 9),
-    limits,
+    cutoffs,
     st.data(),
 )
 def test_it_drafts_what_counting_by_brute_force_does(
-    own: list[int], answers: list[list[int]], k: int, limits: Limits, data: st.DataObject
+    own: list[int], answers: list[list[int]], k: int, cutoffs: Cutoffs, data: st.DataObject
 ) -> None:
     cuts = data.draw(st.lists(st.integers(1, len(own)), max_size=4))
-    assert propose(own, answers, k, limits, cuts) == brute(own, answers, k, limits)
+    assert propose(own, answers, k, cutoffs, cuts) == brute(own, answers, k, cutoffs)
 
 
 def check_long_texts(seed: int) -> None:
     chance = random.Random(seed)
     own, *answers = ([chance.choice([1, 1, 2, 3]) for _ in range(chance.randrange(20, 90))] for _ in range(4))
     for end in range(2, len(own), 3):
-        for some in (Limits(), Limits(8.0, 0.3), Limits(1.0, 0.0, 2)):
+        for some in (Cutoffs(), Cutoffs(8.0, 0.3), Cutoffs(1.0, 0.0, 2)):
             assert propose(own[:end], answers, 8, some) == brute(own[:end], answers, 8, some)
 
 
@@ -127,7 +127,7 @@ def test_long_texts_whose_every_place_is_looked_at(seed: int, monkeypatch: pytes
     ],
 )
 def test_what_is_drafted(own: list[int], answers: list[list[int]], expected: list[int]) -> None:
-    assert propose(own, answers, 8, Limits(2.0))[0] == expected == brute(own, answers, 8, Limits(2.0))[0]
+    assert propose(own, answers, 8, Cutoffs(2.0))[0] == expected == brute(own, answers, 8, Cutoffs(2.0))[0]
 
 
 def shortest(found: Any, min_hits: int) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -15,7 +15,6 @@ from tests.builders import make_sequence
 
 VOCAB = 50
 TEXT = [(7 * i * i + 3) % VOCAB for i in range(400)]
-LEASE = cast(Any, None)
 
 
 def build(acceptance: float) -> Synthetic:
@@ -31,7 +30,7 @@ def write(proposer: Synthetic, text: list[int], **fields: Any) -> None:
 
 
 def ask(proposer: Synthetic, seq: Sequence, k: int) -> Draft:
-    (draft,) = proposer.propose([seq], [k], LEASE)
+    (draft,) = proposer.propose([seq], [k])
     return draft
 
 

@@ -65,12 +65,12 @@ def test_the_beginning_of_a_tree_is_one() -> None:
     for _ in range(100):
         draft = draft_of(random_tree(9, chance))
         for k in range(9):
-            assert draft.cut(k).prefixes == draft.prefixes[: k + 1]
+            assert draft.truncated(k).prefixes == draft.prefixes[: k + 1]
 
 
 def test_a_tree_without_a_fork_is_a_chain() -> None:
     assert or_chain((-1, 0, 1)) is None
-    assert draft_of((-1, 0, 1, -1)).cut(3) == Draft((10, 11, 12), ("x",) * 3, None, (0.1, 0.11, 0.12))
+    assert draft_of((-1, 0, 1, -1)).truncated(3) == Draft((10, 11, 12), ("x",) * 3, None, (0.1, 0.11, 0.12))
 
 
 def test_the_accepted_path_is_the_only_one_whose_tokens_are_sampled() -> None:

@@ -13,9 +13,9 @@ import pytest
 from speculon.core.errors import ConfigError, InvalidParameter, SpeculonError
 from speculon.core.types import Draft, SpanOutcome
 from speculon.speculation.vllm import Proposer, drafter, statistics
-from speculon.speculation.vllm.drafter import Drafter, verdict_of
-from speculon.speculation.vllm.requests import ABSENT, Known
-from speculon.speculation.vllm.settings import Settings
+from speculon.speculation.vllm.drafter import VllmDrafter, verdict_of
+from speculon.speculation.vllm.requests import ABSENT, KnownRequest
+from speculon.speculation.vllm.settings import VllmSettings
 from tests.vllm_runner import EOS, FakeRequest, FakeRunner, vllm_config
 
 PERIOD = 24
@@ -30,7 +30,7 @@ class Plugin:
     """The proposer in the virtual time of a runner."""
 
     def __init__(self, runner: FakeRunner, **config: Any) -> None:
-        self.drafter = Drafter(Settings.of(vllm_config(**config)), runner.clock)
+        self.drafter = VllmDrafter(VllmSettings.of(vllm_config(**config)), runner.clock)
 
     def propose(self, new: Any, lengths: Any, table: Any, slot_mappings: Any = None) -> list[list[int]]:
         return self.drafter.step(new, lengths, table)
@@ -103,7 +103,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_wrong_recognition_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Known, "is_in", PLANTED[name])
+    monkeypatch.setattr(KnownRequest, "is_in", PLANTED[name])
     assert any(confused(300, seed) for seed in range(6))
 
 
@@ -301,7 +301,7 @@ def test_bad_settings_end_the_start(text: str, complaint: str) -> None:
 )
 def test_settings(text: str, methods: tuple[str, ...], most: int) -> None:
     Path("speculon.toml").write_text(f"[speculation]\n{text}\n", encoding="utf-8")
-    settings = Settings.of(vllm_config())
+    settings = VllmSettings.of(vllm_config())
     assert (settings.methods, settings.most) == (methods, most)
 
 
@@ -319,7 +319,7 @@ def test_an_error_costs_the_drafts_and_nothing_else(
 
     proposer, runner = Proposer(vllm_config()), FakeRunner()
     runner.rows.append(FakeRequest(prompt(Random(0)), repeats))
-    monkeypatch.setattr(drafter.Drafter, "step", fail)
+    monkeypatch.setattr(drafter.VllmDrafter, "step", fail)
     for _ in range(5):
         runner.step(proposer)
     assert len(runner.rows[0].tokens) == PERIOD + 5
@@ -343,6 +343,7 @@ def test_counters_and_the_line_of_the_log(caplog: pytest.LogCaptureFixture) -> N
     caplog.set_level(logging.INFO, "vllm.speculon")
     before, runner = counted(), FakeRunner()
     plugin, one = Plugin(runner), FakeRequest(prompt(Random(0)), repeats)
+    runner.verified = 5  # the other drafts are neither accepted nor rejected
     runner.rows.append(one)
     while runner.now < 2_050:
         runner.step(plugin)

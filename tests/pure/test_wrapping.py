@@ -8,7 +8,7 @@ from itertools import groupby
 import pytest
 from rich.cells import cell_len
 
-from speculon.cli.drafts import Run, WordWrap
+from speculon.cli.drafts import StyledRun, WordWrap
 
 
 def wrapped(text: str, width: int, cuts: random.Random | None = None) -> str:
@@ -51,7 +51,7 @@ def test_it_does_not_matter_in_which_pieces_a_text_arrives(seed: int) -> None:
 
 def test_each_part_of_a_word_keeps_its_source() -> None:
     wrap = WordWrap(9)
-    runs: list[Run] = [("one tw", None), ("o thr", "suffix"), ("ee", "ngram"), (" end", None)]
+    runs: list[StyledRun] = [("one tw", None), ("o thr", "suffix"), ("ee", "ngram"), (" end", None)]
     shown = [*wrap.push(runs), *wrap.flush()]
     joined = [
         ("".join(text for text, _ in group), source) for source, group in groupby(shown, lambda r: r[1])

@@ -13,7 +13,7 @@ from speculon import LLM
 from speculon.runtimes.torch.kv.store import PageStore
 from speculon.runtimes.torch.loading.invariant import fused_blocks
 from speculon.runtimes.torch.loading.load_check import run_pieces
-from speculon.runtimes.torch.model.block import Norm
+from speculon.runtimes.torch.model.block import FusedNorm
 from speculon.runtimes.torch.model.target import Target
 
 TEXT, TOKENS, PAGE = Path("docs/life-of-a-request.md"), 600, 16
@@ -52,7 +52,7 @@ def distance(found: Tensor, truth: Tensor) -> float:
 
 
 def test_all_layers_run_in_one_loop_and_are_batch_invariant(llm: LLM) -> None:
-    target = llm.engine.target
+    target = llm.engine.runtime.target
     assert target.runner.fused == len(target.layers), str(target.runner)
     assert target.runner.one_loop
     assert target.batch_invariant or target.dtype is torch.float32, target.invariance
@@ -62,7 +62,7 @@ def test_log_probabilities_are_as_near_to_fp32_as_those_of_transformers(
     llm: LLM, ids: Tensor, stock: tuple[Tensor, float]
 ) -> None:
     truth, limit = stock
-    assert distance(ours(llm.engine.target, ids), truth) <= limit
+    assert distance(ours(llm.engine.runtime.target, ids), truth) <= limit
 
 
 def test_packed_log_probabilities_are_about_as_near(
@@ -71,17 +71,17 @@ def test_packed_log_probabilities_are_about_as_near(
     if dtype == "float32":
         pytest.skip("the limit is a rounding of fp32")
     truth, limit = stock
-    assert packed.engine.target.packed
-    assert distance(ours(packed.engine.target, ids), truth) <= PACKED * limit
+    assert packed.engine.runtime.target.packed
+    assert distance(ours(packed.engine.runtime.target, ids), truth) <= PACKED * limit
 
 
 def test_a_norm_that_lost_its_form_would_be_seen(llm: LLM, ids: Tensor, stock: tuple[Tensor, float]) -> None:
     truth, limit = stock
-    block = [*fused_blocks(llm.engine.target.model)][-3]
+    block = [*fused_blocks(llm.engine.runtime.target.model)][-3]
     norms = block.norms
     assert norms[0] is not None
-    block.norms = (Norm(norms[0].weight - 1, norms[0].eps), *norms[1:])
+    block.norms = (FusedNorm(norms[0].weight - 1, norms[0].eps), *norms[1:])
     try:
-        assert distance(ours(llm.engine.target, ids), truth) > limit
+        assert distance(ours(llm.engine.runtime.target, ids), truth) > limit
     finally:
         block.norms = norms

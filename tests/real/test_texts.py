@@ -78,7 +78,7 @@ def test_a_gguf_file_gives_the_text_of_its_folder(
 def test_a_gguf_file_stays_packed_and_drafts_leave_its_texts(
     packed: LLM, drafter: dict[str, str], prompts: list[str]
 ) -> None:
-    target = packed.engine.target
+    target = packed.engine.runtime.target
     assert target.packed and target.dtype is torch.bfloat16 and target.runner.one_loop
     assert target.batch_invariant, target.invariance
     for params in PARAMS.values():

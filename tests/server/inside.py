@@ -28,7 +28,7 @@ from speculon.operations.admin.routes import add_admin
 from speculon.server.app import create_app
 from speculon.server.app_state import AppState
 from speculon.server.pool.catalogue import Catalogue
-from speculon.server.pool.loader import GB, Loader, Share
+from speculon.server.pool.loader import GB, ModelLoader, Share
 from speculon.server.pool.pool import ModelPool
 from tests.server.outside import LOCAL_HTTP
 from tests.server.scripted import Bytes, ScriptedEngine
@@ -119,7 +119,7 @@ class Inside:
         wait_until(true)
 
 
-class ScriptedLoader(Loader):
+class ScriptedLoader(ModelLoader):
     """Makes scripted engines in threads, and tokenizers of bytes; `gigabytes` are the shares, by path,
     and `generation` are the checkpoint's defaults of sampling.
     """

@@ -37,7 +37,7 @@ def main() -> None:
     from speculon import cli
     from speculon.decoding.text.tokenizer import Tokenizer
     from speculon.engine import async_engine
-    from speculon.server.pool.loader import GB, Loader, Share
+    from speculon.server.pool.loader import GB, ModelLoader, Share
     from tests.server.scripted import Bytes
 
     if descriptors := os.environ.get("SCRIPTED_DESCRIPTORS"):
@@ -45,11 +45,11 @@ def main() -> None:
 
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(descriptors), int(descriptors)))
     async_engine.run_worker = run_worker
-    Loader.device = lambda loader, config: "cpu"  # type: ignore[method-assign]
-    Loader.free_memory = lambda loader, config: 100 * GB  # type: ignore[method-assign]
-    Loader.share = lambda loader, settings, total: Share(GB, settings)  # type: ignore[method-assign]
-    Loader.tokenizer = lambda loader, config: Tokenizer(Bytes())  # type: ignore[method-assign]
-    Loader.sampling = lambda loader, config: {}  # type: ignore[method-assign]
+    ModelLoader.device = lambda loader, config: "cpu"  # type: ignore[method-assign]
+    ModelLoader.free_memory = lambda loader, config: 100 * GB  # type: ignore[method-assign]
+    ModelLoader.share = lambda loader, settings, total: Share(GB, settings)  # type: ignore[method-assign]
+    ModelLoader.tokenizer = lambda loader, config: Tokenizer(Bytes())  # type: ignore[method-assign]
+    ModelLoader.sampling = lambda loader, config: {}  # type: ignore[method-assign]
     cli.main()
 
 

@@ -18,7 +18,7 @@ from speculon.core.config import EngineConfig, SamplingParams
 from speculon.core.errors import EmptyPrompt, EngineError, InvalidParameter, InvalidRequest, SpeculonError
 from speculon.engine import async_engine, worker
 from speculon.engine.async_engine import AsyncEngine
-from speculon.engine.messages import Abort, Add, Admitted, Outputs, Refused, Shutdown, Statistics
+from speculon.engine.messages import Abort, Add, Admitted, EngineStatistics, Outputs, Refused, Shutdown
 from speculon.engine.waiting import OutputQueue
 from tests.server.inside import ThreadEngine, process_of
 from tests.server.scripted import ScriptedEngine
@@ -262,7 +262,7 @@ def test_what_a_worker_sends() -> None:
         ask("r"), ask("empty", ""), Abort("nobody"), ask("wrong", "x", max_tokens=10**6)
     )
     assert first == replace(alone.engine.facts(), capabilities=alone.engine.capabilities())
-    assert isinstance(replies[0], Statistics)
+    assert isinstance(replies[0], EngineStatistics)
     assert [m.request_id for m in replies if isinstance(m, Admitted)] == ["r"]
     assert {m.request_id: type(m.error).__name__ for m in replies if isinstance(m, Refused)} == {
         "empty": "EmptyPrompt",

@@ -15,7 +15,7 @@ from speculon.core.errors import InvalidParameter, InvalidRequest
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.server import infill
 from speculon.server.completions import read_completion
-from speculon.server.infill import FORMS, Form
+from speculon.server.infill import FORMS, InfillForm
 from speculon.server.model import ServedModel
 from speculon.server.schemas import CompletionRequest
 from tests.server.inside import served
@@ -24,11 +24,11 @@ BEFORE, AFTER = "def f(x):\n    return ", "\n\nprint(f(1))"
 QWEN, STARCODER, LLAMA, DEEPSEEK, CODESTRAL = FORMS
 
 
-def specials(form: Form) -> list[str]:
+def specials(form: InfillForm) -> list[str]:
     return [name for name in (form.prefix, form.suffix, form.middle, form.end) if name]
 
 
-def byte_level(form: Form) -> Tokenizer:
+def byte_level(form: InfillForm) -> Tokenizer:
     """Bytes, and the tokens of a family; no token begins a prompt."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
@@ -38,7 +38,7 @@ def byte_level(form: Form) -> Tokenizer:
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
 
 
-def sentence_piece(form: Form) -> Tokenizer:
+def sentence_piece(form: InfillForm) -> Tokenizer:
     """Bytes, a space before every beginning, and a token that begins every prompt, as Llama's."""
     pieces = {"<unk>": 0, "<s>": 1, "\u2581": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     backend = Backend(models.BPE(pieces, [], unk_token="<unk>", byte_fallback=True))
@@ -144,7 +144,7 @@ def test_a_bad_suffix_is_refused_by_name(suffix: str, name: str) -> None:
 
 
 def test_half_of_a_form_is_none() -> None:
-    incomplete = byte_level(Form(QWEN.prefix, QWEN.suffix, None))
+    incomplete = byte_level(InfillForm(QWEN.prefix, QWEN.suffix, None))
     with pytest.raises(InvalidParameter, match="no fill-in-the-middle tokens"):
         read(incomplete, prompt=BEFORE, suffix=AFTER)
 

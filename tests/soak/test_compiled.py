@@ -38,12 +38,12 @@ def test_outputs_are_those_of_the_loop(dtype: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Program, "__call__", counted)
     settings: Any = {"max_num_seqs": 4, "dtype": dtype, "speculation": {"policy": "fixed", "draft": DRAFTS}}
     fast = LLM("demo", compile=True, **settings)
-    fusion = fast.engine.target.runner
+    fusion = fast.engine.runtime.target.runner
     assert fusion.one_loop
     if fusion.form != "compiled":  # headers of Python, for one, may be missing where a compiler is not
         pytest.skip(str(fusion))
-    if dtype == "bfloat16" and not fast.engine.target.batch_invariant:
-        pytest.skip(fast.engine.target.invariance)
+    if dtype == "bfloat16" and not fast.engine.runtime.target.batch_invariant:
+        pytest.skip(fast.engine.runtime.target.invariance)
     plain = LLM("demo", **settings) if dtype == "float32" else fast
     greedy = SamplingParams(temperature=0, max_tokens=64)
     expected: dict[int, list[list[int]]] = {}
@@ -57,7 +57,7 @@ def test_outputs_are_those_of_the_loop(dtype: str, monkeypatch: pytest.MonkeyPat
                 expected[len(prompts)] = [output.token_ids for output in others]
             texts = [output.token_ids for output in mine]
             differ = [*judge(fast, [*map(fast.tokenizer.encode, prompts)], expected[len(prompts)], texts)]
-            near = Margin([], half=False, invariant=fast.engine.target.batch_invariant).limit
+            near = Margin([], half=False, invariant=fast.engine.runtime.target.batch_invariant).limit
             wrong = [one for one in differ if one.regret is None or one.regret >= near]
             assert not wrong, (speculation, wrong)
             drafted = [output.speculation.drafted for output in mine]
@@ -72,13 +72,13 @@ def test_packed_weights_in_one_program_between_attentions(dtype: str) -> None:
     settings |= {"warmup": False, "batch_invariant": True, "speculation": speculation}
     with where_invariant():
         llm = LLM("demo-draft", compile=True, **settings)
-    target: Any = llm.engine.target
+    target: Any = llm.engine.runtime.target
     if target.runner.form != "compiled":
         pytest.skip(str(target.runner))
     between = target.runner.run.between
     assert target.batch_invariant and between and all(isinstance(run, BetweenProgram) for run in between)
     plain = LLM("demo-draft", **settings)
-    expected = paged_logits(plain.engine.target)
+    expected = paged_logits(plain.engine.runtime.target)
     assert difference(paged_logits(target), expected) <= LIMITS[dtype]
     params = SamplingParams(temperature=0, max_tokens=48)
     alone = [llm.generate(prompt, params, speculation={"method": "off"})[0].token_ids for prompt in PROMPTS]

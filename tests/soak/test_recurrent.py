@@ -20,7 +20,7 @@ from speculon.engine.engine import Engine
 from speculon.runtimes.torch.batch import Batch
 from speculon.runtimes.torch.kv.states import StateStep
 from speculon.runtimes.torch.kv.store import View
-from speculon.runtimes.torch.model.target import Output
+from speculon.runtimes.torch.model.target import TargetOutput
 from tests.tiny.recurrent import (
     RECURRENT,
     TIE,
@@ -28,7 +28,7 @@ from tests.tiny.recurrent import (
     recurrent_model,
     recurrent_target,
 )
-from tests.tiny.requests import accepted_lengths, gap
+from tests.tiny.requests import accepted_lengths, gap, scored_spans
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, script
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
@@ -92,21 +92,20 @@ def rows_compared(engine: Engine, model: PreTrainedModel) -> Iterator[list[float
     """Adds the error of each scored row of each step to a list: over the largest logit of the same rows in a
     full forward of the stock model.
     """
-    forward, errors = engine.target.forward, []
+    forward, errors = engine.runtime.target.forward, []
 
-    def compared(batch: Batch, view: View) -> Output:
-        out, ids = forward(batch, view), batch.input_ids[0].tolist()
-        for span in batch.spans:
-            if span.score:
-                text = [*span.seq.tokens[: span.start], *ids[span.row : span.row + span.rows]]
-                errors.append(row_error(model, text, out.logits[span.score.start : span.score.stop]))
+    def compared(batch: Batch, view: View) -> TargetOutput:
+        out = forward(batch, view)
+        for one, rows in scored_spans(batch):
+            text = [*one.seq.tokens[: one.span.end], *one.draft.tokens]
+            errors.append(row_error(model, text, out.logits[rows]))
         return out
 
-    engine.target.forward = compared  # type: ignore[method-assign]
+    engine.runtime.target.forward = compared  # type: ignore[method-assign]
     try:
         yield errors
     finally:
-        del engine.target.forward
+        del engine.runtime.target.forward
 
 
 def row_error(model: PreTrainedModel, text: list[int], ours: Tensor) -> float:

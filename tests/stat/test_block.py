@@ -9,6 +9,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator
+from itertools import accumulate
 from math import prod
 
 import pytest
@@ -18,13 +19,13 @@ from torch import Tensor
 from speculon.core.config import SamplingParams
 from speculon.core.types import Draft, Verdict
 from speculon.decoding import verify as verifying
-from speculon.decoding.sampling import COIN, RESIDUAL, Row, pick, round_stream
-from speculon.decoding.sequence import Rules, Sequence, Span
-from speculon.decoding.verify import WITH_Q, cut, joint_ratios, residual, verify
-from speculon.runtimes.torch.batch import Batch
-from tests.builders import make_sequence
-from tests.stat.test_rejection import SAMPLED, Proposal, certain, chained, chains, drafter, itself
-from tests.stat.test_verify import EXACT, FILTERED, VISIBLE, forward, written
+from speculon.decoding.rounds import Drafted
+from speculon.decoding.sampling import COIN, RESIDUAL, ScoredRow, pick, round_stream
+from speculon.decoding.sequence import Rules, Sequence
+from speculon.decoding.verify import WITH_Q, Scored, joint_ratios, residual
+from tests.builders import make_sequence, span_of
+from tests.stat.test_rejection import SAMPLED, CallCost, certain, chained, chains, drafter, itself
+from tests.stat.test_verify import EXACT, FILTERED, VISIBLE, judged_by_toy, written
 from tests.stat.toy import Case, Distribution, V, distance, reference_texts
 
 
@@ -35,34 +36,29 @@ def one_round(
     k = len(chain)
     outcomes = list(itertools.product(itertools.product((False, True), repeat=k), range(V)))
     draft = Draft(chain, ("toy",) * k, probs)
-    spans = []
-    for _ in outcomes:
-        seq = written(case, output, acceptance="block")
-        spans.append(Span(seq, len(seq.tokens) - 1, 1, draft))
+    drafted = [Drafted(span_of(written(case, output, acceptance="block")), draft) for _ in outcomes]
     chances = torch.ones(len(outcomes), dtype=torch.float64)
 
-    def coin(p: Tensor, q: Tensor, rows: list[Row]) -> Tensor:
+    def coin(p: Tensor, q: Tensor, rows: list[ScoredRow]) -> Tensor:
         assert {row.stream for row in rows} == {round_stream(rows[0].seq, COIN)} != {COIN}
         h = torch.minimum(torch.ones(()), p / q).double().view(-1, k)
         falls = torch.tensor([pattern for pattern, _ in outcomes])
         chances.mul_(torch.where(falls, h, 1 - h).prod(-1))
         return falls.flatten()
 
-    def draw(logits: Tensor, rows: list[Row]) -> Tensor:
+    def draw(logits: Tensor, rows: list[ScoredRow]) -> Tensor:
         assert {row.stream for row in rows} == {RESIDUAL}
         for n, (_, token) in enumerate(outcomes):
             # no softmax here: what is not normalised must be seen
             chances[n] *= logits[n].double().exp()[token]
         return torch.tensor([token for _, token in outcomes])
 
-    batch = Batch.pack(spans, torch.device("cpu"))
-    verify(batch, forward(batch), draw, coin)
-    cut(spans)
-    return [(float(chance), span.verdict) for chance, span in zip(chances, spans, strict=True) if chance > 0]
+    judged = judged_by_toy(drafted, draw, coin)
+    return [(float(chance), one.verdict) for chance, one in zip(chances, judged, strict=True) if chance > 0]
 
 
 def texts(
-    case: Case, k: int, proposal: Proposal, output: tuple[int, ...] = (), reported: Proposal | None = None
+    case: Case, k: int, proposal: CallCost, output: tuple[int, ...] = (), reported: CallCost | None = None
 ) -> Distribution:
     """Every text that rounds of K drafts can write; `reported` is the q that verify is given."""
     made: Distribution = {}
@@ -83,7 +79,7 @@ def texts(
     return made
 
 
-def error(case: Case, k: int, proposal: Proposal = drafter, reported: Proposal | None = None) -> float:
+def error(case: Case, k: int, proposal: CallCost = drafter, reported: CallCost | None = None) -> float:
     return distance(texts(case, k, proposal, reported=reported), reference_texts(case))
 
 
@@ -94,7 +90,7 @@ def test_the_output_distribution_is_the_targets(name: str, k: int) -> None:
 
 
 @pytest.mark.parametrize("proposal", [certain, itself, chained], ids=["q on one token", "q = p", "chained"])
-def test_the_extremes_of_q(proposal: Proposal) -> None:
+def test_the_extremes_of_q(proposal: CallCost) -> None:
     for name in ("plain", "filters", "penalties", "min_tokens"):
         assert error(SAMPLED[name], 2, proposal) < EXACT
 
@@ -155,24 +151,30 @@ class Tree:
 PLAIN = SamplingParams()
 
 
+def scored(drafted: list[Drafted]) -> list[Scored]:
+    """Rows end to end."""
+    ends = accumulate(len(one.draft.tokens) + 1 for one in drafted)
+    return [
+        Scored(one, range(end - len(one.draft.tokens) - 1, end))
+        for one, end in zip(drafted, ends, strict=True)
+    ]
+
+
 def judged(tree: Tree, chain: tuple[int, ...], rule: str) -> list[tuple[float, tuple[int, ...], int]]:
     """(probability, tokens, accepted) of every outcome for one draft, by the shipped rule."""
     k, made = tree.k, []
     patterns = list(itertools.product((False, True), repeat=k))
     seq = make_sequence([1], params=PLAIN, rules=Rules.of(PLAIN, (), ()), acceptance=rule)
     draft = Draft(chain, ("toy",) * k, torch.tensor([tree.q[chain[:i]] for i in range(k)]))
-    spans = [Span(seq, 0, 1, draft) for _ in patterns]
-    for n, span in enumerate(spans):
-        span.row = n * (k + 1)
-        span.score = range(span.row, span.row + k + 1)
+    spans = scored([Drafted(span_of(seq), draft) for _ in patterns])
     chances, ends = torch.ones(len(patterns), dtype=torch.float64), []
 
-    def coin(p: Tensor, q: Tensor, rows: list[Row]) -> Tensor:
+    def coin(p: Tensor, q: Tensor, rows: list[ScoredRow]) -> Tensor:
         h = torch.minimum(torch.ones(()), p / q.clamp(min=1e-30)).double().view(-1, k)
         chances.mul_(torch.where(torch.tensor(patterns), h, 1 - h).prod(-1))
         return torch.tensor(patterns).flatten()
 
-    def draw(logits: Tensor, rows: list[Row]) -> Tensor:
+    def draw(logits: Tensor, rows: list[ScoredRow]) -> Tensor:
         ends.append(logits.double().exp())
         return torch.zeros(len(rows), dtype=torch.long)
 
@@ -259,9 +261,8 @@ def test_equal_p_and_q_accept_everything() -> None:
         q = logits.softmax(-1)[:3]
         seq = make_sequence([1], params=PLAIN, rules=Rules.of(PLAIN, (), ()), acceptance="block")
         chain = tuple(q.argmax(-1).tolist())
-        span = Span(seq, 0, 1, Draft(chain, ("toy",) * 3, q))
-        span.score = range(4)
-        assert len(verifying.block([span], logits)[0][1]) == 3
+        spans = scored([Drafted(span_of(seq), Draft(chain, ("toy",) * 3, q))])
+        assert len(verifying.block(spans, logits)[0][1]) == 3
 
 
 # noise: a later round must not draw what an earlier one was judged by
@@ -275,14 +276,12 @@ def drawn_by_noise() -> list[tuple[int, ...]]:
     rules, prompt = Rules.of(PLAIN, (), ()), [1]
     seqs = [make_sequence(prompt, params=PLAIN, rules=rules, acceptance="block", seed=i) for i in range(RUNS)]
     while going := [seq for seq in seqs if seq.num_output < LENGTH]:
-        spans, row = [], 0
-        for seq, chain in zip(going, drafted_by_noise(going), strict=True):
-            k = len(chain)
-            span = Span(seq, len(seq.tokens) - 1, 1, Draft(chain, ("toy",) * k, torch.tensor([Q] * k)))
-            span.row, span.score = row, range(row, row + k + 1)
-            row += k + 1
-            spans.append(span)
-        found = verifying.block(spans, torch.tensor([P] * row).log())
+        drafts = [
+            Draft(chain, ("toy",) * len(chain), torch.tensor([Q] * len(chain)))
+            for chain in drafted_by_noise(going)
+        ]
+        spans = scored([Drafted(span_of(seq), draft) for seq, draft in zip(going, drafts, strict=True)])
+        found = verifying.block(spans, torch.tensor([P] * spans[-1].rows.stop).log())
         for span, (tokens, _) in zip(spans, found, strict=True):
             span.seq.tokens += tokens
     return [tuple(seq.tokens[1 : LENGTH + 1]) for seq in seqs]
@@ -294,7 +293,8 @@ def drafted_by_noise(seqs: list[Sequence]) -> list[tuple[int, ...]]:
     for k in range(3):
         active = [i for i, seq in enumerate(seqs) if not k or seq.num_output + k < LENGTH]
         rows = [
-            Row(seqs[i], seqs[i].request.rules, chains[i], verifying.round_stream(seqs[i])) for i in active
+            ScoredRow(seqs[i], seqs[i].request.rules, chains[i], verifying.round_stream(seqs[i]))
+            for i in active
         ]
         for i, token in zip(
             active, pick(torch.tensor([Q] * len(rows)).log(), rows) if rows else (), strict=True

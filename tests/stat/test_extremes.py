@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from speculon.core.config import SamplingParams
-from speculon.decoding.sampling import Row, keep_likely, sample
+from speculon.decoding.sampling import ScoredRow, keep_likely, sample
 from speculon.decoding.sequence import Rules
 from tests.builders import make_sequence
 
@@ -18,7 +18,7 @@ LOGITS = [0.5, 1.0, 5.0, 2.0]
 def sampled(logits: list[float], **params: Any) -> int:
     p = SamplingParams(max_tokens=5, **params)
     seq = make_sequence([1, 2], params=p, seed=3, rules=Rules.of(p))
-    return sample(torch.tensor([logits]), [Row(seq, seq.request.rules)])[0]
+    return sample(torch.tensor([logits]), [ScoredRow(seq, seq.request.rules)])[0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-300, 1e-46, 1e-40, 1e-6])

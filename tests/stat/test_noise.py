@@ -17,7 +17,7 @@ from torch import Tensor
 
 from speculon.core.config import SamplingParams
 from speculon.decoding import sampling
-from speculon.decoding.sampling import Row, exponential, exponential_race, row_key, sample, uniform
+from speculon.decoding.sampling import ScoredRow, exponential, exponential_race, row_key, sample, uniform
 from speculon.decoding.sequence import Rules
 from tests.builders import make_sequence
 
@@ -236,7 +236,7 @@ def test_a_row_is_drawn_alike_alone_and_among_others() -> None:
         seq = make_sequence(
             [1, 2, 3], output=[4] * (i % 5), params=params, seed=i // 3, sample=i % 2, rules=Rules.of(params)
         )
-        rows.append(Row(seq, seq.request.rules, (5, 6)[: i % 3]))
+        rows.append(ScoredRow(seq, seq.request.rules, (5, 6)[: i % 3]))
     logits = torch.randn(70, 50, generator=torch.Generator().manual_seed(1)) * 3
     before = logits.clone()
     together = sample(logits, rows)
@@ -253,7 +253,7 @@ def ahead(text: int, steps: int = 40) -> tuple[list[Tensor], list[Tensor]]:
     seq = make_sequence([1, 2], seed=text, sample=1, rules=Rules.of(SamplingParams()))
     cpu, handed, alone = torch.device("cpu"), [], []
     for step in range(steps):
-        rows = [Row(seq, seq.request.rules, (7,) * i) for i in range(step % 4 + 1)]
+        rows = [ScoredRow(seq, seq.request.rules, (7,) * i) for i in range(step % 4 + 1)]
         handed.append(sampling.row_noise(rows, 11, cpu).view(-1, 11))
         alone.append(sampling.draw_noise([(seq, row.position, 0) for row in rows], 11, cpu))
         seq.tokens.extend([3] * (step % 5 + 1))

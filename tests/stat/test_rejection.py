@@ -17,18 +17,18 @@ from torch import Tensor
 from speculon.core.config import SamplingParams
 from speculon.core.types import Draft, Verdict
 from speculon.decoding import verify as verifying
-from speculon.decoding.sampling import Row, exponential_race
-from speculon.decoding.sequence import Sequence, Span
-from speculon.decoding.verify import COIN, RESIDUAL, cut, flip, residual, verify
-from speculon.runtimes.torch.batch import Batch
+from speculon.decoding.rounds import Drafted
+from speculon.decoding.sampling import ScoredRow, exponential_race
+from speculon.decoding.sequence import Sequence
+from speculon.decoding.verify import COIN, RESIDUAL, flip, residual
 from speculon.speculation.proposers.compose import fit
-from tests.builders import make_sequence
-from tests.stat.test_verify import CASES, EXACT, FILTERED, VISIBLE, forward, written
+from tests.builders import make_sequence, span_of
+from tests.stat.test_verify import CASES, EXACT, FILTERED, VISIBLE, judged_by_toy, written
 from tests.stat.toy import Case, Distribution, V, distance, reference_probs, reference_texts
 
 SAMPLED = {name: case for name, case in CASES.items() if not case.params.greedy}
 OTHER_PROMPT = (3, 3, 1)  # what the drafter sees instead of the prompt: another model's q
-Proposal = Callable[[Case, tuple[int, ...]], list[float]]
+CallCost = Callable[[Case, tuple[int, ...]], list[float]]
 
 
 def drafter(case: Case, output: tuple[int, ...]) -> list[float]:
@@ -54,13 +54,10 @@ def one_round(
     k = len(chain)
     outcomes = list(itertools.product(range(k + 1), range(V)))
     draft = Draft(chain, ("toy",) * k, probs)
-    spans = []
-    for _ in outcomes:
-        seq = written(case, output, acceptance="rejection")
-        spans.append(Span(seq, len(seq.tokens) - 1, 1, draft))
+    drafted = [Drafted(span_of(written(case, output, acceptance="rejection")), draft) for _ in outcomes]
     chances = torch.ones(len(outcomes), dtype=torch.float64)
 
-    def coin(p: Tensor, q: Tensor, rows: list[Row]) -> Tensor:
+    def coin(p: Tensor, q: Tensor, rows: list[ScoredRow]) -> Tensor:
         assert len(p) == len(q) == len(rows) == len(outcomes) * k and {row.stream for row in rows} <= {COIN}
         well = torch.minimum(torch.ones(()), p / q).double().view(-1, k)
         falls = torch.tensor([[i < accepted for i in range(k)] for accepted, _ in outcomes])
@@ -68,21 +65,19 @@ def one_round(
             chances[n] *= well[n, :accepted].prod() * (1 - well[n, accepted] if accepted < k else 1)
         return falls.flatten()
 
-    def draw(logits: Tensor, rows: list[Row]) -> Tensor:
+    def draw(logits: Tensor, rows: list[ScoredRow]) -> Tensor:
         for n, (accepted, token) in enumerate(outcomes):
             assert rows[n].stream == (RESIDUAL if accepted < k else 0)
             # no softmax here: what is not normalised must be seen
             chances[n] *= logits[n].double().exp()[token]
         return torch.tensor([token for _, token in outcomes])
 
-    batch = Batch.pack(spans, torch.device("cpu"))
-    verify(batch, forward(batch), draw, coin)
-    cut(spans)
-    return [(float(chance), span.verdict) for chance, span in zip(chances, spans, strict=True) if chance > 0]
+    judged = judged_by_toy(drafted, draw, coin)
+    return [(float(chance), one.verdict) for chance, one in zip(chances, judged, strict=True) if chance > 0]
 
 
 def chains(
-    case: Case, output: tuple[int, ...], k: int, proposal: Proposal
+    case: Case, output: tuple[int, ...], k: int, proposal: CallCost
 ) -> list[tuple[float, tuple[int, ...], Tensor]]:
     """(probability, tokens, q [K, V]) of every chain that the drafter can draw."""
     found: list[tuple[float, tuple[int, ...], list[list[float]]]] = [(1.0, (), [])]
@@ -96,7 +91,7 @@ def chains(
 
 
 def texts(
-    case: Case, k: int, proposal: Proposal, output: tuple[int, ...] = (), reported: Proposal | None = None
+    case: Case, k: int, proposal: CallCost, output: tuple[int, ...] = (), reported: CallCost | None = None
 ) -> Distribution:
     """Every text that rounds of K drafts can write, with its probability; `reported` is the q that
     verify is given.
@@ -117,7 +112,7 @@ def texts(
     return made
 
 
-def error(case: Case, k: int, proposal: Proposal = drafter, reported: Proposal | None = None) -> float:
+def error(case: Case, k: int, proposal: CallCost = drafter, reported: CallCost | None = None) -> float:
     return distance(texts(case, k, proposal, reported=reported), reference_texts(case))
 
 
@@ -135,7 +130,7 @@ def test_three_drafts() -> None:
 
 
 @pytest.mark.parametrize("proposal", [certain, itself], ids=["q on one token", "q = p"])
-def test_the_extremes_of_q(proposal: Proposal) -> None:
+def test_the_extremes_of_q(proposal: CallCost) -> None:
     for name in ("plain", "filters", "penalties", "min_tokens"):
         assert error(SAMPLED[name], 2, proposal) < EXACT
 
@@ -173,7 +168,7 @@ def test_a_draft_with_q_that_leaves_the_grammar_is_judged_whole(k: int) -> None:
 
     def cut_by_token(draft: Draft, seq: Sequence) -> Draft:
         assert seq.grammar is not None
-        return draft.cut(seq.grammar.allows(draft.tokens))
+        return draft.truncated(seq.grammar.allows(draft.tokens))
 
     assert under_a_grammar(cut_by_token, k) > 1e-2
 
@@ -196,7 +191,7 @@ def test_a_chained_draft_marks_its_tail_as_certain() -> None:
     assert torch.equal(whole.probs[2:], torch.eye(4)[[2, 2, 1]]) and whole.tokens == (3, 0, 2, 2, 1)
     assert whole.confidence == (0.4, 0.4, 0, 0, 0) and whole.unchained(("toy", "looked up")) == 2
     for k in range(1, 5):
-        short = whole.cut(k)
+        short = whole.truncated(k)
         assert short.probs is not None and len(short.probs) == len(short.sources) == k
 
 
@@ -210,19 +205,18 @@ def test_spans_with_and_without_q_share_a_batch() -> None:
     """Each is judged by its own rule, and keeps its own tokens."""
     case = SAMPLED["plain"]
     q = torch.tensor([drafter(case, ()), drafter(case, (1,))])
-    spans = []
+    drafted = []
     for probs, rejects in ((q, True), (None, True), (q, False), (q[:1], True)):
         seq = written(case, (), acceptance="rejection" if rejects else "matching")
         k = 2 if probs is None else len(probs)
-        spans.append(Span(seq, len(seq.tokens) - 1, 1, Draft((1, 2)[:k], ("toy",) * k, probs)))
-    batch = Batch.pack(spans, torch.device("cpu"))
-    verify(batch, forward(batch), lambda logits, rows: logits.argmax(-1), lambda p, q, rows: p > 0)
-    verdicts, alone = [span.verdict for span in spans], []
-    for span in spans:
-        single = Batch.pack([span], torch.device("cpu"))
-        verify(single, forward(single), lambda logits, rows: logits.argmax(-1), lambda p, q, rows: p > 0)
-        alone.append(span.verdict)
-    assert verdicts == alone
+        drafted.append(Drafted(span_of(seq), Draft((1, 2)[:k], ("toy",) * k, probs)))
+
+    def verdicts_on(some: list[Drafted]) -> list[Verdict]:
+        judged = judged_by_toy(some, lambda logits, rows: logits.argmax(-1), lambda p, q, rows: p > 0)
+        return [one.verdict for one in judged]
+
+    verdicts = verdicts_on(drafted)
+    assert verdicts == [verdict for one in drafted for verdict in verdicts_on([one])]
     assert verdicts[0].tokens[:2] == (1, 2) and verdicts[0].accepted == 2 and verdicts[3].accepted == 1
 
 
@@ -232,8 +226,8 @@ SEEDS = range(5_000)
 
 
 @cache
-def keyed(stream: int) -> list[Row]:
-    return [Row(seq, cast(Any, None), stream=stream) for seq in sequences()]
+def keyed(stream: int) -> list[ScoredRow]:
+    return [ScoredRow(seq, cast(Any, None), stream=stream) for seq in sequences()]
 
 
 @cache

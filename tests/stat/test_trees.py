@@ -12,10 +12,10 @@ from torch import Tensor
 from speculon.core import types
 from speculon.core.tree import Parents
 from speculon.core.types import Draft, Verdict
-from speculon.decoding.sampling import Row
-from speculon.decoding.sequence import Span
-from speculon.decoding.verify import cut, verify
-from speculon.runtimes.torch.batch import Batch
+from speculon.decoding.rounds import Drafted
+from speculon.decoding.sampling import ScoredRow
+from speculon.decoding.verify import verify
+from tests.builders import span_of
 from tests.stat.test_verify import CASES, EXACT, VISIBLE, independent, written
 from tests.stat.toy import Case, Distribution, V, distance, reference_probs, reference_texts, toy_logits
 
@@ -45,21 +45,17 @@ def one_round(case: Case, output: tuple[int, ...], draft: Draft) -> list[tuple[f
     """Every outcome of one round: one span for each way in which its rows can be drawn."""
     rows = len(draft.tokens) + 1
     outcomes = list(itertools.product(range(V), repeat=rows)) if not case.params.greedy else [()]
-    spans = []
-    for _ in outcomes:
-        seq = written(case, output)
-        spans.append(Span(seq, len(seq.tokens) - 1, 1, draft))
+    drafted = [Drafted(span_of(written(case, output)), draft) for _ in outcomes]
     joint = torch.ones(len(outcomes), dtype=torch.float64)
 
-    def oracle(logits: Tensor, chosen: list[Row]) -> Tensor:
+    def oracle(logits: Tensor, chosen: list[ScoredRow]) -> Tensor:
         joint.copy_(independent(logits[:rows].double().softmax(-1)))
         return torch.tensor(outcomes).flatten()
 
-    batch = Batch.pack(spans, torch.device("cpu"))
     logits = torch.tensor([toy_logits((*case.prompt, *output, *prefix)) for prefix in draft.prefixes])
-    verify(batch, logits.repeat(len(spans), 1), draw=oracle)
-    cut(spans)
-    return [(float(chance), span.verdict) for chance, span in zip(joint, spans, strict=True) if chance > 0]
+    scored = [range(n * rows, (n + 1) * rows) for n in range(len(drafted))]
+    judged = verify(drafted, logits.repeat(len(drafted), 1), scored, oracle)
+    return [(float(chance), one.verdict) for chance, one in zip(joint, judged, strict=True) if chance > 0]
 
 
 def texts_with(case: Case, shape: Parents) -> Distribution:

@@ -1,4 +1,4 @@
-"""The output of verify and cut has the target's distribution whatever the drafts: enumerated, not sampled."""
+"""The output of verify has the target's distribution whatever the drafts: enumerated, not sampled."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from speculon.core.config import SamplingParams
 from speculon.core.types import Draft, Verdict
 from speculon.decoding import sampling
 from speculon.decoding import verify as verifying
-from speculon.decoding.sampling import Row
-from speculon.decoding.sequence import Ending, Rules, Sequence, Span
+from speculon.decoding.rounds import Drafted, Judged
+from speculon.decoding.sampling import Draw, ScoredRow
+from speculon.decoding.sequence import Ending, Rules, Sequence
 from speculon.decoding.text.bad_words import BadWords, Spellings
-from speculon.decoding.verify import cut, verify
+from speculon.decoding.verify import Coin, Scored, verify
 from speculon.runtimes.torch.batch import Batch
-from tests.builders import make_sequence
+from tests.builders import make_sequence, span_of
 from tests.stat.toy import Case, Distribution, V, distance, reference_probs, reference_texts, toy_logits
 
 EXACT, VISIBLE = 1e-6, 1e-3
@@ -85,36 +86,35 @@ def bad_words_of(case: Case) -> BadWords | None:
 def forward(batch: Batch) -> Tensor:
     """The toy target's logits [R, V], read off the flat row."""
     ids, rows = batch.input_ids[0].tolist(), []
-    for span in batch.spans:
-        before = span.seq.tokens[: span.start]
-        rows += [toy_logits((*before, *ids[span.row : span.row + i + 1])) for i in range(span.rows)]
+    for one, row in batch.placed:
+        before = one.seq.tokens[: one.span.start]
+        rows += [toy_logits((*before, *ids[row : row + i + 1])) for i in range(one.rows)]
     return torch.tensor(rows)[batch.score_rows]
+
+
+def judged_by_toy(drafted: list[Drafted], draw: Draw | None = None, coin: Coin | None = None) -> list[Judged]:
+    """One round through the shipped packing and verify."""
+    batch = Batch.pack(drafted, torch.device("cpu"))
+    return verify(drafted, forward(batch), batch.scored, draw, coin)
 
 
 def one_round(
     case: Case, output: tuple[int, ...], chain: tuple[int, ...], coupling: Coupling
 ) -> list[tuple[float, Verdict]]:
-    """Every outcome of one round through the shipped verify and cut: one span for each way its rows can be
-    drawn.
-    """
+    """Every outcome of one round: one span for each way its rows can be drawn."""
     rows = len(chain) + 1
     outcomes = list(itertools.product(range(V), repeat=rows)) if not case.params.greedy else [()]
     draft = Draft(chain, ("toy",) * len(chain))
-    spans = []
-    for _ in outcomes:
-        seq = written(case, output)
-        spans.append(Span(seq, len(seq.tokens) - 1, 1, draft))
+    drafted = [Drafted(span_of(written(case, output)), draft) for _ in outcomes]
     joint = torch.ones(len(outcomes), dtype=torch.float64)
 
-    def oracle(logits: Tensor, chosen: list[Row]) -> Tensor:
+    def oracle(logits: Tensor, chosen: list[ScoredRow]) -> Tensor:
         assert logits.shape == (len(outcomes) * rows, V) and len(chosen) == len(logits)
         joint.copy_(coupling(logits[:rows].double().softmax(-1)))
         return torch.tensor(outcomes).flatten()
 
-    batch = Batch.pack(spans, torch.device("cpu"))
-    verify(batch, forward(batch), draw=oracle)
-    cut(spans)
-    return [(float(chance), span.verdict) for chance, span in zip(joint, spans, strict=True) if chance > 0]
+    judged = judged_by_toy(drafted, oracle)
+    return [(float(chance), one.verdict) for chance, one in zip(joint, judged, strict=True) if chance > 0]
 
 
 def speculative_texts(
@@ -246,7 +246,7 @@ def test_noise_reused_between_rows_is_seen() -> None:
 
 
 def test_rows_that_ignore_the_drafted_prefix_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verifying, "Row", lambda seq, rules, prefix: Row(seq, rules, ()))
+    monkeypatch.setattr(verifying, "ScoredRow", lambda seq, rules, prefix: ScoredRow(seq, rules, ()))
     for name in ("penalties", "bad words of several tokens", "min_tokens"):
         assert error(CASES[name], 2) > VISIBLE
 
@@ -257,7 +257,7 @@ def test_drawing_from_the_unfiltered_distribution_is_seen(monkeypatch: pytest.Mo
 
 
 def test_accepting_drafts_without_comparing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def credulous(spans: list[Span], logits: Tensor, draw: sampling.Draw | None) -> verifying.Outcomes:
+    def credulous(spans: list[Scored], logits: Tensor, draw: sampling.Draw | None) -> verifying.Accepted:
         picked, rows = verifying.scored_rows(spans, logits)
         tokens, outcomes = iter(sampling.sample(picked, rows, draw)), []
         for span in spans:
@@ -270,7 +270,7 @@ def test_accepting_drafts_without_comparing_is_seen(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_correction_from_the_row_after_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def shifted(logits: Tensor, rows: list[Row], draw: sampling.Draw | None) -> list[int]:
+    def shifted(logits: Tensor, rows: list[ScoredRow], draw: sampling.Draw | None) -> list[int]:
         """Each span's tokens turned by one."""
         tokens = sampling.sample(logits, rows, draw)
         length = 1 + max(len(row.prefix) for row in rows)

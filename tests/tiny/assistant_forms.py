@@ -20,7 +20,6 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from speculon.core.types import Draft
 from speculon.decoding.sequence import Sequence
 from speculon.runtimes.torch.drafters.gemma4_assistant.proposer import NAME, Gemma4Assistant
-from speculon.runtimes.torch.kv.lease import DraftLease
 from speculon.runtimes.torch.loading.load import wrap_model
 from speculon.runtimes.torch.model.target import Target
 from tests.formats.writer import write_checkpoint
@@ -239,9 +238,9 @@ class Watched(Gemma4Assistant):
     watch: list[Round]
     truth: Texts
 
-    def _propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
+    def _propose(self, seqs: list[Sequence], budgets: list[int]) -> list[Draft]:
         self.calls: list[Tensor] = []
-        drafts = super()._propose(seqs, budgets, lease)
+        drafts = super()._propose(seqs, budgets)
         pairs = zip(seqs, drafts, strict=True)
         rounds = [Round((s.request.id, s.sample), len(s.tokens), d.tokens, []) for s, d in pairs]
         for j, after in enumerate(self.calls):

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from speculon.core.types import Draft
-from speculon.decoding.sampling import Row, pick, round_stream, weigh
+from speculon.decoding.sampling import ScoredRow, pick, round_stream, weigh
 from speculon.decoding.sequence import Sequence
 from speculon.runtimes.torch.drafters.dflash.proposer import NAME, DFlashDrafter
-from speculon.runtimes.torch.kv.lease import DraftLease
 from tests.formats.writer import Checkpoint, make_checkpoint, record, write_checkpoint
 from tests.tiny.dflash_reference import reference_drafts, reference_states
 from tests.tiny.heads import Texts, deep_model, register_watched, true_draft, true_taps
@@ -46,8 +45,8 @@ class Watched(DFlashDrafter):
     watch: Watch
     truth: Texts
 
-    def _propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
-        drafts = super()._propose(seqs, budgets, lease)
+    def _propose(self, seqs: list[Sequence], budgets: list[int]) -> list[Draft]:
+        drafts = super()._propose(seqs, budgets)
         for seq, draft, states in zip(seqs, drafts, self.states, strict=True):
             key = seq.request.id, seq.sample
             self.watch.rounds.append(Round(key, len(seq.tokens), draft, states.cpu()))
@@ -55,13 +54,13 @@ class Watched(DFlashDrafter):
             return drafts
         return [true_draft(NAME, self.truth, seq, draft) for seq, draft in zip(seqs, drafts, strict=True)]
 
-    def _blocks(self, seqs: list[Sequence], ks: list[int], own: DraftLease) -> list[Tensor]:
-        self.states = super()._blocks(seqs, ks, own)
+    def _blocks(self, seqs: list[Sequence], ks: list[int]) -> list[Tensor]:
+        self.states = super()._blocks(seqs, ks)
         return self.states
 
-    def _read(self, pieces: Any, lease: DraftLease) -> None:
-        super()._read(pieces, lease)
-        self.watch.read += sum(end - start for _, start, end in pieces)
+    def _read(self, ranges: Any) -> None:
+        super()._read(ranges)
+        self.watch.read += sum(end - start for _, start, end in ranges)
 
 
 def watch_blocks(truth: Texts | None = None) -> Watch:
@@ -124,7 +123,7 @@ class Choice:
     def __call__(self, logits: Tensor, before: list[int]) -> int:
         if self.seq is None:
             return int(logits.argmax())
-        rows = [Row(self.seq, self.seq.request.rules, tuple(before), round_stream(self.seq))]
+        rows = [ScoredRow(self.seq, self.seq.request.rules, tuple(before), round_stream(self.seq))]
         weights = weigh(logits[None], rows)
         self.q.append(weights[0].softmax(-1))
         return pick(weights, rows)[0]

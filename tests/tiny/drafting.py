@@ -9,9 +9,9 @@ import torch
 
 from speculon.runtimes.torch.batch import Batch
 from speculon.runtimes.torch.drafters.draft_model.proposer import NAME, DraftModel
+from speculon.runtimes.torch.drafters.table import register
 from speculon.runtimes.torch.kv.store import View
-from speculon.runtimes.torch.model.target import Output, Target
-from speculon.speculation.proposers.registry import register
+from speculon.runtimes.torch.model.target import Target, TargetOutput
 from tests.tiny.conftest import tiny_target
 
 DRAFT: dict[str, Any] = {"draft": "a model in memory"}
@@ -27,28 +27,28 @@ class NoisyModel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def forward(self, batch: Batch, view: View) -> Output:
+    def forward(self, batch: Batch, view: View) -> TargetOutput:
         out = self.model.forward(batch, view)
         self.calls.append(batch.input_ids.shape[1])
         wrong = torch.tensor([self.chance.random() < self.error_rate for _ in out.logits], dtype=torch.bool)[
             :, None
         ]
-        return Output(torch.where(wrong, out.logits.flip(-1), out.logits))
+        return TargetOutput(torch.where(wrong, out.logits.flip(-1), out.logits))
 
 
-def use_draft(model: Any) -> list[DraftModel]:
-    """Makes `draft_model` draft with `model`, in engines built from now on; they are in the list that is
+def use_draft(model: Any, name: str = NAME) -> list[DraftModel]:
+    """Makes this method draft with `model`, in engines built from now on; they are in the list that is
     returned.
     """
     made: list[DraftModel] = []
 
-    def build(config: Any, target: Any) -> DraftModel:
+    def build(config: Any, host: Any) -> DraftModel:
         made.append(
-            DraftModel(lambda: model, model.needs(1, 1), target, config.draft_min_confidence, config.most())
+            DraftModel(lambda: model, model.needs(1, 1), host, config.draft_min_confidence, config.most())
         )
         return made[-1]
 
-    register(NAME, build)
+    register(name, build)
     return made
 
 

@@ -18,6 +18,7 @@ from speculon.core.config import EngineConfig
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.engine import Engine
 from speculon.runtimes.torch.model.target import Target
+from tests.engines import engine_on
 from tests.tiny.conftest import tiny_target
 
 CHARACTERS = [chr(code) for code in range(32, 127) if chr(code) not in "#$%&@^`|~;<>"]
@@ -98,4 +99,4 @@ def engine_of(target: Target | None = None, eos: str | None = "</s>", **settings
     """Under policy `fixed` unless `speculation` names another."""
     speculation = {"policy": "fixed", **settings.pop("speculation", {})}
     config = EngineConfig(**{"block_size": 4, **settings}, speculation=speculation)
-    return Engine(target or tiny_target("llama"), words(eos), config)
+    return engine_on(target or tiny_target("llama"), words(eos), config)

@@ -17,11 +17,10 @@ from transformers import PreTrainedModel
 from speculon.core.types import Draft
 from speculon.decoding.sequence import Sequence
 from speculon.runtimes.torch.drafters.eagle3.proposer import NAME, Eagle3Drafter
-from speculon.runtimes.torch.kv.lease import DraftLease
+from speculon.runtimes.torch.drafters.table import register
+from speculon.runtimes.torch.kv.draft_pages import TokenRange
 from speculon.runtimes.torch.loading.load import wrap_model
 from speculon.runtimes.torch.model.target import Target
-from speculon.speculation.proposers.chain import Piece
-from speculon.speculation.proposers.registry import register
 from tests.formats.writer import Checkpoint, make_checkpoint, record, write_checkpoint
 from tests.tiny.conftest import VOCAB, build
 from tests.tiny.eagle_reference import reference_chain, reference_rows
@@ -92,8 +91,8 @@ def true_draft(name: str, truth: Texts, seq: Sequence, draft: Draft) -> Draft:
 def register_watched(name: str, watched: type, watch: Any, truth: Texts | None) -> None:
     """Makes a drafter that is watched known by its name; it says `truth` where there is any."""
 
-    def made(config: Any, target: Any) -> Any:
-        drafter: Any = watched.build(config, target)  # type: ignore[attr-defined]
+    def made(config: Any, host: Any) -> Any:
+        drafter: Any = watched.build(config, host)  # type: ignore[attr-defined]
         assert isinstance(drafter, watched)
         drafter.watch, drafter.truth = watch, truth or {}
         return drafter
@@ -107,8 +106,8 @@ class Watched(Eagle3Drafter):
     watch: Watch
     truth: Texts
 
-    def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
-        drafts = super().propose(seqs, budgets, lease)
+    def propose(self, seqs: list[Sequence], budgets: list[int]) -> list[Draft]:
+        drafts = super().propose(seqs, budgets)
         for seq, draft in zip(seqs, drafts, strict=True):
             self.watch.rounds.append(Round((seq.request.id, seq.sample), len(seq.tokens), draft.tokens))
         return (
@@ -117,17 +116,17 @@ class Watched(Eagle3Drafter):
             else drafts
         )
 
-    def _read(self, pieces: list[Piece], lease: DraftLease) -> Tensor:
-        after = super()._read(pieces, lease)
+    def _read(self, ranges: list[TokenRange]) -> Tensor:
+        after = super()._read(ranges)
         row = 0
-        for seq, start, end in pieces:
+        for seq, start, end in ranges:
             states = self.last[row : row + end - start].cpu().clone()
             self.watch.rows.append(Rows((seq.request.id, seq.sample), start, states))
             row += end - start
         return after
 
-    def _forward(self, pieces: list[Piece], ids: list[int], states: Tensor, own: DraftLease) -> Tensor:
-        self.last = super()._forward(pieces, ids, states, own)
+    def _forward(self, ranges: list[TokenRange], ids: list[int], states: Tensor) -> Tensor:
+        self.last = super()._forward(ranges, ids, states)
         return self.last
 
 

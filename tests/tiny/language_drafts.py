@@ -22,10 +22,10 @@ from speculon.decoding.sequence import Sequence
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.engine import Engine
 from speculon.runtimes.torch.drafters.draft_model.pard import NAME, Pard
-from speculon.runtimes.torch.kv.lease import DraftLease
+from speculon.runtimes.torch.drafters.table import register
+from speculon.runtimes.torch.kv.draft_pages import TokenRange
 from speculon.runtimes.torch.model.target import Target
-from speculon.speculation.proposers.chain import Piece
-from speculon.speculation.proposers.registry import register
+from tests.engines import engine_on
 from tests.tiny.conftest import VOCAB, build, tiny_target
 from tests.tiny.requests import OFF, Texts, plain, requests_of
 from tests.tiny.scripted import Key, Request, Result, drain, texts_of
@@ -107,7 +107,7 @@ def write_pard(folder: Path, seed: int = 1, **config: Any) -> Path:
 def engine_of(drafts: dict[str, Any], target: Target | None = None, **settings: Any) -> Engine:
     speculation = {"policy": "fixed", "draft": drafts, **settings.pop("speculation", {})}
     config = EngineConfig(**{"block_size": 4, **settings}, speculation=speculation)
-    return Engine(target or tiny_target("llama"), characters(), config)
+    return engine_on(target or tiny_target("llama"), characters(), config)
 
 
 def write(engine: Engine, requests: Seq[Request]) -> dict[Key, Result]:
@@ -153,12 +153,12 @@ class Watched(Pard):
     watch: Watch
     truth: Texts
 
-    def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
-        drafts = super().propose(seqs, budgets, lease)
+    def propose(self, seqs: list[Sequence], budgets: list[int]) -> list[Draft]:
+        drafts = super().propose(seqs, budgets)
         return [self._true_draft(s, d) for s, d in zip(seqs, drafts, strict=True)] if self.truth else drafts
 
-    def _block(self, rest: list[Piece], budgets: list[int], lease: DraftLease) -> Tensor:
-        logits = super()._block(rest, budgets, lease)
+    def _block(self, rest: list[TokenRange], budgets: list[int]) -> Tensor:
+        logits = super()._block(rest, budgets)
         for (seq, _, _), rows in zip(rest, logits.split(budgets), strict=True):
             self.watch.blocks.append((list(seq.tokens), rows.cpu()))
         return logits
@@ -174,8 +174,8 @@ def watch_pard(truth: Texts | None = None) -> Watch:
     """Makes `pard` the name of a drafter that is watched, and that says `truth` where there is any."""
     watch = Watch()
 
-    def made(config: Any, target: Any) -> Watched:
-        drafter = Watched.build(config, target)
+    def made(config: Any, host: Any) -> Watched:
+        drafter = Watched.build(config, host)
         drafter.watch, drafter.truth = watch, truth or {}
         return drafter
 

@@ -19,10 +19,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from speculon.core.types import Draft
 from speculon.decoding.sequence import Sequence
 from speculon.runtimes.torch.drafters.mtp.proposer import NAME, Mtp
-from speculon.runtimes.torch.kv.lease import DraftLease
+from speculon.runtimes.torch.kv.draft_pages import TokenRange
 from speculon.runtimes.torch.loading.load import load_target
 from speculon.runtimes.torch.model.target import Target
-from speculon.speculation.proposers.chain import Piece
 from tests.formats.writer import TARGET, Checkpoint, make_checkpoint, published
 from tests.tiny.conftest import MOE, TINY, build
 from tests.tiny.heads import register_watched, true_draft
@@ -278,9 +277,9 @@ class Watched(Mtp):
     truth: Texts
     reading = False
 
-    def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
+    def propose(self, seqs: list[Sequence], budgets: list[int]) -> list[Draft]:
         self.scores: dict[Key, list[Tensor]] = {key_of(seq): [] for seq in seqs}
-        drafts = super().propose(seqs, budgets, lease)
+        drafts = super().propose(seqs, budgets)
         for seq, draft in zip(seqs, drafts, strict=True):
             if draft.tokens:
                 scores = torch.stack(self.scores[key_of(seq)])
@@ -289,31 +288,31 @@ class Watched(Mtp):
             return drafts
         return [true_draft(NAME, self.truth, seq, draft) for seq, draft in zip(seqs, drafts, strict=True)]
 
-    def _read(self, pieces: list[Piece], lease: DraftLease) -> Tensor:
+    def _read(self, ranges: list[TokenRange]) -> Tensor:
         self.reading = True
-        after = super()._read(pieces, lease)
+        after = super()._read(ranges)
         self.reading = False
-        self._score(pieces, 0, after)
+        self._score(ranges, 0, after)
         return after
 
     def _forward(
-        self, module: int, pieces: list[Piece], ids: list[int], states: Tensor | None, lease: DraftLease
+        self, module: int, ranges: list[TokenRange], ids: list[int], states: Tensor | None
     ) -> Tensor:
-        out = super()._forward(module, pieces, ids, states, lease)
+        out = super()._forward(module, ranges, ids, states)
         row, ends = 0, []
-        for seq, start, end in pieces:
+        for seq, start, end in ranges:
             rows = out[row : row + end - start].cpu().clone()
             if self.reading:
                 self.watch.rows.append(Rows(key_of(seq), module, start, rows))
             row += end - start
             ends.append(row - 1)
         if not self.reading:
-            self._score(pieces, module, out[ends])
+            self._score(ranges, module, out[ends])
         return out
 
-    def _score(self, pieces: list[Piece], module: int, after: Tensor) -> None:
+    def _score(self, ranges: list[TokenRange], module: int, after: Tensor) -> None:
         logits = self.head.logits(module, after, self.vocab_size)
-        for (seq, _, end), scores in zip(pieces, logits, strict=True):
+        for (seq, _, end), scores in zip(ranges, logits, strict=True):
             if end >= len(seq.tokens):
                 self.scores[key_of(seq)].append(scores.cpu().clone())
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from speculon.core.types import Draft
 from speculon.decoding.sequence import Sequence
 from speculon.runtimes.torch.drafters.draft_model.proposer import NAME, DraftModel
+from speculon.runtimes.torch.drafters.table import register
 from speculon.runtimes.torch.loading.memory import model_needs
 from speculon.runtimes.torch.model.target import Target
-from speculon.speculation.proposers.registry import register
 from tests.tiny.conftest import tiny_target
 from tests.tiny.recurrent import TIE, recurrent_model, recurrent_target, requests
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, texts_of
@@ -38,15 +38,15 @@ class NotedDrafts(DraftModel):
     force: Force
     noted: list[tuple[Key, int, tuple[int, ...]]]  # text, its length, the draft
 
-    def propose(self, seqs: list[Sequence], budgets: list[int], lease: Any) -> list[Draft]:
-        drafts = super().propose(seqs, budgets, lease)
+    def propose(self, seqs: list[Sequence], budgets: list[int]) -> list[Draft]:
+        drafts = super().propose(seqs, budgets)
         for seq, draft in zip(seqs, drafts, strict=True):
             self.noted.append((key_of(seq), len(seq.tokens), draft.tokens))
         return drafts
 
-    def _next(self, pieces: Any, ids: list[list[int]], lease: Any) -> Tensor:
-        logits = super()._next(pieces, ids, lease)
-        for row, (seq, _, end) in enumerate(pieces):
+    def _next(self, ranges: Any, ids: list[list[int]]) -> Tensor:
+        logits = super()._next(ranges, ids)
+        for row, (seq, _, end) in enumerate(ranges):
             if (token := self.force(key_of(seq), end)) is not None:
                 logits[row] = logits[row] - 1e4
                 logits[row, token] = 1e4
@@ -92,9 +92,9 @@ def use_drafts(name: str, force: Force = lambda key, position: None, model: Targ
     """Makes a recurrent model draft, in engines built from now on."""
     drafts, draft = Drafts(name, force), model or recurrent_target(name)
 
-    def build(config: Any, target: Any) -> NotedDrafts:
+    def build(config: Any, host: Any) -> NotedDrafts:
         made = NotedDrafts(
-            lambda: draft, draft.needs(1, 1), target, config.draft_min_confidence, config.most()
+            lambda: draft, draft.needs(1, 1), host, config.draft_min_confidence, config.most()
         )
         made.force, made.noted = force, []
         drafts.made.append(made)

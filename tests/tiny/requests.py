@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,12 +14,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from speculon.core.config import SamplingParams
-from speculon.decoding.sampling import Row, row_key, sample, uniform
+from speculon.decoding.rounds import Drafted
+from speculon.decoding.sampling import ScoredRow, row_key, sample, uniform
 from speculon.decoding.sequence import Rules
 from speculon.engine.engine import Engine
 from speculon.runtimes.torch.batch import Batch
 from speculon.runtimes.torch.kv.store import View
-from speculon.runtimes.torch.model.target import Output
+from speculon.runtimes.torch.model.target import TargetOutput
 from tests.builders import make_sequence
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.scripted import Key, Request, Result, drain, run, script
@@ -84,13 +86,13 @@ def gap(
         return float(best[0] - best[1])
     scores = []
 
-    def draw(shaped: Tensor, rows: list[Row]) -> Tensor:
+    def draw(shaped: Tensor, rows: list[ScoredRow]) -> Tensor:
         low, high = torch.tensor(row_key(seq.request.seed, number, seq.num_output), dtype=torch.int32)
         v = uniform(low, high, torch.arange(shaped.shape[1], dtype=torch.int32))
         scores.append(shaped[0] - torch.log(-torch.log1p(-v)))
         return shaped.argmax(-1)
 
-    sample(logits, [Row(seq, rules)], draw)
+    sample(logits, [ScoredRow(seq, rules)], draw)
     best = scores[0].topk(2).values
     return float(best[0] - best[1])
 
@@ -152,33 +154,37 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+def scored_spans(batch: Batch) -> Iterator[tuple[Drafted, list[int]]]:
+    """The spans with scored rows, and which of the scored rows are theirs; of a batch without adapters."""
+    for place, rows in zip(batch.placed, batch.scored, strict=True):
+        if rows:
+            yield place.drafted, [*rows]
+
+
 def row_error(
     name: str, engine: Engine, requests: list[Request], model: PreTrainedModel | None = None
 ) -> float:
     """The largest difference of any scored row of any step from the stock model's forward over the same
     tokens. The stock model is that of the name unless given.
     """
-    forward, worst, whole = engine.target.forward, 0.0, model or tiny_model(name)
+    forward, worst, whole = engine.runtime.target.forward, 0.0, model or tiny_model(name)
 
-    def checked(batch: Batch, view: View) -> Output:
+    def checked(batch: Batch, view: View) -> TargetOutput:
         nonlocal worst
-        out, ids = forward(batch, view), batch.input_ids[0].tolist()
-        for span in batch.spans:
-            if span.score:
-                text = [*span.seq.tokens[: span.start], *ids[span.row : span.row + span.rows]]
-                stock = whole(torch.tensor([text])).logits[0, -len(span.score) :]
-                worst = max(
-                    worst, float((out.logits[span.score.start : span.score.stop].cpu() - stock).abs().max())
-                )
+        out = forward(batch, view)
+        for one, rows in scored_spans(batch):
+            text = [*one.seq.tokens[: one.span.end], *one.draft.tokens]
+            stock = whole(torch.tensor([text])).logits[0, -len(rows) :]
+            worst = max(worst, float((out.logits[rows].cpu() - stock).abs().max()))
         return out
 
     try:
-        engine.target.forward = checked  # type: ignore[method-assign]
+        engine.runtime.target.forward = checked  # type: ignore[method-assign]
         for request in requests:
             engine.add_request(request.prompt, request.params, request.speculation, request.id)
         results = drain(engine)
     finally:
-        del engine.target.forward
+        del engine.runtime.target.forward
     if worst < TIE:
         assert accepted_lengths(results) >= set(range(5)), name
     return worst

@@ -13,16 +13,15 @@ from typing import Any
 from speculon import LLM
 from speculon.core.config import EngineConfig, SamplingParams
 from speculon.core.telemetry import RequestStats
-from speculon.core.types import Draft, Finish, TokenLogprobs, Verdict
+from speculon.core.types import NO_LIMITS, Draft, Finish, TokenLogprobs, Verdict
 from speculon.decoding.sequence import Event, Sequence
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.engine import Engine
-from speculon.runtimes.torch.kv.lease import Lease
 from speculon.runtimes.torch.kv.states import StateStore
 from speculon.runtimes.torch.kv.store import PageStore
 from speculon.runtimes.torch.model.target import Target
-from speculon.runtimes.torch.needs import Needs
 from speculon.speculation.proposers.registry import register
+from tests.engines import engine_on, torch_runtime
 
 Key = tuple[str, int]  # request id, sample
 
@@ -37,7 +36,7 @@ class Scripted:
     def __init__(
         self, truth: Mapping[Key, list[int]], lies: Callable[[int], bool] | None = None, vocab_size: int = 96
     ):
-        self.needs = Needs()
+        self.limits = NO_LIMITS
         self.truth, self.lies, self.vocab_size = truth, lies, vocab_size
         self.known: set[int] = set()
         self._rounds: Counter[int] = Counter()  # by K
@@ -46,10 +45,10 @@ class Scripted:
         assert seq.id not in self.known
         self.known.add(seq.id)
 
-    def propose(self, seqs: list[Sequence], budgets: list[int], lease: Lease) -> list[Draft]:
+    def propose(self, seqs: list[Sequence], budgets: list[int]) -> list[Draft]:
         return [self.draft_of(seq, k) for seq, k in zip(seqs, budgets, strict=True)]
 
-    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: Any) -> None:
+    def observe(self, seqs: list[Sequence], verdicts: list[Verdict]) -> None:
         assert all(seq.id in self.known for seq in seqs)
 
     def release(self, seq: Sequence) -> None:
@@ -137,7 +136,7 @@ def texts_of(results: Mapping[Key, Result]) -> dict[Key, list[int]]:
 def make_engine(target: Target, **settings: Any) -> Engine:
     """Under policy `fixed` unless `speculation` names another: drafts must not depend on the clock."""
     speculation = {"policy": "fixed", **settings.pop("speculation", {})}
-    return Engine(
+    return engine_on(
         target, Tokenizer(Letters()), EngineConfig(**{"block_size": 4, **settings}, speculation=speculation)
     )
 
@@ -156,14 +155,14 @@ def drain(engine: Engine, results: dict[Key, Result] | None = None, steps: int =
             engine.check_integrity()
     assert not engine.has_work, f"still busy after {steps} steps"
     engine.check_integrity()
-    assert engine.pool.available == engine.pool.num_blocks
+    assert engine.runtime.space.room == engine.runtime.facts.capacity
     return results
 
 
 def assert_nothing_held(engine: Engine) -> None:
     """Nothing runs, every page is free or cached, and no part remembers a request or a sequence."""
     engine.check_integrity()
-    assert not engine.has_work and engine.pool.available == engine.pool.num_blocks
+    assert not engine.has_work and engine.runtime.space.room == engine.runtime.facts.capacity
     assert not engine._requests and not engine.proposers._admitted and not engine.scheduler._siblings
 
 
@@ -182,12 +181,17 @@ def proposer_of(engine: Engine, method: str) -> Any:
 
 def store_of(engine: Engine) -> PageStore:
     """K and V of all pages."""
-    return engine.leases.store
+    return torch_runtime(engine).store
 
 
 def states_of(engine: Engine, drafter: str | None = None) -> StateStore:
     """The recurrent states of the target, or of a drafter, which has some."""
-    states = engine.leases.states if drafter is None else engine.leases.draft_states[drafter]
+    runtime = torch_runtime(engine)
+    if drafter is None:
+        states = runtime.states
+    else:
+        pages = runtime.drafters[drafter].pages
+        states = pages.states and pages.states.store
     assert states is not None
     return states
 

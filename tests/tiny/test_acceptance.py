@@ -14,7 +14,7 @@ from torch import Tensor
 from speculon.core.config import SamplingParams
 from speculon.decoding import sampling
 from speculon.decoding import verify as verifying
-from speculon.decoding.sampling import Row
+from speculon.decoding.sampling import ScoredRow
 from speculon.speculation.proposers import chain
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft, use_draft
@@ -113,14 +113,14 @@ def noise_drawn_twice(acceptance: str, monkeypatch: pytest.MonkeyPatch) -> int:
     seen: list[tuple[int, int, int]] = []
     draw, toss = sampling.exponential_race, verifying.toss
 
-    def note(rows: list[Row]) -> None:
+    def note(rows: list[ScoredRow]) -> None:
         seen.extend((row.seq.id, row.position, row.stream) for row in rows)
 
-    def noted_draw(logits: Tensor, rows: list[Row]) -> Tensor:
+    def noted_draw(logits: Tensor, rows: list[ScoredRow]) -> Tensor:
         note(rows)
         return draw(logits, rows)
 
-    def noted_toss(rows: list[Row], device: torch.device) -> Tensor:
+    def noted_toss(rows: list[ScoredRow], device: torch.device) -> Tensor:
         note(rows)
         return toss(rows, device)
 

@@ -172,7 +172,7 @@ def test_memory_is_estimated_with_the_adapters(folder: Path, tuned: Path, llm: L
     config = EngineConfig(model=str(folder), adapters={"tuned": str(tuned)}, num_blocks=8)
     without = EngineConfig(model=str(folder), num_blocks=8)
     held = [process_memory(c, largest_step(c), [], 2**34).estimate.held for c in (config, without)]
-    (adapter,) = llm.engine.target.adapters.values()
+    (adapter,) = llm.engine.runtime.target.adapters.values()
     assert adapter.num_bytes <= held[0] - held[1] <= 2 * adapter.num_bytes
 
 
@@ -205,7 +205,7 @@ def test_a_rounded_base_takes_adapters(tmp_path: Path) -> None:
         warmup=False,
         speculation={"method": "ngram", "policy": "fixed"},
     ) as llm:
-        target = llm.engine.target
+        target = llm.engine.runtime.target
         assert target.batch_invariant and target.packed and target.runner.one_loop
         together = [output.token_ids for output in llm.generate(prompts, GREEDY, adapter=names)]
         for prompt, name, ids in zip(prompts, names, together, strict=True):

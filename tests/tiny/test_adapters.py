@@ -16,11 +16,12 @@ from torch import Tensor
 
 from speculon.core.config import SamplingParams
 from speculon.core.errors import UnknownModel, UnsupportedModel
-from speculon.decoding.sequence import Sequence, Span
+from speculon.decoding.rounds import Drafted, Span
+from speculon.decoding.sequence import Sequence
 from speculon.engine.messages import Add
-from speculon.engine.progress import Progress
+from speculon.engine.progress import RequestProgress
 from speculon.runtimes.torch.batch import Batch
-from speculon.runtimes.torch.kv.blocks import BlockPool, Key
+from speculon.runtimes.torch.kv.blocks import BlockPool, PageKey
 from speculon.runtimes.torch.loading.invariant import decide, fused_blocks
 from speculon.runtimes.torch.loading.load import wrap_model
 from speculon.runtimes.torch.model import captured as capturing
@@ -99,25 +100,22 @@ def test_log_probabilities_are_those_of_a_stock_model_with_the_updates(name: str
 
 def test_rows_of_an_adapter_are_together_after_those_of_the_base() -> None:
     named = ["two", "", "one", "two", ""]
-    spans = []
-    for i, adapter in enumerate(named):
-        seq = make_sequence([3, 4, 5][: 1 + i % 3])
-        seq.request = replace(seq.request, adapter=adapter)
-        spans.append(Span(seq, 0, len(seq.tokens)))
-    batch = Batch.pack(spans, torch.device("cpu"))
-    assert [span.seq.request.adapter for span in batch.spans] == ["", "", "one", "two", "two"]
+    seqs = [make_sequence([3, 4, 5][: 1 + i % 3], adapter=adapter) for i, adapter in enumerate(named)]
+    drafted = [Drafted(Span.of(seq, 0, len(seq.tokens))) for seq in seqs]
+    batch = Batch.pack(drafted, torch.device("cpu"))
+    placed = [one for one, _ in batch.placed]
+    assert [one.seq.request.adapter for one in placed] == ["", "", "one", "two", "two"]
     assert batch.adapters == (9, (("one", 4, 7), ("two", 7, 9)))
-    assert {id(span) for span in batch.spans} == {id(span) for span in spans}
-    plain = [span for span in spans if not span.seq.request.adapter]
+    assert {*placed} == {*drafted}
+    assert [placed[rows.start] for rows in batch.scored] == drafted, "each has one scored row"
+    plain = [one for one in drafted if not one.seq.request.adapter]
     assert Batch.pack(plain, torch.device("cpu")).adapters.runs == ()
 
 
 # together, and under drafts
 
 
-@pytest.mark.parametrize(
-    ("dtype", "rows"), [("bfloat16", "together"), ("float32", "one by one")]
-)
+@pytest.mark.parametrize(("dtype", "rows"), [("bfloat16", "together"), ("float32", "one by one")])
 def test_rows_are_bitwise_equal_alone_and_in_a_batch(
     dtype: str, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,7 +199,7 @@ def test_pages_without_the_adapter_in_their_key_cross(monkeypatch: pytest.Monkey
     """The planted error."""
     stock = BlockPool._key_of
 
-    def without(self: BlockPool, seq: Sequence, start: int, content: int) -> Key:
+    def without(self: BlockPool, seq: Sequence, start: int, content: int) -> PageKey:
         return (*stock(self, seq, start, content)[:3], "")
 
     monkeypatch.setattr(BlockPool, "_key_of", without)
@@ -244,7 +242,7 @@ def test_the_policy_estimates_by_adapter() -> None:
 def test_what_is_written_goes_on_under_its_adapter() -> None:
     """As after the loss of a process, which the message for the rest has to know."""
     (request, adapter), truth = requests_of("seeded")[1], alone("seeded")["q1"]
-    progress = Progress(Add("q1", request.prompt, request.params, adapter=adapter))
+    progress = RequestProgress(Add("q1", request.prompt, request.params, adapter=adapter))
     progress._begun = True
     progress.written[0] += truth[:7]
     rest = progress.rest()

@@ -18,7 +18,7 @@ from speculon.core.errors import UnsupportedModel
 from speculon.runtimes.torch.batch import Batch
 from speculon.runtimes.torch.kv.store import PageStore, SpanView
 from speculon.runtimes.torch.loading.load import context_limit, wrap_model
-from speculon.runtimes.torch.loading.load_check import Piece, run_pieces
+from speculon.runtimes.torch.loading.load_check import CheckedRows, run_pieces
 from speculon.runtimes.torch.loading.probe import visible
 from speculon.runtimes.torch.model import attention, grouping
 from speculon.runtimes.torch.model.grouping import MaskCache
@@ -135,7 +135,7 @@ class ShiftedMasks(MaskCache):
         return super().slice(n, length, window, group, *others, **padding).roll(group, 0)
 
 
-def shifted_positions(target: Target, store: PageStore, pieces: list[Piece]) -> list[Tensor]:
+def shifted_positions(target: Target, store: PageStore, pieces: list[CheckedRows]) -> list[Tensor]:
     """Continued spans are one position too far."""
     forward = target.forward
     late = torch.cat([torch.full((end - start,), int(start > 0)) for _, _, start, end in pieces])
@@ -148,10 +148,10 @@ def shifted_positions(target: Target, store: PageStore, pieces: list[Piece]) -> 
         del target.forward
 
 
-def foreign_page(target: Target, store: PageStore, pieces: list[Piece]) -> list[Tensor]:
+def foreign_page(target: Target, store: PageStore, pieces: list[CheckedRows]) -> list[Tensor]:
     """A sequence continued at a page's start reads the page before from where nobody wrote."""
 
-    def misread(sequence: Tensor, table: list[int], start: int, end: int) -> Piece:
+    def misread(sequence: Tensor, table: list[int], start: int, end: int) -> CheckedRows:
         table = list(table)
         if start and start % BLOCK == 0:
             table[start // BLOCK - 1] = store.num_blocks - 1

@@ -20,6 +20,7 @@ from speculon.engine.engine import Engine
 from speculon.runtimes.torch.kv import slots
 from speculon.runtimes.torch.loading.load import wrap_model
 from speculon.speculation.proposers.registry import known_methods, register
+from tests.engines import engine_on
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft
 from tests.tiny.forms import engine_of
@@ -39,7 +40,7 @@ def with_draft(**speculation: Any) -> Engine:
 
 def without_tokenizer() -> Engine:
     engine = engine_of()
-    return Engine(engine.target, None, engine.config)
+    return engine_on(engine.runtime.target, None, engine.config)
 
 
 ENGINES: dict[str, Callable[[], Engine]] = {
@@ -224,7 +225,7 @@ def test_each_row_is_true(name: str) -> None:
             error.add_note(f"{feature}: {row}")
             raise
     json.dumps(capabilities_json(engine.capabilities()))
-    assert not engine.has_work and engine.pool.available == engine.pool.num_blocks
+    assert not engine.has_work and engine.runtime.space.available == engine.runtime.space.num_blocks
 
 
 OTHER = {"on": "off", "off": "on", "changed": "on", "refused": "on"}

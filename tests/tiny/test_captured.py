@@ -20,7 +20,7 @@ from speculon.runtimes.torch.loading.load_check import paged_logits
 from speculon.runtimes.torch.loading.memory import model_needs
 from speculon.runtimes.torch.model import captured as capturing
 from speculon.runtimes.torch.model.block import CannotReplace, Loop
-from speculon.runtimes.torch.model.captured import BUCKETS, Captured, CaptureSizes, Piece, sizes
+from speculon.runtimes.torch.model.captured import BUCKETS, Captured, CapturedPiece, CaptureSizes, sizes
 from speculon.runtimes.torch.model.compare import alike, close
 from speculon.runtimes.torch.model.taps import Taps
 from speculon.runtimes.torch.model.target import Target
@@ -34,7 +34,7 @@ NAMES = ["llama", "qwen2", "qwen3", "mistral", "phi3", "smollm3"]
 LAYERS = (-1, 0, 1)
 
 
-def replayed(piece: Piece) -> Piece:
+def replayed(piece: CapturedPiece) -> CapturedPiece:
     piece()
     return piece
 
@@ -110,7 +110,7 @@ def test_no_step_is_captured_short() -> None:
     target, captured, loop = both()
     ran: list[tuple[str, int]] = []
 
-    def noted(kind: str, size: int, piece: Piece) -> Piece:
+    def noted(kind: str, size: int, piece: CapturedPiece) -> CapturedPiece:
         return lambda: (ran.append((kind, size)), piece())[1]
 
     captured.pieces = {
@@ -263,7 +263,7 @@ def test_wrong_taps_are_found(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def failing(device: torch.device) -> Any:
-    def fail(piece: Piece) -> Piece:
+    def fail(piece: CapturedPiece) -> CapturedPiece:
         raise RuntimeError("called a synchronizing CUDA operation\nin a long text")
 
     return fail

@@ -101,7 +101,7 @@ def arguments(engine: Engine, method: str, rows: int) -> tuple[Any, ...]:
     """Of a call of the drafter's network over two sequences."""
     drafter: Any = engine.proposers.find(method)
     layers = drafter.needs.layers[1:]
-    for ids, positions, store, lengths in trials(layers, engine.target, of_buckets()):
+    for ids, positions, store, lengths in trials(layers, engine.runtime.target, of_buckets()):
         if len(ids) == rows:
             view = trial_view(store, lengths, written=method == "eagle3")
             width = len(drafter.runner.run.x[0])

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from speculon.core.config import SamplingParams
-from speculon.core.types import Draft
+from speculon.core.types import NO_LIMITS, Draft
+from speculon.decoding.rounds import Drafted
 from speculon.decoding.sequence import Sequence
 from speculon.engine.engine import Engine
 from speculon.speculation.proposers import registry
@@ -33,11 +34,11 @@ class Brief:
 
     def __init__(self, truth: Texts):
         self.known = script(truth)
-        self.needs = self.known.needs
+        self.limits = self.known.limits
         self.admit, self.observe, self.release = self.known.admit, self.known.observe, self.known.release
 
-    def propose(self, seqs: list[Sequence], budgets: list[int], lease: Any) -> list[Draft]:
-        drafts = self.known.propose(seqs, budgets, lease)
+    def propose(self, seqs: list[Sequence], budgets: list[int]) -> list[Draft]:
+        drafts = self.known.propose(seqs, budgets)
         return [Draft(d.tokens[:HEAD], ("brief",) * len(d.tokens[:HEAD])) for d in drafts]
 
 
@@ -46,15 +47,15 @@ class Knowing:
 
     def __init__(self, truth: Texts, says: Any = None):
         self.truth, self.says = truth, says
-        self.needs = script(truth).needs
+        self.limits = NO_LIMITS
         self.chance = random.Random(1)
 
     def admit(self, seq: Sequence) -> None: ...
 
-    def propose(self, seqs: list[Sequence], budgets: list[int], lease: Any) -> list[Draft]:
+    def propose(self, seqs: list[Sequence], budgets: list[int]) -> list[Draft]:
         return [Draft()] * len(seqs)
 
-    def observe(self, seqs: list[Sequence], verdicts: Any, taps: Any) -> None: ...
+    def observe(self, seqs: list[Sequence], verdicts: Any) -> None: ...
 
     def release(self, seq: Sequence) -> None: ...
 
@@ -82,15 +83,15 @@ def with_chain(truth: Texts, says: Any = None, **settings: Any) -> tuple[Engine,
 
 def watched(engine: Engine) -> Runs:
     runs: Runs = []
-    ask = engine.ask_target
+    judge = engine.forward_and_verify
 
-    def counting(spans: Any, *args: Any) -> Any:
+    def counting(step: Any, drafted: list[Drafted], *args: Any) -> Any:
         runs.extend(
-            [(s, len(list(g))) for s, g in groupby(span.draft.sources)] for span in spans if span.draft.tokens
+            [(s, len(list(g))) for s, g in groupby(one.draft.sources)] for one in drafted if one.draft.tokens
         )
-        return ask(spans, *args)
+        return judge(step, drafted, *args)
 
-    engine.ask_target = counting  # type: ignore[method-assign]
+    engine.forward_and_verify = counting  # type: ignore[method-assign]
     return runs
 
 
@@ -175,13 +176,13 @@ def test_a_model_s_drafts_keep_their_q_where_a_lookup_goes_on(acceptance: str) -
         tiny_target(LLAMA), speculation={**DRAFT, "chained_drafts": True, "draft_min_confidence": 0.2}
     )
     runs, seen = watched(engine), []
-    ask = engine.ask_target
+    judge = engine.forward_and_verify
 
-    def looked(spans: Any, *args: Any) -> Any:
-        seen.extend(span.draft for span in spans if len({*span.draft.sources}) == 2)
-        return ask(spans, *args)
+    def looked(step: Any, drafted: list[Drafted], *args: Any) -> Any:
+        seen.extend(one.draft for one in drafted if len({*one.draft.sources}) == 2)
+        return judge(step, drafted, *args)
 
-    engine.ask_target = looked  # type: ignore[method-assign]
+    engine.forward_and_verify = looked  # type: ignore[method-assign]
     for i in range(6):
         params = SamplingParams(temperature=0.3, max_tokens=60, ignore_eos=True, seed=i)
         speculation = {

@@ -25,7 +25,7 @@ from typer.testing import CliRunner, Result
 import speculon as speculon_package
 from speculon import LLM, SamplingParams
 from speculon.cli import app
-from speculon.cli.chat import Turn, read_turn
+from speculon.cli.chat import TypedTurn, read_turn
 from speculon.cli.drafts import OWN, DraftStream, drawn
 from speculon.core.errors import InvalidParameter, InvalidRequest
 from speculon.decoding.text.tokenizer import UNSURE, Tokenizer, final_text
@@ -73,22 +73,24 @@ def objects(done: Result) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("lines", "turn"),
     [
-        pytest.param(["hello"], Turn("hello"), id="a line"),
-        pytest.param(["/reset"], Turn("/reset"), id="a command"),
-        pytest.param(['"""', "a", "", "b", '"""'], Turn("a\n\nb", True), id="quotes alone"),
+        pytest.param(["hello"], TypedTurn("hello"), id="a line"),
+        pytest.param(["/reset"], TypedTurn("/reset"), id="a command"),
+        pytest.param(['"""', "a", "", "b", '"""'], TypedTurn("a\n\nb", True), id="quotes alone"),
         pytest.param(
             ['"""', "def f():", '    """Doc."""', '"""'],
-            Turn('def f():\n    """Doc."""', True),
+            TypedTurn('def f():\n    """Doc."""', True),
             id="Python between",
         ),
-        pytest.param(['"""a', 'b"""'], Turn("a\nb", True), id="quotes beside words"),
-        pytest.param(['"""/etc is a folder"""'], Turn("/etc is a folder", True), id="one line, no command"),
-        pytest.param(['"""\na\n"""'], Turn("a", True), id="pasted at once"),
-        pytest.param(["a\nb"], Turn("a\nb"), id="pasted without quotes"),
-        pytest.param(['"""', "a"], Turn("a", True), id="the input ends before the quotes"),
+        pytest.param(['"""a', 'b"""'], TypedTurn("a\nb", True), id="quotes beside words"),
+        pytest.param(
+            ['"""/etc is a folder"""'], TypedTurn("/etc is a folder", True), id="one line, no command"
+        ),
+        pytest.param(['"""\na\n"""'], TypedTurn("a", True), id="pasted at once"),
+        pytest.param(["a\nb"], TypedTurn("a\nb"), id="pasted without quotes"),
+        pytest.param(['"""', "a"], TypedTurn("a", True), id="the input ends before the quotes"),
     ],
 )
-def test_a_turn_is_a_line_or_the_text_between_quotes(lines: list[str], turn: Turn) -> None:
+def test_a_turn_is_a_line_or_the_text_between_quotes(lines: list[str], turn: TypedTurn) -> None:
     left = iter(lines)
 
     def read(_: str) -> str:

@@ -14,7 +14,14 @@ from speculon.core.errors import UnsupportedModel
 from speculon.runtimes.torch.loading.load import wrap_model
 from speculon.runtimes.torch.loading.load_check import logits_in_fp32, stock_logits
 from speculon.runtimes.torch.model import fuse as fusing
-from speculon.runtimes.torch.model.block import Block, CannotReplace, Norm, fused_block, fused_norm, same_norm
+from speculon.runtimes.torch.model.block import (
+    CannotReplace,
+    DecoderLayer,
+    FusedNorm,
+    fused_block,
+    fused_norm,
+    same_norm,
+)
 from speculon.runtimes.torch.model.compare import nearly
 from tests.tiny.conftest import TINY, tiny_model
 
@@ -40,7 +47,7 @@ def test_one_plus_w_is_found_where_weights_are_large(dtype: torch.dtype) -> None
 @pytest.mark.parametrize("dtype", COARSE)
 def test_the_one_that_is_lost_would_be_seen(dtype: torch.dtype) -> None:
     stock = gemma_norm(dtype)
-    wrong = Norm(stock.weight.detach(), stock.eps)
+    wrong = FusedNorm(stock.weight.detach(), stock.eps)
     x = torch.randn(3, WIDTH).to(dtype)
     expected = stock(x).float()
     near = (wrong(x).float() - expected).abs() <= 2**-7 * expected.abs().amax(-1, keepdim=True)
@@ -50,7 +57,7 @@ def test_the_one_that_is_lost_would_be_seen(dtype: torch.dtype) -> None:
 
 def test_a_norm_in_bf16_is_refused_where_the_stock_one_is_in_fp32() -> None:
     stock = gemma_norm()
-    assert not same_norm(stock, Norm((1 + stock.weight).detach() * (1 + 2**-6), stock.eps))
+    assert not same_norm(stock, FusedNorm((1 + stock.weight).detach() * (1 + 2**-6), stock.eps))
 
     class WrongRMSNorm(Gemma3RMSNorm):
         def forward(self, x: Tensor) -> Tensor:
@@ -109,12 +116,12 @@ def test_logits_in_fp32_are_those_of_a_model_in_fp32(name: str) -> None:
 def test_a_model_further_from_fp32_than_the_stock_one_is_refused(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def inexact(*args: Any) -> Block:
+    def inexact(*args: Any) -> DecoderLayer:
         block = fused_block(*args)
         norm, *others = block.norms
         assert norm is not None
         tilted = norm.weight * torch.linspace(0.95, 1.05, len(norm.weight)).to(norm.weight)
-        block.norms = (Norm(tilted, norm.eps), *others)  # type: ignore[assignment]
+        block.norms = (FusedNorm(tilted, norm.eps), *others)  # type: ignore[assignment]
         return block
 
     model = copy.deepcopy(tiny_model(name)).to(dtype)

@@ -20,7 +20,7 @@ from speculon.runtimes.torch.loading.load import load_target, wrap_model
 from speculon.runtimes.torch.loading.load_check import paged_logits
 from speculon.runtimes.torch.model import compiled as compiling
 from speculon.runtimes.torch.model import pieces
-from speculon.runtimes.torch.model.block import Between, Gating, Loop, Norm, Rotary
+from speculon.runtimes.torch.model.block import Between, FusedNorm, Gating, Loop, Rotary
 from speculon.runtimes.torch.model.compare import nearly
 from speculon.runtimes.torch.model.compiled import BetweenProgram, BetweenRows, random_rows
 from speculon.runtimes.torch.model.quantized import Packed4, Packed8
@@ -343,12 +343,12 @@ def test_without_a_writable_cache_the_loop_is_used(tmp_path: Path, monkeypatch: 
 def test_a_model_object_and_its_draft_model_are_compiled(uncompiled: None) -> None:
     decoder = SpeculativeDecoder(tiny_model("qwen3"), tiny_model("llama"), method="draft_model", compile=True)
     drafter: Any = proposer_of(decoder.engine, "draft_model")
-    for target in (decoder.engine.target, drafter.model):
+    for target in (decoder.engine.runtime.target, drafter.model):
         assert target.runner.form == "compiled" and operation_programs(target)
 
 
 def test_a_norm_in_another_dtype_than_its_weight() -> None:
     weight, x = torch.rand(8), torch.randn(3, 8).bfloat16()
-    norm = Norm(weight, 1e-5)
+    norm = FusedNorm(weight, 1e-5)
     assert norm.native(x).dtype is norm.few_operations(x).dtype is torch.bfloat16
     assert torch.allclose(norm.native(x).float(), norm.few_operations(x).float(), rtol=2**-7)

@@ -166,14 +166,14 @@ def test_verify_accepts_every_length_and_corrects(params: SamplingParams) -> Non
 
 def test_a_verdict_one_position_off_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     truth, decoder = plain(GREEDY), make()
-    forward = decoder.engine.target.forward
+    forward = decoder.engine.runtime.target.forward
 
     def shifted(batch: Any, view: Any) -> Any:
         out = forward(batch, view)
         out.logits.copy_(out.logits.roll(1, 0))
         return out
 
-    monkeypatch.setattr(decoder.engine.target, "forward", shifted)
+    monkeypatch.setattr(decoder.engine.runtime.target, "forward", shifted)
     assert judged(decoder, GREEDY) != [(true, tuple(truth[: true + 1])) for true in range(K + 1)]
 
 
@@ -246,7 +246,7 @@ def rows_of_steps(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(model, "forward", counted)
 
     text = [*PROMPT, *decoder.step(PROMPT, GREEDY).emitted_tokens]
-    count("target", decoder.engine.target)
+    count("target", decoder.engine.runtime.target)
     count("draft", proposer_of(decoder.engine, "draft_model").model)
     for _ in range(4):
         text += decoder.step(text, GREEDY, prompt_len=len(PROMPT)).emitted_tokens
@@ -280,7 +280,7 @@ def test_an_error_inside_leaves_the_pool_whole(
         else (PROMPT, GREEDY)
     )
     with monkeypatch.context() as patch:
-        patch.setattr(decoder.engine.target, "forward", failing)
+        patch.setattr(decoder.engine.runtime.target, "forward", failing)
         with pytest.raises(RuntimeError, match="out of memory"):
             getattr(decoder, call)(*long)
     assert calls == 1
@@ -327,7 +327,7 @@ class Clock:
         self.now, self.plain_calls = 0.0, 0
         monkeypatch.setattr(decoder_module, "perf_counter", lambda: self.now)
         draft = proposer_of(decoder.engine, "draft_model").model
-        self.charge(decoder.engine.target, lambda rows: 10 + rows, monkeypatch)
+        self.charge(decoder.engine.runtime.target, lambda rows: 10 + rows, monkeypatch)
         self.charge(draft, lambda rows: 2, monkeypatch)
 
     def charge(self, model: Any, cost: Callable[[int], float], monkeypatch: pytest.MonkeyPatch) -> None:

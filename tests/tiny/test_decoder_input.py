@@ -63,7 +63,7 @@ def test_neither_model_is_modified() -> None:
     assert by_steps(decoder, GREEDY) == decoder.generate(PROMPT, GREEDY).token_ids
     assert (state(target), state(draft)) == before
     shared = {w.data_ptr() for w in target.parameters()}
-    assert {w.data_ptr() for w in decoder.engine.target.model.parameters()} <= shared, (
+    assert {w.data_ptr() for w in decoder.engine.runtime.target.model.parameters()} <= shared, (
         "no copy of the weights"
     )
 

@@ -51,7 +51,7 @@ def own(
     prompt_len: int | None = None,
 ) -> tuple[Verdict, Tensor]:
     """The verdict of a call, and the logits [K + 1, V] that the target gave."""
-    forward, seen = decoder.engine.target.forward, []
+    forward, seen = decoder.engine.runtime.target.forward, []
 
     def watched(batch: Any, view: Any) -> Any:
         out = forward(batch, view)
@@ -59,10 +59,10 @@ def own(
         return out
 
     try:
-        decoder.engine.target.forward = watched  # type: ignore[method-assign]
+        decoder.engine.runtime.target.forward = watched  # type: ignore[method-assign]
         verdict = decoder.verify(ids, drafts, params, prompt_len=prompt_len)
     finally:
-        del decoder.engine.target.forward
+        del decoder.engine.runtime.target.forward
     return verdict, seen[-1]
 
 
@@ -80,9 +80,9 @@ def silent(**settings: Any) -> SpeculativeDecoder:
         raise AssertionError("the target's call or a page was asked for")
 
     for owner, name in (
-        (decoder.engine.target, "forward"),
-        (decoder.engine.pool, "attach"),
-        (decoder.engine.pool, "extend"),
+        (decoder.engine.runtime.target, "forward"),
+        (decoder.engine.runtime.space, "open"),
+        (decoder.engine.runtime.space, "extend"),
     ):
         setattr(owner, name, refuse)
     return decoder
@@ -320,13 +320,13 @@ def test_later_rows_of_another_position_are_seen() -> None:
 def test_the_target_scores_nothing() -> None:
     """It may compute the context, which drafters read."""
     decoder = make(SAME)
-    scored, forward = [], decoder.engine.target.forward
+    scored, forward = [], decoder.engine.runtime.target.forward
 
     def watched(batch: Any, view: Any) -> Any:
         scored.append(len(batch.score_rows))
         return forward(batch, view)
 
-    decoder.engine.target.forward = watched  # type: ignore[method-assign]
+    decoder.engine.runtime.target.forward = watched  # type: ignore[method-assign]
     rounds(decoder, GREEDY, own=False)
     assert scored and not any(scored)
     decoder.step(PROMPT, GREEDY)

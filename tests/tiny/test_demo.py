@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from speculon.cli import app, demo
 from speculon.measure.bench import measure as measuring
 from speculon.measure.bench.measure import Measurement
 from speculon.measure.bench.workloads import Case
-from speculon.runtimes.torch.model.target import Target
 from tests.tiny.folders import make_folder
 
 
@@ -92,7 +92,8 @@ def test_another_text_is_an_error_where_the_model_is_batch_invariant(
     def planted(llm: LLM, cases: list[Case], speculation: Mapping[str, Any]) -> Measurement:
         nonlocal runs
         runs, one = runs + 1, measure(llm, cases, speculation)
-        monkeypatch.setattr(Target, "batch_invariant", invariant)
+        runtime = llm.engine.runtime
+        monkeypatch.setattr(runtime, "facts", replace(runtime.facts, batch_invariant=invariant))
         if runs == 1:
             one.token_ids[0][0] += 1
         return one

@@ -226,10 +226,10 @@ def test_no_row_of_a_block_enters_a_page(tmp_path: Path, monkeypatch: pytest.Mon
     drafter: Any = proposer_of(engine, "dflash")
     blocks, changed = drafter._blocks, []
 
-    def compare(seqs: Any, ks: Any, own: Any) -> Any:
-        pools = [*own.store.k, *own.store.v]
+    def compare(seqs: Any, ks: Any) -> Any:
+        pools = [*drafter.pages.store.k, *drafter.pages.store.v]
         before = [pool.clone() for pool in pools]
-        states = blocks(seqs, ks, own)
+        states = blocks(seqs, ks)
         changed.append(not all(torch.equal(a, b) for a, b in zip(before, pools, strict=True)))
         return states
 
@@ -300,7 +300,7 @@ def off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 def pushed_aside(patch: pytest.MonkeyPatch) -> None:
     """Position j has the states of j - 1."""
-    patch.setattr("speculon.runtimes.torch.kv.lease.DraftLease.taps", shifted(patch))
+    patch.setattr("speculon.runtimes.torch.kv.draft_pages.DraftPages.taps", shifted(patch))
 
 
 def masks_at_the_anchor(patch: pytest.MonkeyPatch) -> None:

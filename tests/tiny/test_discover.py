@@ -14,7 +14,7 @@ from speculon.runtimes.torch.drafters.choose import with_drafts
 from speculon.runtimes.torch.drafters.needs import drafter_needs
 from speculon.runtimes.torch.loading import memory
 from speculon.runtimes.torch.loading.memory import LIBRARIES, ProcessMemory, largest_step
-from speculon.server.pool.loader import GB, Loader
+from speculon.server.pool.loader import GB, ModelLoader
 
 
 def process_memory(config: EngineConfig, total: int) -> ProcessMemory:
@@ -75,20 +75,20 @@ def test_the_memory_of_a_process_is_known_before_it_starts() -> None:
 
 
 def test_a_share_is_held_by_settings() -> None:
-    share = Loader().share({"model": "demo", "max_num_seqs": 4}, 50 * GB)
+    share = ModelLoader().share({"model": "demo", "max_num_seqs": 4}, 50 * GB)
     config = EngineConfig(**share.settings)
     assert config.kv_memory_gb and config.speculation.memory_limit_gb == share.bytes / GB
-    given = Loader().share(
+    given = ModelLoader().share(
         {"model": "demo", "speculation": {"memory_limit_gb": 3.0}, "num_blocks": 9}, 50 * GB
     )
     assert given.bytes == 3 * GB and "kv_memory_gb" not in given.settings
 
 
 def test_without_room_for_a_page_the_share_is_larger_than_the_memory() -> None:
-    share = Loader().share({"model": "demo"}, GB)
+    share = ModelLoader().share({"model": "demo"}, GB)
     assert share.bytes > GB and "kv_memory_gb" not in share.settings
 
 
 def test_a_checkpoint_that_cannot_be_read_has_no_estimate(library: Path) -> None:
     with pytest.raises(ModelError):
-        Loader().share({"model": str(library / "broken")}, 50 * GB)
+        ModelLoader().share({"model": str(library / "broken")}, 50 * GB)

@@ -5,18 +5,20 @@ pages.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from speculon.core.config import MAX_DRAFTS, SamplingParams
-from speculon.core.types import Proposal, Reason, Timing
+from speculon.core.types import CallCost, Reason, Timing
 from speculon.decoding.sequence import Event
 from speculon.runtimes.torch.batch import Batch
-from speculon.runtimes.torch.kv.lease import DraftLease
+from speculon.runtimes.torch.drafters.draft_model.proposer import DraftModel
+from speculon.runtimes.torch.kv.draft_pages import DraftPages
 from speculon.runtimes.torch.kv.store import View
-from speculon.runtimes.torch.model.target import Output
+from speculon.runtimes.torch.model.target import TargetOutput
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, NoisyModel, noisy_draft, use_draft
 from tests.tiny.requests import GREEDY, MODES, OFF, Texts, plain, requests_of
@@ -56,6 +58,14 @@ def test_the_target_as_its_own_draft_is_always_right(mode: str) -> None:
         assert done.rejected == 0
 
 
+def test_a_drafter_may_have_a_name_of_its_own() -> None:
+    use_draft(tiny_target("llama"), "mine")
+    results = write(drafted_requests("greedy", "mine"), {"draft": {"mine": "a model in memory"}})
+    assert texts_of(results) == plain("greedy")
+    done = [result.stats.speculation() for result in results.values()]
+    assert sum(one.accepted for one in done) > 100 and not any(one.rejected for one in done)
+
+
 def test_a_lag_of_five_hundred_tokens_is_caught_up_in_one_call() -> None:
     big, model = tiny_target_of(1024), None
     chance = random.Random(1)
@@ -84,11 +94,11 @@ def test_what_is_caught_up_is_reported_with_the_time_it_took() -> None:
         made.add_request(
             list(range(3, 33)), params, {"method": "draft_model", "num_speculative_tokens": 4}, name
         )
-    calls: list[Proposal] = []
+    calls: list[CallCost] = []
     observe = made.policy.observe
 
     def watched(spans: Any, timing: Timing) -> None:
-        calls.extend(timing.proposals.values())
+        calls.extend(timing.calls.values())
         observe(spans, timing)
 
     made.policy.observe = watched  # type: ignore[method-assign]
@@ -144,10 +154,10 @@ class Padded(NoisyModel):
         super().__init__(tiny_target("llama", 1))
         self.more = more
 
-    def forward(self, batch: Batch, view: View) -> Output:
+    def forward(self, batch: Batch, view: View) -> TargetOutput:
         out = super().forward(batch, view)
         extra = torch.full((len(out.logits), max(0, self.more)), 99.0)
-        return Output(torch.cat([out.logits, extra], -1)[:, : 96 + self.more])
+        return TargetOutput(torch.cat([out.logits, extra], -1)[:, : 96 + self.more])
 
 
 @pytest.mark.parametrize(("acceptance", "more"), [("matching", 7), ("rejection", -3), ("block", 7)])
@@ -216,7 +226,7 @@ def test_an_interrupt_in_the_middle_of_a_draft_leaves_the_engine_whole() -> None
     while steps.engine.has_work:
         if len(model.calls) % 4 == 3:
 
-            def interrupt(batch: Batch, view: View) -> Output:
+            def interrupt(batch: Batch, view: View) -> TargetOutput:
                 forward(model, batch, view)
                 raise KeyboardInterrupt
 
@@ -235,22 +245,22 @@ def test_an_interrupt_in_the_middle_of_a_draft_leaves_the_engine_whole() -> None
 
 def test_rows_that_are_not_caught_up_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the missing row after a full acceptance the target as its own draft would be wrong."""
-    view = DraftLease.view
+    view = DraftPages.view
 
-    def forgetful(self: DraftLease, pieces: list[Any]) -> Any:
-        for _, start, end in pieces:
+    def forgetful(self: DraftPages, ranges: list[Any]) -> Any:
+        for _, start, end in ranges:
             if end - start == 2:  # the row of the last draft is written somewhere else
-                made = view(self, pieces)
+                made = view(self, ranges)
                 made.slots = (
                     slice(made.slots.stop, made.slots.stop + 2)
                     if isinstance(made.slots, slice)
                     else made.slots + 2
                 )
                 return made
-        return view(self, pieces)
+        return view(self, ranges)
 
     use_draft(tiny_target("llama"))
-    monkeypatch.setattr(DraftLease, "view", forgetful)
+    monkeypatch.setattr(DraftPages, "view", forgetful)
     results = write(drafted_requests("greedy", "draft_model"), block_size=64)
     done = [result.stats.speculation() for result in results.values()]
     assert sum(one.rejected for one in done if one) > 0
@@ -259,6 +269,6 @@ def test_rows_that_are_not_caught_up_are_seen(monkeypatch: pytest.MonkeyPatch) -
 def test_layers_of_the_target_under_the_draft_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft that wrote into the target's layers would change the text."""
     use_draft(tiny_target("llama", 1))
-    of = DraftLease.__init__
-    monkeypatch.setattr(DraftLease, "__init__", lambda self, store, first_layer, states: of(self, store, 0))
+    bind = DraftModel.bind
+    monkeypatch.setattr(DraftModel, "bind", lambda self, pages: bind(self, replace(pages, first_layer=0)))
     assert texts_of(write(drafted_requests("greedy", "draft_model"))) != plain("greedy")

@@ -18,6 +18,7 @@ from speculon.core.types import Draft, Reason
 from speculon.runtimes.torch.drafters import layers as drafter_layers
 from speculon.runtimes.torch.drafters.eagle3 import network as eagle3
 from speculon.runtimes.torch.drafters.eagle3.network import Eagle3Network, FirstLayer
+from speculon.runtimes.torch.kv.draft_pages import DraftPages
 from tests.tiny.eagle_reference import reference_path
 from tests.tiny.heads import (
     CONTEXT,
@@ -357,15 +358,13 @@ def absolute_ids(patch: pytest.MonkeyPatch) -> None:
 
 def pushed_aside(patch: pytest.MonkeyPatch) -> None:
     """Row i pairs g_i with x_i."""
-    patch.setattr("speculon.runtimes.torch.kv.lease.DraftLease.taps", shifted(patch))
+    patch.setattr("speculon.runtimes.torch.kv.draft_pages.DraftPages.taps", shifted(patch))
 
 
 def shifted(patch: pytest.MonkeyPatch) -> Any:
-    from speculon.runtimes.torch.kv.lease import DraftLease
-
-    taps = DraftLease.taps
-    return lambda self, pieces: taps(
-        self, [(seq, max(0, start - 1), max(0, start - 1) + end - start) for seq, start, end in pieces]
+    taps = DraftPages.taps
+    return lambda self, ranges: taps(
+        self, [(seq, max(0, start - 1), max(0, start - 1) + end - start) for seq, start, end in ranges]
     )
 
 

@@ -116,7 +116,7 @@ def test_the_record_adds_up_with_the_accounts(
         assert_same(requests_of("sampled"), results, plain("sampled"))
     recording = read(tmp_path / "e.jsonl")
     assert not disagreements(recording, engine, results)
-    assert engine.counters.totals.rounds and recording.header.pages == engine.pool.num_blocks
+    assert engine.counters.totals.rounds and recording.header.pages == engine.runtime.space.num_blocks
     for round_ in recording.rounds:
         assert (
             round_.prompt_rows + sum(1 + entry.drafted for entry in round_.texts if not entry.prompt)
@@ -193,7 +193,7 @@ def test_a_failing_drafter_and_failing_steps_are_recorded(
         0,
         0,
     )
-    draft, forward = proposer.draft_of, engine.target.forward
+    draft, forward = proposer.draft_of, engine.runtime.target.forward
 
     def fail_once(seq: Sequence, k: int) -> Any:
         nonlocal calls
@@ -210,7 +210,7 @@ def test_a_failing_drafter_and_failing_steps_are_recorded(
         return forward(*args)
 
     proposer.draft_of = fail_once  # type: ignore[method-assign]
-    monkeypatch.setattr(engine.target, "forward", fail_at_times)
+    monkeypatch.setattr(engine.runtime.target, "forward", fail_at_times)
     for request in mixed(requests_of("sampled"), 4):
         engine.add_request(request.prompt, request.params, request.speculation, request.id)
     for _ in range(400):
@@ -232,7 +232,7 @@ def test_the_record_separates_proposed_from_verified_drafts(
 ) -> None:
     script({}, lambda position: True)
     engine = make_engine(tiny_target("llama"), events=tmp_path / "e.jsonl")
-    monkeypatch.setattr(engine.policy, "trim", lambda method, span: 1)
+    monkeypatch.setattr(engine.policy, "trim", lambda method, budget, draft: (1, None))
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     engine.add_request([5] * 6, params, {"method": "scripted", "num_speculative_tokens": 3})
     drain(engine)

@@ -21,6 +21,7 @@ from speculon.engine import engine as engine_module
 from speculon.engine.engine import Engine
 from speculon.runtimes.torch.batch import Batch
 from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.torch.step import TorchStep
 from tests.tiny.account import check_account
 from tests.tiny.conftest import CONTEXT, build, tiny_target
 from tests.tiny.requests import mixed, plain, requests_of
@@ -174,9 +175,9 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, place: str, engine: Engine) -> None
     where: dict[str, tuple[Any, str]] = {
         "pack": (Batch, "pack"),
         "view": (store_of(engine), "view"),
-        "forward": (engine.target, "forward"),
+        "forward": (engine.runtime.target, "forward"),
         "verify": (engine_module, "verify"),
-        "cut": (engine_module, "cut"),
+        "commit": (TorchStep, "commit"),
         "decide": (engine.policy, "decide"),
     }
     monkeypatch.setattr(*where[place], fail)
@@ -184,7 +185,7 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, place: str, engine: Engine) -> None
 
 @pytest.mark.parametrize(
     ("place", "few_pages"),
-    list(zip(["decide", "pack", "view", "forward", "verify", "cut"], [False, True] * 3, strict=True)),
+    list(zip(["decide", "pack", "view", "forward", "verify", "commit"], [False, True] * 3, strict=True)),
 )
 def test_an_error_leaves_every_sequence_as_it_was(place: str, few_pages: bool) -> None:
     settings = {"num_blocks": 40, "max_batch_tokens": 20} if few_pages else {}
@@ -224,17 +225,17 @@ def test_an_error_after_the_commit_loses_no_token(
     assert "not in the statistics" in caplog.text
 
 
-def test_a_half_written_lease_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twin: a lease that does not give its tail back."""
+def test_pages_that_a_failed_step_keeps_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin: a step that does not give back the pages beyond what is committed."""
     engine = engine_with_requests("sampled")
     for _ in range(3):
         engine.step()
-    pages = engine.pool.available
-    monkeypatch.setattr(engine.pool, "trim", lambda seq: None)
+    pages = engine.runtime.space.available
+    monkeypatch.setattr(engine.runtime.space, "cut_to_committed", lambda seq: None)
     fail_in(monkeypatch, "forward", engine)
     with pytest.raises(MemoryError):
         engine.step()
-    assert engine.pool.available < pages
+    assert engine.runtime.space.available < pages
 
 
 # bad input

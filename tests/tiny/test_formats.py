@@ -38,7 +38,7 @@ from tests.formats.writer import (
     write_published,
 )
 from tests.tiny.heads import LLAMA3, TAPLESS, deep_model, deep_target
-from tests.tiny.scripted import make_engine
+from tests.tiny.scripted import make_engine, proposer_of
 
 SHAPE = TargetShape(32, 96, 8, "Qwen3ForCausalLM")
 EAGLE3, DFLASH = names("eagle3"), names("dflash")
@@ -504,7 +504,7 @@ def test_options_correct_a_config(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, "dflash/z-lab", deep_model().config)
     options = {"taps": [4, 1, 3], "sample_from_anchor": True}
     engine = make_engine(deep_target(), speculation={"draft": {"dflash": str(path)}, "options": options})
-    [needs] = engine.proposers.needs
+    needs = proposer_of(engine, "dflash").needs
     assert (needs.taps, needs.max_drafts) == ((4, 1, 3), 8)
 
 
@@ -526,8 +526,8 @@ def test_the_memory_estimate_has_weights_and_pages(
     method, config = name.partition("/")[0], deep_model().config
     path = write_checkpoint(tmp_path, name, config, **sizes)
     engine = make_engine(deep_target(), speculation={"draft": {method: str(path)}})
-    [needs] = engine.proposers.needs
+    needs = proposer_of(engine, method).needs
     weights = sum(tensor.nbytes for tensor in make_checkpoint(name, config, **sizes).tensors.values())
-    assert needs.bytes_fixed == weights == engine.memory.drafters
+    assert needs.bytes_fixed == weights == engine.runtime.estimate.drafters
     assert [(spec.v_dim, spec.bytes_per_token, spec.window) for spec in needs.layers] == layers
     assert needs.bytes_scratch > 0

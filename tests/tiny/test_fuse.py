@@ -17,12 +17,19 @@ from speculon.runtimes.torch.loading.load_check import paged_logits
 from speculon.runtimes.torch.model import block as blocks
 from speculon.runtimes.torch.model import fuse as fusing
 from speculon.runtimes.torch.model import linear
-from speculon.runtimes.torch.model.block import Attention, Block, CannotReplace, Norm, fused_norm, same_norm
+from speculon.runtimes.torch.model.block import (
+    Attention,
+    CannotReplace,
+    DecoderLayer,
+    FusedNorm,
+    fused_norm,
+    same_norm,
+)
 from speculon.runtimes.torch.model.linear import (
-    Layout,
     Linear,
     Packed,
     SideBySide,
+    WeightLayout,
     joined,
     packable,
     packed,
@@ -67,7 +74,7 @@ def test_a_norm_is_found_with_weight_w_and_one_plus_w(plus: float) -> None:
 )
 def test_a_planted_difference_of_a_norm_is_found(planted: dict[str, float]) -> None:
     stock = TinyRMSNorm(**planted)
-    assert not same_norm(stock, Norm(stock.weight.detach(), 1e-5))
+    assert not same_norm(stock, FusedNorm(stock.weight.detach(), 1e-5))
 
 
 @pytest.mark.parametrize("other", [nn.LayerNorm(8), nn.Linear(8, 8), Stock(), TinyRMSNorm(plus=1e-3)])
@@ -80,7 +87,7 @@ def test_another_norm_is_refused(other: nn.Module) -> None:
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize("layout", [Linear, packed])
 def test_joined_layers_compute_what_each_computes(
-    layout: Layout, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    layout: WeightLayout, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
     stock = [nn.Linear(32, n, bias=n != 8, dtype=dtype) for n in (48, 8, 24)]
@@ -102,7 +109,7 @@ def test_joined_layers_compute_what_each_computes(
 
 @pytest.mark.parametrize("times, layout", [([2.0, 1.0], packed), ([1.0, 2.0], Linear)])
 def test_the_faster_layout_is_chosen(
-    times: list[float], layout: Layout, monkeypatch: pytest.MonkeyPatch
+    times: list[float], layout: WeightLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         linear, "least_times", lambda ways: [way() or time for way, time in zip(ways, times, strict=True)]
@@ -150,7 +157,7 @@ def fused(name: str, dtype: torch.dtype = torch.float32, **how: Any) -> Target:
 )
 @pytest.mark.parametrize("name", TINY)
 def test_every_architecture_is_fused_as_far_as_its_structure_allows(
-    name: str, layout: Layout | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    name: str, layout: WeightLayout | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
     fusion = fused(name, dtype, share=layout is None).runner
@@ -188,8 +195,8 @@ def interleaved(attention: Attention) -> Attention:
     return attention
 
 
-def broken_block(change: Callable[[Attention], Attention]) -> Callable[..., Block]:
-    def build_wrong(*args: Any) -> Block:
+def broken_block(change: Callable[[Attention], Attention]) -> Callable[..., DecoderLayer]:
+    def build_wrong(*args: Any) -> DecoderLayer:
         block = blocks.fused_block(*args)
         block.attention = change(block.attention)
         return block
@@ -197,14 +204,14 @@ def broken_block(change: Callable[[Attention], Attention]) -> Callable[..., Bloc
     return build_wrong
 
 
-def one_plus(*args: Any) -> Block:
+def one_plus(*args: Any) -> DecoderLayer:
     block = blocks.fused_block(*args)
-    norms: Any = tuple(norm and Norm(1 + norm.weight, norm.eps) for norm in block.norms)
+    norms: Any = tuple(norm and FusedNorm(1 + norm.weight, norm.eps) for norm in block.norms)
     block.norms = norms
     return block
 
 
-def up_for_gate(*args: Any) -> Block:
+def up_for_gate(*args: Any) -> DecoderLayer:
     block = blocks.fused_block(*args)
     assert isinstance(block.mlp, blocks.Gated) and isinstance(block.mlp.gate_up, SideBySide)
     block.mlp.gate_up = SideBySide(list(reversed(block.mlp.gate_up.parts)))
@@ -302,7 +309,7 @@ def test_layers_that_are_not_called_are_not_fused() -> None:
 
 
 def test_a_layer_of_another_structure_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def odd(*args: Any) -> Block:
+    def odd(*args: Any) -> DecoderLayer:
         raise AttributeError("scaling")
 
     monkeypatch.setattr(fusing, "fused_block", odd)

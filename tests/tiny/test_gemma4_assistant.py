@@ -22,6 +22,8 @@ from speculon.core.types import Draft
 from speculon.runtimes.torch.drafters.families import read_assistant_config
 from speculon.runtimes.torch.drafters.gemma4_assistant.network import load_assistant, make_sources
 from speculon.runtimes.torch.drafters.gemma4_assistant.proposer import NAME, layers_read
+from speculon.runtimes.torch.kv.blocks import BlockPool
+from speculon.runtimes.torch.kv.draft_pages import DraftPages
 from speculon.runtimes.torch.kv.store import PageStore, as_index
 from tests.builders import make_sequence
 from tests.rounding import rounding
@@ -108,11 +110,12 @@ def own_rows(form: str, moving: int = 0, layers: Mapping[str, int] | None = None
     target, size = target_of(form), 4
     network = load_assistant(read_assistant_config(folder_of(form)), target)
     store = PageStore(target.layers, 16 * len(PROMPTS), size, "cpu")
-    seqs, states = [], []
-    for i, ids in enumerate(PROMPTS):
-        seqs.append(make_sequence(ids, table=[*range(i, store.num_blocks, len(PROMPTS))]))
+    drafts = DraftPages(BlockPool(store.num_blocks, size), store, NAME, len(target.layers))
+    seqs, states = [make_sequence(ids) for ids in PROMPTS], []
+    for i, (seq, ids) in enumerate(zip(seqs, PROMPTS, strict=True)):
+        drafts.of(seq).table = [*range(i, store.num_blocks, len(PROMPTS))]
         reference = seen(form, tuple(ids))
-        slots = as_index(store.where(seqs[-1].table, len(ids)), store.device)
+        slots = as_index(store.where_of(drafts.of(seq), len(ids)), store.device)
         for layer, (k, v) in reference.layers.items():
             store.k[layer][slots], store.v[layer][slots] = k[0].transpose(0, 1), v[0].transpose(0, 1)
             store.k[layer][slots[-1]] = torch.nan  # of the last token, which the target has not read
@@ -120,7 +123,7 @@ def own_rows(form: str, moving: int = 0, layers: Mapping[str, int] | None = None
     ends = [(seq, len(seq.tokens) - 1) for seq in seqs]
     found = layers_read(network.config, target)
     read = {kind: ((layers or {}).get(kind, layer), window) for kind, (layer, window) in found.items()}
-    sources = make_sources(read, store, ends)
+    sources = make_sources(read, drafts, ends)
     positions, last = torch.tensor([n for _, n in ends]), torch.stack(states)
     rows: list[list[Step]] = [[] for _ in seqs]
     for before in (None, *DRAFTS[:-1]):

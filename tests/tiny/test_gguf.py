@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, GgufConfig, LlamaForCausalLM
 
 from speculon import LLM, SamplingParams, SpeculationConfig
-from speculon.checkpoints.gguf.header import Reader, read_gguf
+from speculon.checkpoints.gguf.header import HeaderReader, read_gguf
 from speculon.checkpoints.headers import read_checkpoint
 from speculon.checkpoints.locate import locate, refuse_missing
 from speculon.checkpoints.reading import load_tokenizer
@@ -93,8 +93,8 @@ def test_a_load_parses_the_header_twice(model: LlamaForCausalLM, tmp_path: Path)
     """Once without the texts of its tokens, and once with them."""
     path, readings = write_gguf(model, tmp_path / "new.gguf"), []
     with pytest.MonkeyPatch.context() as patch:
-        parse = Reader.header
-        patch.setattr(Reader, "header", lambda reader: readings.append(reader.lists) or parse(reader))
+        parse = HeaderReader.header
+        patch.setattr(HeaderReader, "header", lambda reader: readings.append(reader.lists) or parse(reader))
         load_target(path)
     assert [len(lists) for lists in readings] == [0, 1]
 

@@ -29,7 +29,7 @@ from speculon.runtimes.torch.model.pieces import (
     CannotBeInvariant,
     InPieces,
     InvariantProducts,
-    Pieces,
+    ProductPieces,
     measured,
 )
 from speculon.runtimes.torch.model.target import Target
@@ -182,7 +182,7 @@ def test_attention_behind_a_long_window_is_equal(window: int) -> None:
 def test_a_product_of_torch_is_measured_like_ours() -> None:
     """By sums that cancel: those of its own weights do not show another order of addition."""
     for bias in (False, True):
-        layer, pieces = nn.Linear(2048, 320, bias=bias, dtype=torch.bfloat16), Pieces()
+        layer, pieces = nn.Linear(2048, 320, bias=bias, dtype=torch.bfloat16), ProductPieces()
         found = pieces.of(layer, 320, 2048, torch.bfloat16)
         known = measured(Linear(layer.weight, layer.bias), 320, 2048, torch.bfloat16)
         assert isinstance(found, InPieces) and found.rows == known
@@ -203,7 +203,7 @@ def test_a_bias_does_not_hide_another_order_of_addition(bias: bool, monkeypatch:
 
 
 def test_the_matrix_of_an_expert_is_in_pieces_too() -> None:
-    experts, pieces = nn.Parameter(torch.randn(4, 32, 96).bfloat16()), Pieces()
+    experts, pieces = nn.Parameter(torch.randn(4, 32, 96).bfloat16()), ProductPieces()
     x = torch.randn(5, 32).bfloat16()
     with torch.inference_mode(), where_invariant(), InvariantProducts(pieces):
         _ = x @ x.t()  # of rows alone
@@ -236,8 +236,8 @@ def test_where_model_code_fails_it_is_off(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_model_object_is_invariant_where_it_is_set() -> None:
     model = copy.deepcopy(tiny_model("llama")).bfloat16()
     with where_invariant():
-        assert SpeculativeDecoder(model, batch_invariant=True).engine.target.batch_invariant
-    assert not SpeculativeDecoder(model, batch_invariant=False).engine.target.batch_invariant
+        assert SpeculativeDecoder(model, batch_invariant=True).engine.runtime.target.batch_invariant
+    assert not SpeculativeDecoder(model, batch_invariant=False).engine.runtime.target.batch_invariant
 
 
 @pytest.fixture(scope="module")
@@ -391,7 +391,7 @@ KERNELS: list[Any] = [
 
 @pytest.mark.parametrize(("kernel", "pieces", "added"), KERNELS)
 def test_a_kernel_is_run_in_pieces_that_agree(kernel: Any, pieces: tuple[Any, ...], added: int) -> None:
-    product = Pieces().of(kernel, 16, 16, torch.float32)
+    product = ProductPieces().of(kernel, 16, 16, torch.float32)
     assert isinstance(product, InPieces) and product.rows[:3] == pieces
     for rows in (0, 1, 2, 3, 5, 7, 8, 9, 40, 64, 65, 200, 300, 513, 1000):
         x = torch.randn(rows, 16)
@@ -400,7 +400,7 @@ def test_a_kernel_is_run_in_pieces_that_agree(kernel: Any, pieces: tuple[Any, ..
 
 def test_a_product_that_never_agrees_is_refused() -> None:
     with pytest.raises(CannotBeInvariant, match="16 x 16 differs by its number of rows"):
-        Pieces().of(lambda x: x + torch.arange(len(x))[:, None], 16, 16, torch.float32)
+        ProductPieces().of(lambda x: x + torch.arange(len(x))[:, None], 16, 16, torch.float32)
 
 
 @pytest.mark.parametrize("rows", [range(4, 999), [2], [44], [33], [20], [6]], ids=str)

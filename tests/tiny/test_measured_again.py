@@ -13,7 +13,7 @@ from recipes.serving import latency
 from rich.console import Console
 
 from speculon import LLM, SamplingParams
-from speculon.cli.demo import Prompt, perform
+from speculon.cli.demo import DemoPrompt, perform
 from speculon.measure.bench.workloads import Case
 from speculon.speculation.proposers.suffix import Suffix
 from tests.tiny.folders import make_folder
@@ -36,7 +36,7 @@ def remembered(llm: LLM) -> int:
 
 def test_the_demo_remembers_no_round(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     case = Case("x", llm.tokenizer.encode("class Stack:"), SamplingParams(temperature=0, max_tokens=24))
-    perform(llm, Prompt("x", "class Stack:", 24), "auto:4", 2, Console(quiet=True))
+    perform(llm, DemoPrompt("x", "class Stack:", 24), "auto:4", 2, Console(quiet=True))
     assert remembered(llm) == 0
     # the planted error: no pool named
     llm.generate([case.prompt], case.params, speculation={"method": "auto"})

@@ -21,10 +21,11 @@ from speculon import LLM, SamplingParams
 from speculon.core.config import EngineConfig, SpeculationConfig
 from speculon.core.errors import ConfigError, MemoryExceeded
 from speculon.core.types import Reason
-from speculon.runtimes.torch.budget import Budget
-from speculon.runtimes.torch.drafters.draft_model import model_drafter
 from speculon.runtimes.torch import budget
+from speculon.runtimes.torch.budget import MemoryBudget
+from speculon.runtimes.torch.drafters.draft_model import model_drafter
 from speculon.runtimes.torch.needs import LayerSpec, Needs
+from tests.engines import torch_runtime
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, NoisyModel, use_draft
 from tests.tiny.folders import make_folder
@@ -70,7 +71,7 @@ def start(folder: Path, **speculation: Any) -> LLM:
 
 @cache
 def estimate_of(folder: Path) -> int:
-    return start(folder).engine.memory.total
+    return start(folder).engine.runtime.estimate.total
 
 
 def at_limit(folder: Path, policy: str, missing: int, **speculation: Any) -> LLM:
@@ -82,7 +83,7 @@ def at_limit(folder: Path, policy: str, missing: int, **speculation: Any) -> LLM
 @pytest.mark.parametrize("policy", ["allow", "fallback", "fail"])
 def test_a_limit_that_is_just_enough_is_enough(policy: str, folder: Path) -> None:
     llm = at_limit(folder, policy, missing=0)
-    assert llm.engine.memory.fits and llm.engine.memory.action == "use"
+    assert llm.engine.runtime.estimate.fits and llm.engine.runtime.estimate.action == "use"
 
 
 def test_fallback_loads_nothing_and_goes_on_plainly_or_with_lookups(folder: Path, loaded: list[str]) -> None:
@@ -93,7 +94,7 @@ def test_fallback_loads_nothing_and_goes_on_plainly_or_with_lookups(folder: Path
     output = llm.generate(PROMPT, PARAMS)[0]
     assert output.speculation.rounds == 0 and set(output.reasons) == {Reason.MEMORY}
     assert output.token_ids == plain.token_ids
-    assert len(store_of(llm.engine).layers) == len(llm.engine.target.layers), (
+    assert len(store_of(llm.engine).layers) == len(llm.engine.runtime.target.layers), (
         "no page holds a layer of the draft"
     )
     cascade = at_limit(folder, "fallback", missing=1, method="auto")
@@ -135,12 +136,12 @@ def test_under_pressure_drafts_give_their_pages_back_and_take_them_again() -> No
         engine.check_integrity()
     full = next(i for i, count in enumerate(refused) if count)
     assert drafted[full] > 0 and drafted[-1] > drafted[full], "it never drafted again"
-    assert engine.pool.available == engine.pool.num_blocks
+    assert engine.runtime.space.available == engine.runtime.space.num_blocks
 
 
 def test_allow_loads_all_the_same(folder: Path) -> None:
     llm = at_limit(folder, "allow", missing=1)
-    assert not llm.engine.memory.fits and llm.engine.memory.action == "use"
+    assert not llm.engine.runtime.estimate.fits and llm.engine.runtime.estimate.action == "use"
     assert llm.generate(PROMPT, PARAMS)[0].speculation.rounds > 0
 
 
@@ -166,7 +167,7 @@ LAYER = LayerSpec("attention", 2, 8, 8, torch.float32)  # 128 bytes a token
 
 def pages(drafters: list[Needs], **settings: Any) -> int:
     target = Needs(layers=(LAYER,) * 4)
-    return Budget(
+    return MemoryBudget(
         EngineConfig(**{"block_size": 16, "speculation": {"suffix_pools": 0}, **settings}),
         target,
         1024,
@@ -208,7 +209,8 @@ def test_a_pool_that_cannot_be_is_refused_with_the_numbers(
 
 def test_earlier_answers_are_part_of_the_estimate(folder: Path) -> None:
     """At their fullest, whoever drafts: a request may ask for them at any time."""
-    least, most = (start(folder, suffix_pools=n, suffix_pool_tokens=2**16).engine.memory for n in (0, 64))
+    engines = (start(folder, suffix_pools=n, suffix_pool_tokens=2**16).engine for n in (0, 64))
+    least, most = (torch_runtime(engine).estimate for engine in engines)
     answers = SpeculationConfig(suffix_pools=64, suffix_pool_tokens=2**16).remembered_bytes
     assert (least.remembered, most.remembered, most.total - least.total) == (0, answers, answers)
     limit = (most.total - 1) / 2**30
@@ -251,7 +253,7 @@ params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 prompts = [[3 + (i * 7 + j) % 300 for j in range(1000)] for i in range(9)]
 llm.generate(prompts, params)
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-print(json.dumps({**llm.engine.memory.to_dict(), "peak": int(status["VmHWM"].split()[0]) * 1024}))
+print(json.dumps({**llm.engine.runtime.estimate.to_dict(), "peak": int(status["VmHWM"].split()[0]) * 1024}))
 """
 
 
@@ -313,11 +315,12 @@ def remains(folder: Path, state: Path, keep: Callable[[object], object] = id) ->
     for _ in llm.stream(PROMPT, PARAMS):
         break
     store = store_of(llm.engine)
-    parts = {"engine": llm.engine, "store": store, "pages": store.k[0], "model": llm.engine.target.model}
-    parts |= dict(llm.engine.target.model.named_parameters())
+    model = torch_runtime(llm.engine).target.model
+    parts = {"engine": llm.engine, "store": store, "pages": store.k[0], "model": model}
+    parts |= dict(model.named_parameters())
     found = {name: weakref.ref(part) for name, part in parts.items()}
-    keep(llm.engine.target.model)
-    del llm, store, parts
+    keep(model)
+    del llm, store, parts, model
     gc.collect()
     return [name for name, part in found.items() if part() is not None]
 
@@ -340,7 +343,7 @@ def held():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 llm = LLM("demo", threads=1, num_blocks=64, warmup=False)
 llm.generate(["def add(a, b):"], SamplingParams(temperature=0, max_tokens=8))
-weights, before = llm.engine.target.num_bytes, held()
+weights, before = llm.engine.runtime.target.num_bytes, held()
 del llm
 gc.collect()
 ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -19,7 +19,7 @@ from speculon.runtimes.torch.drafters.mtp import load as mtp_load
 from speculon.runtimes.torch.drafters.mtp.network import Module as MtpModule
 from speculon.runtimes.torch.drafters.mtp.network import MtpHead
 from speculon.runtimes.torch.drafters.mtp.proposer import Mtp
-from speculon.runtimes.torch.kv.lease import DraftLease
+from speculon.runtimes.torch.kv.draft_pages import DraftPages
 from tests.rounding import assert_near
 from tests.tiny.mtp_forms import FORMS, Texts, target_of, true_states, watch_mtp, written, wrong_rows
 from tests.tiny.requests import GREEDY, MODES, OFF, accepted_lengths
@@ -165,7 +165,8 @@ def test_pages_before_all_windows_are_released() -> None:
     released, tokens = 0, list[int]()
     while engine.has_work:
         tokens += [token for event in engine.step() for token in event.tokens]
-        released = max([released, *(seq.released for seq in engine.scheduler.running)])
+        pages = map(engine.runtime.space.of, engine.scheduler.running)
+        released = max([released, *(its.released for its in pages)])
     assert tokens == alone["long", 0]
     assert released > 8
     for rows in watch.rows[:2]:
@@ -224,7 +225,7 @@ def before_the_norm(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         Mtp,
         "_states",
-        lambda self, module, pieces, lease: lease.taps([(s, a - 1, b - 1) for s, a, b in pieces]),
+        lambda self, module, ranges, before: before.taps([(s, a - 1, b - 1) for s, a, b in ranges]),
     )
 
 
@@ -248,9 +249,9 @@ def off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 def one_slot_late(patch: pytest.MonkeyPatch) -> None:
     """A row pairs its token with the state of that token."""
-    taps = DraftLease.taps
+    taps = DraftPages.taps
     patch.setattr(
-        DraftLease, "taps", lambda self, pieces: taps(self, [(s, a + 1, b + 1) for s, a, b in pieces])
+        DraftPages, "taps", lambda self, ranges: taps(self, [(s, a + 1, b + 1) for s, a, b in ranges])
     )
 
 
@@ -269,7 +270,7 @@ def fed_back_before_the_norm(patch: pytest.MonkeyPatch) -> None:
 def norms_without_one(patch: pytest.MonkeyPatch) -> None:
     """Zero-centred norms multiply by w instead of 1 + w."""
     patch.setattr(
-        mtp_load.Loader,
+        mtp_load.ModuleLoader,
         "norm",
         lambda self, norm_class, part: norm_of(self.tensors[f"{part}.weight"]),
     )

@@ -21,7 +21,7 @@ from speculon.runtimes.torch.drafters.mtp.tensors import find_mtp
 from tests.formats.writer import change_checkpoint
 from tests.tiny.conftest import build, tiny_target
 from tests.tiny.mtp_forms import H, target_of, written
-from tests.tiny.scripted import Request, drain, make_engine
+from tests.tiny.scripted import Request, drain, make_engine, proposer_of
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -98,7 +98,7 @@ def test_the_estimate_counts_weights_pages_and_taps() -> None:
     """Three layers of keys and values, three of states: the taps, and what two modules yield."""
     target = target_of("mimo, three modules")
     engine = make_engine(target, speculation=MTP)
-    (needs,) = engine.proposers.needs
+    needs = proposer_of(engine, "mtp").needs
     found = find_mtp(written("mimo, three modules").folder)
     assert found is not None
     assert needs.bytes_fixed == 4 * found.num_parameters
@@ -112,7 +112,7 @@ def test_the_estimate_counts_weights_pages_and_taps() -> None:
 def test_copies_of_the_targets_tensors_are_shared() -> None:
     sizes = {}
     for name in ("deepseek", "deepseek, own head"):
-        (needs,) = make_engine(target_of(name), speculation=MTP).proposers.needs
+        needs = proposer_of(make_engine(target_of(name), speculation=MTP), "mtp").needs
         found = find_mtp(written(name).folder)
         assert found is not None
         sizes[name] = 4 * found.num_parameters - needs.bytes_fixed

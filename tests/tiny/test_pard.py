@@ -13,10 +13,9 @@ from torch import Tensor
 from speculon.core.config import SamplingParams
 from speculon.core.errors import ConfigError, ModelError, UnsupportedModel
 from speculon.core.types import Reason
-from speculon.runtimes.torch.drafters.draft_model import pard
 from speculon.runtimes.torch.drafters.draft_model.pard import Pard
 from speculon.runtimes.torch.drafters.families import family_of
-from speculon.speculation.proposers.chain import Piece, mark
+from speculon.runtimes.torch.kv.draft_pages import DraftPages, TokenRange
 from tests.tiny.conftest import VOCAB, build, tiny_target
 from tests.tiny.language_drafts import (
     MASK,
@@ -143,8 +142,8 @@ def test_the_method_needs_a_folder() -> None:
 def test_mask_positions_off_by_one_are_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_rows = Pard._run
 
-    def early(self: Pard, pieces: list[Piece], ids: Any, scored: list[int], lease: Any) -> Tensor:
-        return run_rows(self, pieces, ids, [max(0, row - 1) for row in scored], lease)
+    def early(self: Pard, ranges: list[TokenRange], ids: Any, scored: list[int]) -> Tensor:
+        return run_rows(self, ranges, ids, [max(0, row - 1) for row in scored])
 
     monkeypatch.setattr(Pard, "_run", early)
     watch = watch_pard(plain("greedy"))
@@ -153,10 +152,12 @@ def test_mask_positions_off_by_one_are_seen(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_masks_that_are_counted_as_tokens_are_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def more(method: str, pieces: list[Piece]) -> None:
-        mark(method, [(seq, start, end + 2) for seq, start, end in pieces])
+    mark = DraftPages.mark
 
-    monkeypatch.setattr(pard, "mark", more)
+    def more(self: DraftPages, ranges: list[TokenRange]) -> None:
+        mark(self, [(seq, start, end + 2) for seq, start, end in ranges])
+
+    monkeypatch.setattr(DraftPages, "mark", more)
     watch = watch_pard(plain("greedy"))
     results = write(engine_of(drafts(folder)), asking("greedy", 3, "pard"))
     assert texts_of(results) == plain("greedy") and wrong_blocks(watch)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speculon.core.config import SamplingParams
-from speculon.decoding.sampling import Row, adjust
+from speculon.decoding.sampling import ScoredRow, adjust
 from speculon.decoding.sequence import Rules, Sequence
 from tests.builders import make_sequence
 
@@ -25,7 +25,7 @@ PARAMS: dict[str, dict[str, Any]] = {
 }
 
 
-def row_by_row(logits: Tensor, rows: list[Row]) -> Tensor:
+def row_by_row(logits: Tensor, rows: list[ScoredRow]) -> Tensor:
     """The definition; changes a copy of `logits` [R, V]."""
     logits = logits.clone()
     for x, row in zip(logits, rows, strict=True):
@@ -44,10 +44,10 @@ def text(chance: random.Random, name: str, context: int) -> Sequence:
     return make_sequence(prompt, output=output, params=params, rules=Rules.of(params))
 
 
-def rows_of(seqs: list[Sequence], k: int, chance: random.Random) -> list[Row]:
+def rows_of(seqs: list[Sequence], k: int, chance: random.Random) -> list[ScoredRow]:
     drafts = [tuple(chance.choice([*seq.tokens, *range(9)]) for _ in range(k)) for seq in seqs]
     rows = [(seq, d[:i]) for seq, d in zip(seqs, drafts, strict=True) for i in range(k + 1)]
-    return [Row(seq, seq.request.rules, prefix) for seq, prefix in rows]
+    return [ScoredRow(seq, seq.request.rules, prefix) for seq, prefix in rows]
 
 
 @pytest.mark.parametrize("k", [0, 5])

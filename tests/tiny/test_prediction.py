@@ -11,17 +11,16 @@ import pytest
 from speculon import LLM, SamplingParams
 from speculon.core.config import MAX_DRAFTS, EngineConfig, SpeculationConfig
 from speculon.core.errors import InvalidParameter
-from speculon.core.types import Ask, Decision, Reason
-from speculon.decoding.sequence import share_rows
-from speculon.engine.engine import Engine
+from speculon.core.types import Reason
+from speculon.decoding.rounds import grants
 from speculon.measure.bench import workloads
 from speculon.measure.bench.measure import loops
+from speculon.runtimes.torch import step as step_module
 from speculon.runtimes.torch.batch import Batch
-from speculon.runtimes.torch.kv.lease import Leases
 from speculon.runtimes.torch.kv.store import View
-from speculon.runtimes.torch.model.target import Output
+from speculon.runtimes.torch.model.target import TargetOutput
 from speculon.speculation.proposers.prediction import Cursor
-from tests.builders import make_sequence, span_of
+from tests.engines import engine_on
 from tests.tiny.conftest import tiny_target
 from tests.tiny.demo_texts import MISSING, TIE, first_difference, gap
 from tests.tiny.requests import assert_same, plain, requests_of
@@ -108,7 +107,7 @@ def test_a_requests_own_number_bounds_its_drafts() -> None:
 
 
 def test_text_needs_a_tokenizer_and_ids_are_checked() -> None:
-    engine = Engine(tiny_target("llama"), None, EngineConfig(block_size=4))
+    engine = engine_on(tiny_target("llama"), None, EngineConfig(block_size=4))
     with pytest.raises(
         InvalidParameter, match="prediction = 'text': this is a string, which needs a tokenizer"
     ):
@@ -136,7 +135,7 @@ class Counting:
         self.estimated = rows, scored
         return self.inner.needs(rows, scored, sequences)
 
-    def forward(self, batch: Batch, view: View) -> Output:
+    def forward(self, batch: Batch, view: View) -> TargetOutput:
         self.rows.append(batch.input_ids.shape[1])
         self.scored.append(len(batch.score_rows))
         return self.inner.forward(batch, view)
@@ -158,31 +157,10 @@ def test_the_largest_forward_is_the_estimated_one(monkeypatch: pytest.MonkeyPatc
     assert (rows, scored) == (24 + MAX_DRAFTS, 8 + MAX_DRAFTS)
     assert MAX_DRAFTS < max(target.rows) <= rows and MAX_DRAFTS < max(target.scored) <= scored
 
-    unbounded, init = Counting(), Leases.__init__
-    monkeypatch.setattr(
-        Leases, "__init__", lambda self, pool, store, most, *states: init(self, pool, store, 10**6, *states)
-    )
+    unbounded = Counting()
+    monkeypatch.setattr(step_module, "grants", lambda wanted, rows: grants(wanted, 10**6))
     run_long_drafts(unbounded)
     assert max(unbounded.rows) > rows and max(unbounded.scored) > scored
-
-
-@pytest.mark.parametrize(
-    ("wanted", "most", "granted"),
-    [
-        pytest.param([4, 32, 0], 36, [4, 32, 0], id="all fit"),
-        pytest.param([4, 32, 32], 36, [4, 16, 16], id="the longest shrink"),
-        pytest.param([4, 32, 32], 10, [3, 3, 3], id="all shrink"),
-        pytest.param([4, 4, 4], 2, [0, 0, 0], id="none is left"),
-    ],
-)
-def test_drafts_are_shared_out(wanted: list[int], most: int, granted: list[int]) -> None:
-    spans = [span_of(make_sequence([1, 2])) for _ in wanted]
-    for span, k in zip(spans, wanted, strict=True):
-        span.decision = Decision.of([Ask("ngram", k)]) if k else Decision.plain(Reason.COST)
-    share_rows(spans, most)
-    assert [span.reserved for span in spans] == granted
-    reasons = [None if k and any(granted) else Reason.LOAD if k else Reason.COST for k in wanted]
-    assert [span.reason for span in spans] == reasons
 
 
 # the shipped model, on texts that do not repeat themselves

@@ -18,7 +18,7 @@ from speculon.core.errors import InvalidParameter, InvalidRequest, ModelError, Q
 from speculon.core.images import ImageInput
 from speculon.core.media import prompts
 from speculon.core.media.files import ImageLimits
-from speculon.core.media.parts import IMAGE, Source, read_messages
+from speculon.core.media.parts import IMAGE, ImageSource, read_messages
 from speculon.core.media.prompts import Images, Processor
 from speculon.decoding.text.tokenizer import Tokenizer
 from tests.images import data_url, file_of, pixels
@@ -308,7 +308,7 @@ def test_a_gguf_file_has_none(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     images = images_of(EngineConfig(model=str(tmp_path / "model.gguf")), files=True)
     with pytest.raises(InvalidParameter, match="a GGUF file has no image processor"):
-        images.processor([Source("images.0", A)])
+        images.processor([ImageSource("images.0", A)])
 
 
 def test_a_processor_without_a_placeholder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

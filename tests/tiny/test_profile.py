@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,27 +11,28 @@ import pytest
 from speculon.core import telemetry
 from speculon.core.config import SamplingParams
 from speculon.core.telemetry import PARTS, Stopwatch
+from speculon.decoding.sequence import Sequence
 from speculon.engine import engine as engine_module
 from speculon.engine.engine import Engine
 from speculon.runtimes.torch.batch import Batch
-from speculon.runtimes.torch.kv.lease import Lease
 from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.torch.step import TorchStep
 from speculon.speculation.drafting import Drafting
 from tests.tiny.conftest import tiny_model
-from tests.tiny.scripted import drain, make_engine
+from tests.tiny.scripted import drain, make_engine, store_of
 
 SECONDS = {  # powers of two: any sum identifies its parts
     "plan": ("prepare", 1),
-    "decide": ("decide", 2),
-    "reserve": ("prepare", 4),
+    "reserve": ("prepare", 2),
+    "decide": ("decide", 4),
     "ask_lookups": ("propose", 8),
     "ask_models": ("propose", 16),
     "pack": ("prepare", 32),
     "view": ("prepare", 64),
     "forward": ("forward", 128),
     "verify": ("verify", 256),
-    "cut": ("verify", 512),
-    "commit": ("commit", 1024),
+    "commit": ("commit", 512),
+    "advance": ("commit", 1024),
     "__exit__": ("commit", 2048),
     "observe": ("settle", 4096),
     "account": ("settle", 8192),
@@ -48,7 +50,9 @@ class Clock:
     def around(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             self.now += SECONDS[name][1]
-            return call(*args, **kwargs)
+            result = call(*args, **kwargs)
+            # a forward is timed where it runs
+            return replace(result, ms=SECONDS[name][1] * 1e3) if name == "forward" else result
 
         return timed
 
@@ -62,13 +66,15 @@ def stepped(monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, float]:
         owners: dict[object, tuple[str, ...]] = {
             engine.scheduler: ("plan", "free_ended"),
             engine.policy: ("decide",),
-            engine.leases: ("reserve",),
+            engine.runtime: ("reserve",),
             Drafting: ("ask_lookups", "ask_models"),
             engine.proposers: ("observe",),
             Batch: ("pack",),
-            Lease: ("view", "commit", "__exit__"),
-            engine.target: ("forward",),
-            engine_module: ("verify", "cut", "account"),
+            store_of(engine): ("view",),
+            engine.runtime.target: ("forward",),
+            engine_module: ("verify", "account"),
+            TorchStep: ("commit", "__exit__"),
+            Sequence: ("advance",),
             engine: ("_forget",),
         }
         for owner, names in owners.items():

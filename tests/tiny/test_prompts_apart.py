@@ -17,7 +17,7 @@ from speculon.runtimes.torch.model.linear import packable
 from speculon.runtimes.torch.model.pieces import (
     InPieces,
     InvariantProducts,
-    Pieces,
+    ProductPieces,
     PromptsApart,
     with_prompts,
 )
@@ -39,7 +39,7 @@ def by_count(x: Tensor) -> Tensor:
 
 
 def prompts_apart(product: Any) -> PromptsApart:
-    found = Pieces().by_row(product, 16, 16, torch.float32)
+    found = ProductPieces().by_row(product, 16, 16, torch.float32)
     assert isinstance(found, PromptsApart)
     return found
 
@@ -62,7 +62,7 @@ def test_prompts_take_their_own_sizes_and_the_others_theirs() -> None:
 
 
 def test_where_larger_pieces_agree_prompts_are_not_apart() -> None:
-    assert isinstance(Pieces().by_row(lambda x: x + 1, 16, 16, torch.float32), InPieces)
+    assert isinstance(ProductPieces().by_row(lambda x: x + 1, 16, 16, torch.float32), InPieces)
 
 
 def test_a_size_with_which_the_order_of_rows_matters_is_not_taken() -> None:
@@ -102,7 +102,7 @@ def written(llm: LLM, prompts: list[list[int]], params: SamplingParams, **specul
 
 @in_bf16
 def test_logits_of_both_are_equal_in_every_batch(llm: LLM) -> None:
-    target = llm.engine.target
+    target = llm.engine.runtime.target
     assert target.prompts_apart and 0 < PROMPT and differing(target) is None
 
 
@@ -116,14 +116,14 @@ def test_where_all_layers_are_fused_no_product_is_cut_twice(
         raise AssertionError("a product of a fused layer ran in a mode")
 
     monkeypatch.setattr(InvariantProducts, "__enter__", cut_again)
-    assert llm.engine.target.prompts_apart and written(llm, PROMPTS[:1], GREEDY)
+    assert llm.engine.runtime.target.prompts_apart and written(llm, PROMPTS[:1], GREEDY)
 
 
 @in_bf16
 def test_a_row_of_a_prompt_that_runs_as_a_generated_one_is_seen(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = llm.engine.target
+    target = llm.engine.runtime.target
 
     def longer(runs: Any) -> Any:
         return with_prompts(tuple(r for r in runs if r[1] - r[0] > 1))
@@ -160,7 +160,7 @@ def test_a_prompt_that_holds_an_earlier_answer_computes_it_as_a_prompt(
 def test_pages_of_generated_tokens_in_a_prompt_are_seen(patched: None, tmp_path: Path) -> None:
     """Planted: pages are found by their tokens alone."""
     llm = load(tmp_path)
-    llm.engine.pool.prompts_apart = False
+    llm.engine.runtime.space.prompts_apart = False
     answer = written(llm, PROMPTS[:1], GREEDY)[0][0]
     longer = [[*PROMPTS[0], *answer, 7, 8, 9]]
     found = written(llm, longer, GREEDY)

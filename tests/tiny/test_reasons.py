@@ -10,10 +10,9 @@ import pytest
 
 from speculon.core.config import SamplingParams
 from speculon.core.telemetry import RequestStats
-from speculon.core.types import Reason
+from speculon.core.types import Limits, Reason
 from speculon.decoding.sequence import Sequence
 from speculon.engine.engine import Engine
-from speculon.runtimes.torch.needs import Needs
 from speculon.speculation.proposers.registry import register
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, use_draft
@@ -115,7 +114,7 @@ def memory(folder: Path) -> Reasons:
 
 
 def context_limit(folder: Path) -> Reasons:
-    return reasons(scripted(needs=Needs(max_context=len(PROMPT))))
+    return reasons(scripted(limits=Limits(max_context=len(PROMPT))))
 
 
 def max_tokens(folder: Path) -> Reasons:
@@ -123,7 +122,7 @@ def max_tokens(folder: Path) -> Reasons:
 
 
 def error(folder: Path) -> Reasons:
-    def fail(seqs: list[Sequence], budgets: list[int], lease: Any) -> Any:
+    def fail(seqs: list[Sequence], budgets: list[int]) -> Any:
         raise RuntimeError("planted")
 
     return reasons(scripted(propose=fail))

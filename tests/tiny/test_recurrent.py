@@ -18,7 +18,7 @@ from speculon.cli import app
 from speculon.core.config import EngineConfig
 from speculon.core.errors import ConfigError, UnsupportedModel
 from speculon.engine.engine import Engine
-from speculon.runtimes.torch.budget import Budget
+from speculon.runtimes.torch.budget import MemoryBudget
 from speculon.runtimes.torch.kv.states import StateSpan, StateStep
 from speculon.runtimes.torch.loading.load import context_limit, wrap_model
 from speculon.runtimes.torch.model import recurrent
@@ -40,7 +40,7 @@ from tests.tiny.recurrent import (
     wrong,
 )
 from tests.tiny.requests import accepted_lengths, drafting, row_error
-from tests.tiny.scripted import Key, Result, drain, make_engine, run, script, states_of
+from tests.tiny.scripted import Key, Result, drain, make_engine, proposer_of, run, script, states_of
 
 ZAMBA2 = {
     "num_hidden_layers": 4,
@@ -155,10 +155,10 @@ def test_an_eagle3_head_taps_recurrent_layers(name: str, tmp_path: Path) -> None
 def wrong_taps(engine: Engine, name: str, taps: tuple[int, ...]) -> float:
     """The largest difference of a state in the pages from the stock model's, relative to the largest."""
     worst, model = 0.0, copy.deepcopy(recurrent_model(name))
-    lease = engine.leases.reserve([]).of(len(engine.target.layers))
+    drafter = proposer_of(engine, "eagle3")
     assert len(engine.scheduler.running) > 2
     for seq in engine.scheduler.running:
-        stored = lease.taps([(seq, 0, seq.committed)])
+        stored = drafter.pages.taps([(seq, 0, seq.committed)])
         with torch.inference_mode():
             ids = torch.tensor([seq.tokens[: seq.committed]])
             states = model(ids, output_hidden_states=True).hidden_states
@@ -220,15 +220,15 @@ def test_states_are_part_of_the_memory_estimate() -> None:
     target = recurrent_target("falcon_h1")
     engine = make_engine(target, max_num_seqs=3, snapshot_memory_gb=0)
     held = sum(state.nbytes for layer in states_of(engine).states for state in layer)
-    assert engine.memory.states == held == 6 * target.state_bytes > 0
+    assert engine.runtime.estimate.states == held == 6 * target.state_bytes > 0
     parts = ("held", "drafters", "scratch", "remembered", "pages", "states", "snapshots", "additional")
-    assert engine.memory.total == sum(getattr(engine.memory, part) for part in parts)
+    assert engine.runtime.estimate.total == sum(getattr(engine.runtime.estimate, part) for part in parts)
 
 
 def test_states_that_do_not_fit_name_the_number_of_sequences() -> None:
     target = recurrent_target("mamba")
     needs = replace(target.needs(8, 8), bytes_states=1 << 60)
-    budget = Budget(EngineConfig(max_num_seqs=4096, num_blocks=30), needs, 64, torch.device("cpu"))
+    budget = MemoryBudget(EngineConfig(max_num_seqs=4096, num_blocks=30), needs, 64, torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"max_num_seqs = 4096: the recurrent states .* take \d+ bytes"):
         budget.pages([])
 

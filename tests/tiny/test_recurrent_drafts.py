@@ -21,12 +21,12 @@ from speculon.core.errors import MemoryExceeded
 from speculon.core.types import Reason
 from speculon.decoding.sequence import Sequence
 from speculon.engine import engine as engine_module
+from speculon.runtimes.torch import budget
 from speculon.runtimes.torch.drafters.draft_model import model_drafter
 from speculon.runtimes.torch.drafters.draft_model.proposer import NAME
+from speculon.runtimes.torch.kv.draft_pages import DraftStates
 from speculon.runtimes.torch.kv.draft_slots import PER_SEQUENCE, DraftSlots
-from speculon.runtimes.torch.kv.lease import DraftStates
 from speculon.runtimes.torch.kv.states import StateStep
-from speculon.runtimes.torch import budget
 from speculon.runtimes.torch.model.recurrent import Mixer
 from tests.tiny.checkpoint import byte_tokenizer
 from tests.tiny.conftest import build, tiny_target
@@ -150,7 +150,7 @@ class Begun:
 
     @property
     def slots(self) -> DraftSlots:
-        return self.engine.pool.draft_slots[NAME]
+        return self.engine.runtime.space.draft_slots[NAME]
 
     def step(self) -> None:
         for event in self.engine.step():
@@ -200,7 +200,7 @@ def test_an_error_in_the_middle_of_a_draft_costs_drafts_alone(
 ) -> None:
     """An error costs the sequences of the call their further drafts, an interrupt those of the step."""
     begun, raised, run_ = Begun(name), 0, Mixer.run
-    last = begun.engine.target.mixers[-1]
+    last = begun.engine.runtime.target.mixers[-1]
     draft_states = states_of(begun.engine, NAME)
 
     def failing(mixer: Mixer, step: StateStep, call: Any) -> Tensor:
@@ -234,7 +234,7 @@ def test_its_states_are_part_of_the_memory_estimate() -> None:
     held = sum(state.nbytes for mixer in states_of(engine, NAME).states for state in mixer)
     slot = recurrent_target("mamba").state_bytes
     assert held == (3 * PER_SEQUENCE + 3 * (5 + 1 - PER_SEQUENCE)) * slot
-    assert engine.memory.states == held + 6 * target.state_bytes
+    assert engine.runtime.estimate.states == held + 6 * target.state_bytes
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
@@ -265,10 +265,10 @@ def test_a_folder_of_a_recurrent_draft_fits_to_the_last_byte(
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     llm = start(folders)
-    memory = llm.engine.memory
+    memory = llm.engine.runtime.estimate
     assert memory.states > 0 and llm.generate([5, 6, 7], params)[0].speculation.rounds > 0
     expected = start(folders, method="off", draft=None).generate([5, 6, 7], params)[0].token_ids
-    assert start(folders, memory_limit_gb=memory.total / 2**30).engine.memory.action == "use"
+    assert start(folders, memory_limit_gb=memory.total / 2**30).engine.runtime.estimate.action == "use"
     monkeypatch.setattr(model_drafter, "load_target", fail)  # what does not fit is not loaded
     less = start(folders, memory_limit_gb=(memory.total - 1) / 2**30)
     output = less.generate([5, 6, 7], params)[0]
@@ -282,12 +282,12 @@ def test_a_folder_of_a_recurrent_draft_fits_to_the_last_byte(
 
 def nothing_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state after the last draft takes the place of each other one."""
-    settle = DraftSlots.roll_back
+    roll_back = DraftSlots.roll_back
 
-    def last(slots: DraftSlots, seq: Sequence) -> None:
+    def last(slots: DraftSlots, seq: Sequence, committed: int) -> int:
         if chain := slots.chains.get(seq.id):
             chain.slots = dict(zip(chain.slots, reversed(chain.slots.values()), strict=True))
-        settle(slots, seq)
+        return roll_back(slots, seq, committed)
 
     monkeypatch.setattr(DraftSlots, "roll_back", last)
 
@@ -296,8 +296,8 @@ def states_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where several sequences have a state, each reads that of its neighbour."""
     begin = DraftStates.begin
 
-    def rolled(states: DraftStates, pieces: Any) -> StateStep:
-        step = begin(states, pieces)
+    def rolled(states: DraftStates, ranges: Any) -> StateStep:
+        step = begin(states, ranges)
         going_on = [i for i, span in enumerate(step.spans) if not span.fresh]
         reads = [step.spans[i].read for i in going_on]
         for i, read in zip(going_on, reads[1:] + reads[:1], strict=True):
@@ -311,8 +311,8 @@ def not_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence begins with the state that its slot has from an earlier one."""
     begin = DraftStates.begin
 
-    def stale(states: DraftStates, pieces: Any) -> StateStep:
-        step = begin(states, pieces)
+    def stale(states: DraftStates, ranges: Any) -> StateStep:
+        step = begin(states, ranges)
         step.spans[:] = [replace(span, fresh=False) for span in step.spans]
         return step
 
@@ -321,15 +321,16 @@ def not_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def one_token_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft whose number of tokens is right, and which has not read the last accepted one."""
-    settle = DraftSlots.roll_back
+    roll_back = DraftSlots.roll_back
 
-    def late(slots: DraftSlots, seq: Sequence) -> None:
-        seen = seq.drafted.get(NAME, 0)
-        settle(slots, seq)
-        chain = slots.chains.get(seq.id)
-        if chain is not None and seen < seq.committed and chain.start == seen:
+    def late(slots: DraftSlots, seq: Sequence, committed: int) -> int:
+        read = slots.chains[seq.id].end if seq.id in slots.chains else 0
+        seen = roll_back(slots, seq, committed)
+        if 0 < seen == read < committed:
+            chain = slots.chains[seq.id]
             chain.slots = {seen + 1: chain.slots.pop(seen)}
-            chain.start = seq.drafted[NAME] = seen + 1
+            chain.start = seen = seen + 1
+        return seen
 
     monkeypatch.setattr(DraftSlots, "roll_back", late)
 

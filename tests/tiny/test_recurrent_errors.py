@@ -48,7 +48,7 @@ def test_a_step_that_fails_changes_no_state(name: str, place: str, monkeypatch: 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, place: str, engine: Engine) -> None:
     """The forward fails in its last mixer, the replay after its first, `verify` at once."""
-    last, inner = engine.target.mixers[-1], Mixer.run
+    last, inner = engine.runtime.target.mixers[-1], Mixer.run
 
     def failing(mixer: Mixer, step: StateStep, call: Any) -> Tensor:
         replays = not any(span.drafted for span in step.spans)
@@ -79,13 +79,13 @@ def test_an_abort_gives_the_slots_back() -> None:
     engine = begin("mamba2")
     for _ in range(3):
         engine.step()
-    free = len(engine.pool.slots.free)
+    free = len(engine.runtime.space.slots.free)
     engine.abort("q1")
-    assert len(engine.pool.slots.free) == free + 2
+    assert len(engine.runtime.space.slots.free) == free + 2
     engine.check_integrity()
     for request in requests():
         engine.abort(request.id)
-    slots = engine.pool.slots
+    slots = engine.runtime.space.slots
     assert len(slots.free) + len(slots.snapshot_slots) == slots.count, "snapshots hold the others"
 
 

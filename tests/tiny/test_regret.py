@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speculon.core.config import SamplingParams
 from speculon.core.types import TokenLogprobs
-from speculon.decoding.sampling import Row, row_noise, sample
+from speculon.decoding.sampling import ScoredRow, row_noise, sample
 from speculon.decoding.sequence import Rules
 from speculon.measure.check.regret import first_difference, movement, tie_limit, token_regret
 from tests.builders import make_sequence
@@ -26,17 +26,17 @@ PARAMS: dict[str, dict[str, Any]] = {
 }
 
 
-def row_of(seed: int = 0, **given: Any) -> Row:
+def row_of(seed: int = 0, **given: Any) -> ScoredRow:
     params = SamplingParams(seed=seed, **given)
     seq = make_sequence([1, 2, 3], output=[4, 5, 4], params=params, seed=seed, rules=Rules.of(params))
-    return Row(seq, seq.request.rules)
+    return ScoredRow(seq, seq.request.rules)
 
 
 def logits_of(seed: int) -> Tensor:
     return torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def noisy(logits: Tensor, row: Row) -> Tensor:
+def noisy(logits: Tensor, row: ScoredRow) -> Tensor:
     noise = row_noise([row], VOCAB, logits.device).view(-1).double()
     return logits.double() - row.rules.params.temperature * noise.log()
 
@@ -121,7 +121,7 @@ def test_a_token_that_cannot_be_is_infinitely_wrong() -> None:
     assert token_regret(logits, row, least, LIMIT) == float("inf")
     forbidden = torch.zeros(VOCAB, dtype=torch.bool)
     forbidden[7] = True
-    masked = Row(
+    masked = ScoredRow(
         row.seq, Rules.of(SamplingParams(temperature=0, structured={"regex": "a"})), (), 0, forbidden
     )
     assert token_regret(logits, masked, 7, LIMIT) == float("inf")

@@ -11,7 +11,7 @@ import pytest
 
 from speculon.core.config import SamplingParams, SpeculationConfig
 from speculon.core.types import Ask, Decision, Draft, Finish, Load, SpanOutcome
-from speculon.decoding.sequence import Span
+from speculon.decoding.rounds import Budget, Span
 from speculon.decoding.text.tokenizer import Tokenizer, final_text
 from speculon.speculation.proposers.registry import register
 from tests.tiny.account import check_account
@@ -147,11 +147,10 @@ def test_max_tokens_is_never_passed(limit: int) -> None:
 def test_max_tokens_is_kept_by_the_cut_alone(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy that drafts beyond the limit."""
     engine = make_engine(tiny_target("llama"))
-    monkeypatch.setattr(Span, "max_drafts", lambda span, method: K)
+    monkeypatch.setattr(Span, "wanted", property(lambda span: {"scripted": K}))
 
-    def decide(spans: list[Span], load: Load) -> None:
-        for span in spans:
-            span.decision = Decision.of([Ask("scripted", K)])
+    def decide(budgets: list[Budget], load: Load) -> list[Decision]:
+        return [Decision.of([Ask("scripted", K)]) for _ in budgets]
 
     monkeypatch.setattr(engine.policy, "decide", decide)
     script({("r", 0): text()}, lambda position: False)
@@ -182,7 +181,7 @@ def test_samples_share_the_pages_of_their_prompt() -> None:
     engine.add_request(prompt, SamplingParams(n=5, max_tokens=4, seed=1, ignore_eos=True), {"method": "off"})
     engine.step()
     engine.step()
-    tables = [seq.table for seq in engine.scheduler.running]
+    tables = [engine.runtime.space.of(seq).table for seq in engine.scheduler.running]
     assert len(tables) == 5 and all(table[:3] == tables[0][:3] for table in tables)
     assert len({page for table in tables for page in table}) == 3 + 5
     engine.check_integrity()
@@ -318,7 +317,7 @@ def broken(method: str) -> Callable[..., Any]:
 def drafts_of(*drafts: Any) -> Callable[..., Any]:
     def build(config: Any, facts: Any) -> Scripted:
         proposer = Scripted({})
-        proposer.propose = lambda seqs, budgets, lease: list(drafts)  # type: ignore[method-assign]
+        proposer.propose = lambda seqs, budgets: list(drafts)  # type: ignore[method-assign]
         return proposer
 
     return build

@@ -9,7 +9,7 @@ import pytest
 from speculon.core.config import RequestSpeculation, SamplingParams
 from speculon.decoding.sequence import Event
 from speculon.engine.messages import Add
-from speculon.engine.progress import Progress
+from speculon.engine.progress import RequestProgress
 from tests.tiny.forms import FORMS, engine_of
 from tests.tiny.scripted import Key, Result, drain
 
@@ -51,7 +51,7 @@ def check_resumed(params: dict[str, Any], method: str) -> None:
     whole = results_of(events)
     cuts = [at for at in range(1, len(events)) if events[at].tokens]
     for at in cuts[:: max(1, len(cuts) // 3)]:
-        progress = Progress(add)
+        progress = RequestProgress(add)
         for event in events[:at]:
             progress.note(event)
         parts = results_of([*events[:at], *ask(progress.rest())])
@@ -70,13 +70,13 @@ def test_the_parts_make_the_whole(case: str) -> None:
 @pytest.mark.parametrize("case", ["samples", "prompt"])
 def test_a_token_that_was_not_noted_is_seen(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin: one token of those that came is forgotten."""
-    monkeypatch.setattr(Progress, "rest", forgetful(Progress.rest))
+    monkeypatch.setattr(RequestProgress, "rest", forgetful(RequestProgress.rest))
     with pytest.raises(AssertionError):
         check_resumed(CASES[case], "off")
 
 
 def forgetful(rest: Any) -> Any:
-    def forget(progress: Progress) -> Add:
+    def forget(progress: RequestProgress) -> Add:
         add: Add = rest(progress)
         for tokens in (add.written or {}).values():
             del tokens[-1:]

@@ -119,7 +119,7 @@ def test_what_is_lost_or_counted_twice_is_seen(
 
 def test_steps_that_fail_are_counted_once_they_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, steps = started(), 0
-    forward = engine.target.forward
+    forward = engine.runtime.target.forward
 
     def failing(*given: Any) -> Any:
         nonlocal steps
@@ -128,7 +128,7 @@ def test_steps_that_fail_are_counted_once_they_succeed(monkeypatch: pytest.Monke
             raise MemoryError("planted")
         return forward(*given)
 
-    monkeypatch.setattr(engine.target, "forward", failing)
+    monkeypatch.setattr(engine.runtime.target, "forward", failing)
     step = engine.step
 
     def again() -> list[Event]:

@@ -36,13 +36,13 @@ class Clock:
         forward, propose = target.forward, proposer.propose
 
         def timed_forward(batch: Any, view: Any) -> Any:
-            drafts = sum(len(span.draft.tokens) for span in batch.spans)
-            self.ms += 3 + 0.5 * len(batch.spans) + self.row * drafts
+            drafts = sum(len(place.drafted.draft.tokens) for place in batch.placed)
+            self.ms += 3 + 0.5 * len(batch.placed) + self.row * drafts
             return forward(batch, view)
 
-        def timed_propose(seqs: Any, budgets: Any, lease: Any) -> Any:
+        def timed_propose(seqs: Any, budgets: Any) -> Any:
             self.ms += self.draft * max(budgets)
-            return propose(seqs, budgets, lease)
+            return propose(seqs, budgets)
 
         self._monkeypatch.setattr(target, "forward", timed_forward)
         self._monkeypatch.setattr(proposer, "propose", timed_propose)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import pytest
+from torch import Tensor
 
 from speculon.core.config import SamplingParams
+from speculon.core.types import Draft
+from speculon.decoding.rounds import Budget
 from speculon.speculation.control import shadow as shadow_module
 from tests.tiny.account import check_account, unknown_to
 from tests.tiny.conftest import tiny_target
@@ -86,7 +90,7 @@ def test_every_method_of_a_cascade_is_measured() -> None:
 
 
 def test_a_drafter_that_is_never_verified_lags_by_one_token() -> None:
-    """Its keys and values of drafted positions go with the lease, what was written is computed once."""
+    """Its keys and values of drafted positions go with the step, what was written is computed once."""
     model = noisy_draft(error_rate=0.5)
     made = make_engine(tiny_target(LLAMA), speculation=DRAFT)
     prompt = list(range(3, 30))
@@ -95,7 +99,7 @@ def test_a_drafter_that_is_never_verified_lags_by_one_token() -> None:
     while made.has_work:
         made.step()
         for seq in made.scheduler.running:
-            assert seq.drafted.get("draft_model", 0) <= seq.committed
+            assert made.runtime.space.of(seq).drafted.get("draft_model", 0) <= seq.committed
     assert model.calls[0] == len(prompt) + 1 and set(model.calls[1:]) == {1}
     made.check_integrity()
 
@@ -128,7 +132,7 @@ def test_a_step_that_fails_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch)
     engine = make_engine(tiny_target(LLAMA))
     (request,) = under("shadow", "greedy", "scripted")[:1]
     engine.add_request(request.prompt, request.params, request.speculation, request.id)
-    forward, calls = engine.target.forward, 0
+    forward, calls = engine.runtime.target.forward, 0
 
     def fail_sometimes(*args: Any) -> Any:
         nonlocal calls
@@ -138,7 +142,7 @@ def test_a_step_that_fails_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch)
         return forward(*args)
 
     try:
-        engine.target.forward = fail_sometimes  # type: ignore[method-assign]
+        engine.runtime.target.forward = fail_sometimes  # type: ignore[method-assign]
         results: dict[Key, Result] = {}
         for _ in range(500):
             if engine.has_work:
@@ -148,7 +152,7 @@ def test_a_step_that_fails_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch)
                 except MemoryError:
                     pass
     finally:
-        del engine.target.forward
+        del engine.runtime.target.forward
     script(truth, lambda position: False)
     done = run(tiny_target(LLAMA), [replace(request, speculation={**request.speculation, "policy": "fixed"})])  # type: ignore[dict-item]
     assert results[request.id, 0].tokens == truth[request.id, 0]
@@ -164,11 +168,17 @@ def test_goodput_keeps_no_probabilities_between_rounds() -> None:
         engine.add_request([1, 5 + first, 7, 9], params, {"method": "draft_model"})
     policy, with_q = engine.policy.of("goodput"), 0
     trim = policy.trim
-    spans: list[Any] = []
-    policy.trim = lambda method, span: spans.append(span) or trim(method, span)  # type: ignore[method-assign]
+    probs = list[ref[Tensor]]()
+
+    def trimmed(method: str, budget: Budget, draft: Draft) -> Any:
+        if draft.probs is not None:
+            probs.append(ref(draft.probs))
+        return trim(method, budget, draft)
+
+    policy.trim = trimmed  # type: ignore[method-assign]
     while engine.has_work:
         engine.step()
-        with_q += any(span.draft.probs is not None for span in spans)
-        assert all(one.span.draft.probs is None for one in policy._running.values())  # type: ignore[attr-defined]
-        spans.clear()
+        with_q += bool(probs)
+        assert not any(kept() is not None for kept in probs)
+        probs.clear()
     assert with_q

@@ -18,6 +18,7 @@ from speculon.runtimes.torch.kv import slots
 from speculon.runtimes.torch.kv.blocks import BlockPool
 from speculon.runtimes.torch.kv.slots import StateSlots
 from speculon.runtimes.torch.model.recurrent import Mixer
+from tests.engines import engine_on
 from tests.tiny.recurrent import (
     DIFFERENT,
     ROW_BY_ROW,
@@ -73,14 +74,14 @@ def wrong_later(name: str, results: dict[Key, Result], written: int) -> list[tup
 def found(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(preemptions so far, tokens found) of each sequence that takes its pages."""
     seen: list[tuple[int, int]] = []
-    attach = BlockPool.attach
+    open_pages = BlockPool.open
 
     def spied(pool: BlockPool, seq: Sequence) -> int:
-        tokens = attach(pool, seq)
+        tokens = open_pages(pool, seq)
         seen.append((seq.stats.preemptions, tokens))
         return tokens
 
-    monkeypatch.setattr(BlockPool, "attach", spied)
+    monkeypatch.setattr(BlockPool, "open", spied)
     return seen
 
 
@@ -139,16 +140,16 @@ def test_a_cut_beside_drafted_spans(name: str) -> None:
     engine, batch = make_engine(recurrent_target(name), max_num_seqs=3), drafting(requests(), 4)
     wave(engine, batch)
     cuts = 0
-    cut = StateSlots.cut
+    split_point = StateSlots.split_point
 
     def counted(held: StateSlots, seq: Sequence, end: int) -> tuple[int, int] | None:
         nonlocal cuts
-        at = cut(held, seq, end)
+        at = split_point(held, seq, end)
         cuts += at is not None
         return at
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StateSlots, "cut", counted)
+        patch.setattr(StateSlots, "split_point", counted)
         results = wave(engine, batch)
     assert cuts > 1 and not wrong(name, results) and accepted_lengths(results) >= set(range(5))
 
@@ -196,9 +197,10 @@ def test_snapshots_are_part_of_the_memory_estimate() -> None:
     each = target.state_bytes
     engine = make_engine(target, max_num_seqs=3, snapshot_memory_gb=2.5 * each / 2**30)
     held = sum(state.nbytes for layer in states_of(engine).states for state in layer)
-    assert (engine.memory.states, engine.memory.snapshots) == (6 * each, 2 * each)
-    assert held == 8 * each and "snapshots" in str(engine.memory)
-    assert engine.memory.snapshots == Engine(target, None, engine.config).memory.snapshots
+    assert (engine.runtime.estimate.states, engine.runtime.estimate.snapshots) == (6 * each, 2 * each)
+    assert held == 8 * each and "snapshots" in str(engine.runtime.estimate)
+    other = engine_on(target, None, engine.config)
+    assert engine.runtime.estimate.snapshots == other.runtime.estimate.snapshots
 
 
 @pytest.mark.parametrize(("name", "room"), list(zip(TWO, (1, 2), strict=True)))
@@ -215,7 +217,7 @@ def test_so_few_snapshots_that_they_replace_each_other(name: str, room: int) -> 
             for event in engine.step():
                 results.setdefault((event.request_id, event.sample), Result()).take(event)
             engine.check_integrity()
-            most = max(most, len(engine.pool.slots.pages))
+            most = max(most, len(engine.runtime.space.slots.pages))
         assert not wrong(name, results)
     assert most == room
 
@@ -223,7 +225,7 @@ def test_so_few_snapshots_that_they_replace_each_other(name: str, room: int) -> 
 @pytest.mark.parametrize("settings", [{"snapshot_memory_gb": 0}, {"prefix_cache": False}])
 def test_without_snapshots_there_is_no_prefix_cache(settings: dict[str, float]) -> None:
     engine = make_engine(recurrent_target("lfm2"), **settings)
-    assert (engine.memory.snapshots, engine.pool.prefix_cache) == (0, False)
+    assert (engine.runtime.estimate.snapshots, engine.runtime.space.prefix_cache) == (0, False)
     waves = [wave(engine, [requests()[1]]) for _ in range(3)]
     assert not any(cached(results)["q1", 0] for results in waves)
 
@@ -238,7 +240,7 @@ def test_without_snapshots_there_is_no_prefix_cache(settings: dict[str, float]) 
 def test_given_memory_must_hold_a_snapshot_and_be_free(memory: float, reason: str) -> None:
     config = EngineConfig(snapshot_memory_gb=memory, max_num_seqs=4096, max_context=64, num_blocks=1 << 40)
     with pytest.raises(ConfigError, match=reason):
-        Engine(recurrent_target("mamba"), None, config)
+        engine_on(recurrent_target("mamba"), None, config)
 
 
 # planted errors
@@ -255,13 +257,14 @@ def repeated(name: str) -> list[tuple[Key, int, float]]:
 
 @pytest.mark.parametrize("name", TWO)
 def test_a_snapshot_of_the_wrong_boundary_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep = StateSlots.keep
+    keep, pages = StateSlots.keep, dict[tuple[int, int], int]()
     assert not repeated(name)
 
     def misplaced(states: StateSlots, seq: Sequence, position: int, page: int) -> None:
         keep(states, seq, position, page)
-        if page in states.pages and len(seq.table) * SIZE > position and position > SIZE:
-            states.snapshot_slots[seq.table[position // SIZE - 2]] = states.snapshot_slots.pop(page)
+        pages[seq.id, position] = page
+        if page in states.pages and (before := pages.get((seq.id, position - SIZE))) is not None:
+            states.snapshot_slots[before] = states.snapshot_slots.pop(page)
 
     monkeypatch.setattr(StateSlots, "keep", misplaced)
     with pytest.raises(AssertionError):

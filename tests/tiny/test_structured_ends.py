@@ -16,6 +16,7 @@ from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.decoder import SpeculativeDecoder
 from speculon.engine.engine import Engine
 from speculon.runtimes.torch.model.target import Target
+from tests.engines import engine_on
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.forms import FORMS, SCHEMAS, check, engine_of, words
 from tests.tiny.scripted import Letters, Result, drain
@@ -190,7 +191,7 @@ def test_a_schema_that_is_too_deep_is_refused() -> None:
 
 def test_without_a_fast_tokenizer_forms_are_refused() -> None:
     for tokenizer, complaint in ((None, "need a tokenizer"), (Tokenizer(Letters()), "a fast one")):
-        engine = Engine(tiny_target("llama"), tokenizer, EngineConfig(block_size=4))
+        engine = engine_on(tiny_target("llama"), tokenizer, EngineConfig(block_size=4))
         with pytest.raises(InvalidParameter, match=complaint):
             engine.add_request([1, 2], SamplingParams(structured={"json_object": True}))
 

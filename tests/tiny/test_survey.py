@@ -20,7 +20,7 @@ from speculon.runtimes.torch.batch import Batch
 from speculon.runtimes.torch.kv.store import View
 from speculon.runtimes.torch.loading.load import wrap_model
 from speculon.runtimes.torch.loading.load_check import FURTHER
-from speculon.runtimes.torch.model.target import Output, Target
+from speculon.runtimes.torch.model.target import Target, TargetOutput
 
 SUPPORTED, REFUSED, PLANTED = "gemma3n_text", "xlnet", "gpt2"  # the first has a list of layer widths
 Wrong = Callable[[Batch], bool]
@@ -34,7 +34,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, wrong: Wrong) -> None:
         if model.config.model_type == PLANTED:
             forward = target.forward
 
-            def other(batch: Batch, view: View) -> Output:
+            def other(batch: Batch, view: View) -> TargetOutput:
                 out = forward(batch, view)
                 return replace(out, logits=out.logits.roll(1, -1)) if wrong(batch) else out
 
@@ -67,9 +67,9 @@ def test_a_supported_and_a_refused_type_pass(tmp_path: Path) -> None:
     [
         pytest.param(lambda batch: True, "plain", id="always"),
         pytest.param(
-            lambda batch: batch.score_rows.numel() > 1 == len(batch.spans), "with drafts", id="drafts"
+            lambda batch: batch.score_rows.numel() > 1 == len(batch.placed), "with drafts", id="drafts"
         ),
-        pytest.param(lambda batch: len(batch.spans) > 1, "in a batch", id="batch"),
+        pytest.param(lambda batch: len(batch.placed) > 1, "in a batch", id="batch"),
     ],
 )
 def test_a_type_that_differs_fails_the_command(

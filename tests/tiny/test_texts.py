@@ -14,6 +14,7 @@ from speculon.core.errors import InvalidParameter
 from speculon.decoding.text.tokenizer import final_text
 from speculon.engine.engine import Engine
 from speculon.runtimes.torch.loading.load import wrap_model
+from tests.engines import engine_on
 from tests.tiny.conftest import build
 from tests.tiny.demo_texts import DEMO, MISSING
 from tests.tiny.scripted import drain
@@ -27,7 +28,7 @@ WAYS = [{"method": "off"}, DRAFTED]
 def engine_of(vocabulary: str) -> Engine:
     read = tokenizer_of(vocabulary)
     model = build("llama", vocab_size=read.vocab_size + 5, eos_token_id=2)
-    return Engine(wrap_model(model), read, EngineConfig(block_size=4))
+    return engine_on(wrap_model(model), read, EngineConfig(block_size=4))
 
 
 def written(vocabulary: str, prompt: str, speculation: dict[str, Any], **params: Any) -> tuple[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import cycle, product
-from typing import Any
 
 import pytest
 
@@ -29,9 +28,7 @@ TARGETS = ("llama", "gemma3", "gpt_oss", "deepseek_v3", "llama4")
 class ScriptedTrees(Scripted):
     """A tree whose nodes follow each other at random; the true path is in it, as far as there is room."""
 
-    def propose_trees(
-        self, seqs: list[Sequence], budgets: list[int], depths: list[int], lease: Any
-    ) -> list[Draft]:
+    def propose_trees(self, seqs: list[Sequence], budgets: list[int], depths: list[int]) -> list[Draft]:
         return [self.tree(seq, k, depth) for seq, k, depth in zip(seqs, budgets, depths, strict=True)]
 
     def tree(self, seq: Sequence, k: int, depth: int) -> Draft:
@@ -54,14 +51,16 @@ class ScriptedTrees(Scripted):
             parents.append(parent)
             true_node = node if on_path else true_node
         draft = Draft(tuple(tokens), (NAME,) * k, parents=tuple(parents))
-        return draft.cut(k) if draft.parents != tuple(range(-1, k - 1)) else replace(draft, parents=None)
+        return (
+            draft.truncated(k) if draft.parents != tuple(range(-1, k - 1)) else replace(draft, parents=None)
+        )
 
 
 def use_trees(truth: Texts, tree: Draft | None = None) -> None:
     """Makes a drafter of random trees, or of this one, known by its name."""
     proposer = ScriptedTrees(truth)
     if tree is not None:
-        proposer.tree = lambda seq, k, depth: tree.cut(k)  # type: ignore[method-assign]
+        proposer.tree = lambda seq, k, depth: tree.truncated(k)  # type: ignore[method-assign]
     register(NAME, lambda config, target: proposer)
 
 
@@ -226,4 +225,4 @@ class Whole(ScriptedTrees):
         at, truth = seq.num_output, self.truth[seq.request.id, seq.sample]
         right = truth[at : at + 2]
         tokens = (*right[:1], (right[0] + 1) % self.vocab_size, *right[1:])
-        return Draft(tokens, (NAME,) * len(tokens), parents=(-1, -1, 0)[: len(tokens)]).cut(k)
+        return Draft(tokens, (NAME,) * len(tokens), parents=(-1, -1, 0)[: len(tokens)]).truncated(k)

@@ -23,9 +23,9 @@ def test_logits_of_verify_rows_are_the_stock_models(name: str) -> None:
 def test_drafts_one_position_too_far_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     pack = Batch.pack
 
-    def shifted(spans: Any, device: Any) -> Batch:
-        batch = pack(spans, device)
-        late = torch.cat([torch.arange(s.rows) >= s.length for s in spans]).long()
+    def shifted(drafted: Any, device: Any) -> Batch:
+        batch = pack(drafted, device)
+        late = torch.cat([torch.arange(one.rows) >= one.span.length for one in drafted]).long()
         return replace(batch, position_ids=batch.position_ids + late)
 
     requests = short_requests("llama")

@@ -17,16 +17,17 @@ from transformers import PreTrainedModel
 from speculon import SamplingParams
 from speculon.core.errors import InvalidParameter, NeverFits
 from speculon.core.images import ImageInput
-from speculon.decoding.sequence import Sequence, Span
+from speculon.decoding.sequence import Sequence
 from speculon.engine.engine import Engine
-from speculon.runtimes.torch.batch import Batch
+from speculon.runtimes.torch.batch import Batch, PlacedSpan
 from speculon.runtimes.torch.kv.store import PageStore, View
 from speculon.runtimes.torch.loading.load import load_target, make_target, wrap_model
 from speculon.runtimes.torch.loading.load_check import ImageSample
 from speculon.runtimes.torch.loading.memory import model_needs
 from speculon.runtimes.torch.model import vision
 from speculon.runtimes.torch.model.quantized import layers_of
-from speculon.runtimes.torch.model.target import Output, Target
+from speculon.runtimes.torch.model.target import Target, TargetOutput
+from tests.tiny.requests import scored_spans
 from tests.tiny.scripted import Key, Result, drain, make_engine, script, texts_of
 from tests.tiny.vision_models import (
     FAMILIES,
@@ -121,26 +122,24 @@ def test_the_text_is_that_of_generate(family: str, images: tuple[int, ...]) -> N
 
 def row_error(family: str, engine: Engine, requests: tuple[ImageRequest, ...]) -> float:
     """The largest difference of a scored row from the stock model's forward over the same tokens."""
-    forward, worst = engine.target.forward, 0.0
+    forward, worst = engine.runtime.target.forward, 0.0
 
-    def checked(batch: Batch, view: View) -> Output:
+    def checked(batch: Batch, view: View) -> TargetOutput:
         nonlocal worst
-        out, ids = forward(batch, view), batch.input_ids[0].tolist()
-        for span in batch.spans:
-            images = list(span.seq.request.images.images)
-            placeholders = sum(len(image.within(0, span.end)) for image in images)
-            if span.score:
-                text = [*span.seq.tokens[: span.start], *ids[span.row : span.row + span.rows]]
-                if text.count(IMAGE) != placeholders:  # a draft, which the stock model takes for an image
-                    continue
-                more = stock_arguments(family, text, images)
-                expected = stock(family)(torch.tensor([text]), **more).logits[0, -len(span.score) :]
-                rows = out.logits[span.score.start : span.score.stop]
-                worst = max(worst, float((rows - expected).abs().max() / expected.abs().max()))
+        out = forward(batch, view)
+        for one, rows in scored_spans(batch):
+            images = list(one.seq.request.images.images)
+            text = [*one.seq.tokens[: one.span.end], *one.draft.tokens]
+            if text.count(IMAGE) != sum(len(image.within(0, one.span.end)) for image in images):
+                continue  # a draft, which the stock model takes for an image
+            more = stock_arguments(family, text, images)
+            expected = stock(family)(torch.tensor([text]), **more).logits[0, -len(rows) :]
+            error = (out.logits[rows] - expected).abs().max() / expected.abs().max()
+            worst = max(worst, float(error))
         return out
 
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-        patch.setattr(engine.target, "forward", checked)
+        patch.setattr(engine.runtime.target, "forward", checked)
         for request in requests:
             request.add(engine, family)
         drain(engine)
@@ -243,9 +242,11 @@ def test_blocks_are_never_cut() -> None:
     engine = make_engine(target_of(family), max_batch_tokens=9, max_num_seqs=2)
     view = PageStore.view
 
-    def watched(store: PageStore, spans: list[Span]) -> View:
-        cut.extend(span for span in spans if span.seq.request.images.whole(0, span.end) != span.end)
-        return view(store, spans)
+    def watched(store: PageStore, placed: list[PlacedSpan], *others: Any) -> View:
+        cut.extend(
+            one for one, _ in placed if one.seq.request.images.whole_blocks(0, one.span.end) != one.span.end
+        )
+        return view(store, placed, *others)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PageStore, "view", watched)

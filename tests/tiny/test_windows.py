@@ -23,6 +23,7 @@ from speculon.runtimes.torch.loading.load import wrap_model
 from speculon.runtimes.torch.model.target import Target
 from speculon.runtimes.torch.needs import LayerSpec, Needs, Padding
 from tests.builders import spread
+from tests.engines import torch_runtime
 from tests.tiny import heads
 from tests.tiny.conftest import CHUNK, MIXED, WINDOW, build
 from tests.tiny.drafting import DRAFT, NoisyModel, use_draft
@@ -93,7 +94,7 @@ def write(engine: Engine, speculation: dict[str, Any] = OFF, shared: int = 0) ->
 def whole(name: str, shared: int = 0) -> Texts:
     """What an engine writes that keeps all pages."""
     engine = make_engine(target(name))
-    engine.pool.reach = None
+    engine.runtime.space.reach = None
     return texts_of(write(engine, shared=shared))
 
 
@@ -116,7 +117,7 @@ def test_texts_are_those_of_all_pages(name: str, settings: dict[str, Any], specu
 def test_pages_released_too_early_are_found(change: int) -> None:
     """The planted error. One position is kept above what is read, so it may be missing."""
     engine = make_engine(target("windows"), **SMALL)
-    engine.pool.reach = WINDOW + change
+    engine.runtime.space.reach = WINDOW + change
     if change == -1:
         assert texts_of(write(engine)) == whole("windows")
         return
@@ -126,7 +127,7 @@ def test_pages_released_too_early_are_found(change: int) -> None:
 
 def test_a_model_with_a_global_layer_keeps_all_pages() -> None:
     engine = make_engine(target("one global layer"), **SMALL | {"num_blocks": 43})
-    assert engine.pool.reach is None
+    assert engine.runtime.space.reach is None
     assert texts_of(write(engine)) == whole("one global layer")
     small = make_engine(target("one global layer"), **SMALL)
     with pytest.raises(NeverFits, match="169 tokens need 43 KV pages of 4, the pool owns 8"):
@@ -140,7 +141,7 @@ def test_what_can_never_fit_is_refused_with_the_pages_of_the_window() -> None:
     with pytest.raises(NeverFits, match="169 tokens need 4 KV pages of 4, the pool owns 3"):
         engine.add_request(request.prompt, request.params)
     engine.add_request(request.prompt[:4], SamplingParams(max_tokens=8))
-    assert make_engine(target("windows"), **SMALL).pool.max_pages(500, 8) == 4
+    assert make_engine(target("windows"), **SMALL).runtime.space.most(500) == 4 * 4
 
 
 def test_a_prefix_is_found_while_its_pages_are_cached() -> None:
@@ -164,7 +165,7 @@ def drafting(draft: Any, **settings: Any) -> tuple[Engine, dict[Key, Result]]:
 @pytest.mark.parametrize(("name", "settings"), [("windows", {}), ("chunks", {"num_blocks": 60})])
 def test_a_draft_model_with_windows(name: str, settings: dict[str, Any]) -> None:
     engine, results = drafting(NoisyModel(target(name)), **settings)
-    assert engine.pool.reach is not None and texts_of(results) == whole("windows")
+    assert engine.runtime.space.reach is not None and texts_of(results) == whole("windows")
     assert sum(result.stats.drafted_at.total() for result in results.values()) > 40
 
 
@@ -188,7 +189,7 @@ def test_a_draft_that_has_read_all_in_time_is_that_of_all_pages() -> None:
 
 def test_a_draft_model_without_windows_keeps_all_pages() -> None:
     engine, results = drafting(NoisyModel(wrap_model(build("llama", **LONG))), num_blocks=48)
-    assert engine.pool.reach is None and texts_of(results) == whole("windows")
+    assert engine.runtime.space.reach is None and texts_of(results) == whole("windows")
 
 
 def test_a_draft_reads_no_row_of_another_text() -> None:
@@ -205,9 +206,10 @@ def test_a_draft_reads_no_row_of_another_text() -> None:
     engine.add_request(requests()[1].prompt, requests()[1].params, speculation, "r")
     while not (running := engine.scheduler.running) or running[0].pending > 1:
         engine.step()
-    assert running[0].released > 0 and not running[0].drafted
+    pages = torch_runtime(engine).space.of(running[0])
+    assert pages.released > 0 and not pages.drafted
     engine.step()
-    assert running[0].skipped == {"draft_model"}
+    assert pages.skipped == {"draft_model"}
     result = drain(engine)["r", 0]
     done = result.stats.speculation()
     assert result.tokens == whole("windows")["q1", 0][-len(result.tokens) :]
@@ -235,7 +237,7 @@ def test_a_head_with_a_window_reads_its_own_rows(deep: Target, tmp_path: Path, w
         watch = heads.watch_heads(found[0] if found else None)
         drafter = heads.folder_of(tmp_path) if found else {}
         engine = make_engine(deep, **SMALL | {"num_blocks": 40}, speculation=drafter)
-        assert engine.pool.reach == (window + MAX_DRAFTS if found else WINDOW)
+        assert engine.runtime.space.reach == (window + MAX_DRAFTS if found else WINDOW)
         for request in short:
             engine.add_request(request.prompt, request.params, speculation, request.id)
         found.append(texts_of(drain(engine)))
@@ -279,13 +281,13 @@ def test_padded_keys_are_kept() -> None:
     params, found = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True), []
     for pages in (20, 40):
         engine = make_engine(made, **SMALL | {"num_blocks": pages})
-        assert engine.pool.reach == WINDOW + 63
-        engine.pool.reach = engine.pool.reach if pages == 20 else None
+        assert engine.runtime.space.reach == WINDOW + 63
+        engine.runtime.space.reach = engine.runtime.space.reach if pages == 20 else None
         engine.add_request(requests()[1].prompt[:8], params, OFF, "r")
         found.append(texts_of(drain(engine)))
     assert found[0] == found[1]
     engine = make_engine(made, **SMALL | {"num_blocks": 20})
-    engine.pool.reach = WINDOW
+    engine.runtime.space.reach = WINDOW
     engine.add_request(requests()[1].prompt[:8], params, OFF, "r")
     with pytest.raises(AssertionError, match="positions of"):
         drain(engine)

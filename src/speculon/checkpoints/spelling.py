@@ -31,21 +31,21 @@ SAMPLE = (
     "    return sum(values) / len(values)\n"
 )
 
-Key = tuple[bool, bytes]  # whether a token is special, and what it spells
+SpelledToken = tuple[bool, bytes]  # whether a token is special, and what it spells
 
 
 @dataclass(frozen=True)
 class Spelling:
     """What each token of a tokenizer spells, by id. Tokens whose bytes are unknown are left out."""
 
-    keys: Mapping[int, Key]
+    keys: Mapping[int, SpelledToken]
     single: frozenset[int]  # tokens of one byte that exist beside a token for the same character
     size: int  # tokens, with those that are left out
 
     @cached_property
-    def by_key(self) -> dict[Key, list[int]]:
+    def by_key(self) -> dict[SpelledToken, list[int]]:
         """The ids that spell the same; those that a text is made of come first."""
-        ids: dict[Key, list[int]] = defaultdict(list)
+        ids: dict[SpelledToken, list[int]] = defaultdict(list)
         for token in sorted(self.keys, key=lambda token: (token in self.single, token)):
             ids[self.keys[token]].append(token)
         return dict(ids)

@@ -68,9 +68,9 @@ def bench(
 
 def refuse_chats(config: EngineConfig, prompts: Iterable[Any]) -> None:
     """Raises `InvalidParameter` for the first chat of a file, where the checkpoint has no template."""
-    from speculon.measure.bench.data import DATA, NO_TEMPLATE, Prompt
+    from speculon.measure.bench.data import DATA, NO_TEMPLATE, DataPrompt
 
-    chat = next((p for p in prompts if isinstance(p, Prompt) and not isinstance(p.content, str)), None)
+    chat = next((p for p in prompts if isinstance(p, DataPrompt) and not isinstance(p.content, str)), None)
     if chat is not None and lacks_template(config):
         raise InvalidParameter(DATA, chat.place, NO_TEMPLATE)
 

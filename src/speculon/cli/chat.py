@@ -15,7 +15,7 @@ from rich.console import Console
 from typer import Option
 
 from speculon.cli.app import SpeculativeConfig, command
-from speculon.cli.drafts import DraftStream, Run, WordWrap, drawn, legend, painted
+from speculon.cli.drafts import DraftStream, StyledRun, WordWrap, drawn, legend, painted
 from speculon.cli.generate import adapter_of, load_for_one_user
 from speculon.cli.options import Flags, settings_from
 from speculon.cli.screen import EXIT_REFUSED, account, errors, print_json, say, show_error, streaming
@@ -43,7 +43,7 @@ KEYS = f"Ctrl-C ends an answer and keeps its text. {QUOTES} begins and ends a me
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TypedTurn:
     """The input of one line, or of several between quotes."""
 
     text: str
@@ -98,9 +98,9 @@ class Chat:
     def run(self) -> None:
         """Turn by turn until the end of the input. A refused turn changes nothing."""
         if self.interactive and not self.as_json:
-            target = self.llm.engine.target
+            facts = self.llm.engine.runtime.facts
             raw = "Text is continued as it is." if self.session.raw else ""
-            size = f"{target.num_parameters / 1e6:.1f} M parameters, {target.device}"
+            size = f"{facts.parameters / 1e6:.1f} M parameters, {facts.form['device']}"
             self.tell(f"{self.llm.config.model}: {size}. /help lists the commands. {raw}")
         while True:
             try:
@@ -155,10 +155,10 @@ class Chat:
         left = self.llm.engine.max_context - len(self.session.prompt(content))
         return self.session.params.model_copy(update={"max_tokens": max(1, left // 2)})
 
-    def write(self, *runs: Run) -> None:
+    def write(self, *runs: StyledRun) -> None:
         if self.as_json:
             return
-        shown: Iterable[Run] = runs
+        shown: Iterable[StyledRun] = runs
         if self.out.is_terminal:
             shown = self.wrap.push((drawn(text), source) for text, source in runs)
         coloured = self.show_drafts and self.shows_colour
@@ -268,18 +268,18 @@ def counted(turns: int) -> str:
     return f"{turns} turn{'s' * (turns != 1)}"
 
 
-def read_turn(read: Callable[[str], str]) -> Turn:
+def read_turn(read: Callable[[str], str]) -> TypedTurn:
     """The next line, or all lines of a quoted text. Raises `EOFError` at the end."""
     text = read("> ")
     if not text.startswith(QUOTES):
-        return Turn(text)
+        return TypedTurn(text)
     while not closed(text):
         try:
             text += "\n" + read(". ")
         except EOFError:
             break
     inner = text.rstrip()[len(QUOTES) :] if closed(text) else text[len(QUOTES) :] + QUOTES
-    return Turn(inner.removesuffix(QUOTES).strip("\n"), quoted=True)
+    return TypedTurn(inner.removesuffix(QUOTES).strip("\n"), quoted=True)
 
 
 def closed(text: str) -> bool:

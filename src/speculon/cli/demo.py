@@ -34,7 +34,7 @@ DIFFERENT = {  # by whether the target is batch-invariant
 }
 
 
-class Prompt(NamedTuple):
+class DemoPrompt(NamedTuple):
     title: str
     text: str
     max_tokens: int
@@ -59,9 +59,11 @@ FILE: Final = '''class Account:
         return f"Account({self.owner!r}, {self.balance})"'''
 
 PROMPTS: Final = (
-    Prompt("A question", "Why is the sky blue? Explain it to a ten-year-old.", 96),
-    Prompt("A story", "Write a short story about a lighthouse keeper who finds a letter in a bottle.", 96),
-    Prompt(
+    DemoPrompt("A question", "Why is the sky blue? Explain it to a ten-year-old.", 96),
+    DemoPrompt(
+        "A story", "Write a short story about a lighthouse keeper who finds a letter in a bottle.", 96
+    ),
+    DemoPrompt(
         "An edit",
         f"Write the same class with the name Wallet. Show the whole code again.\n\n```python\n{FILE}\n```",
         160,
@@ -70,7 +72,7 @@ PROMPTS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class ModeTiming:
     """One mode of a task; medians over the rounds."""
 
     tokens_per_second: float
@@ -81,12 +83,12 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TaskOutcome:
     task: str
     text: str
-    plain: Side
+    plain: ModeTiming
     mode: str  # the benchmark's name of it
-    speculative: Side
+    speculative: ModeTiming
     times_faster: float
     same_text: bool
     failed: bool  # a text differs, although the target is batch-invariant
@@ -111,8 +113,8 @@ def demo(
     EngineConfig(**settings)  # refuses wrong settings before torch is imported
     llm = load_llm(settings, as_json)
     console = output(quiet=as_json)
-    target = llm.engine.target
-    size = f"{target.num_parameters / 1e6:.1f} M parameters, {len(target.layers)} layers, {target.device}"
+    facts = llm.engine.runtime.facts
+    size = f"{facts.parameters / 1e6:.1f} M parameters, {facts.layers} layers, {facts.form['device']}"
     green = Text("Green", ACCEPTED)
     console.print(Text.assemble(f"{llm.config.model}: {size}.\n", green, EXPLANATION))
     mode = AUTO if num_speculative_tokens is None else f"{AUTO}:{num_speculative_tokens}"
@@ -125,7 +127,7 @@ def demo(
         raise SystemExit(1)
 
 
-def perform(llm: LLM, prompt: Prompt, mode: str, rounds: int, console: Console) -> Outcome:
+def perform(llm: LLM, prompt: DemoPrompt, mode: str, rounds: int, console: Console) -> TaskOutcome:
     """Answers a prompt greedily, plainly and in a mode of the benchmark, and shows both."""
     from speculon.measure.bench.measure import measure
     from speculon.measure.bench.plan import parse_mode
@@ -152,7 +154,9 @@ def perform(llm: LLM, prompt: Prompt, mode: str, rounds: int, console: Console) 
     return outcome
 
 
-def compare(llm: LLM, case: Case, mode: str, plain: list[Measurement], fast: list[Measurement]) -> Outcome:
+def compare(
+    llm: LLM, case: Case, mode: str, plain: list[Measurement], fast: list[Measurement]
+) -> TaskOutcome:
     from speculon.measure.bench.measure import loops
 
     pairs = zip(fast, plain, strict=True)
@@ -163,11 +167,11 @@ def compare(llm: LLM, case: Case, mode: str, plain: list[Measurement], fast: lis
     sentences = [
         f"{faster(ratios)}: {sides[1].target_calls} target calls instead of {sides[0].target_calls}, because "
         f"a call yielded {sides[1].tokens_per_call:.1f} tokens on average.",
-        "Same text: yes, token for token." if same else DIFFERENT[llm.engine.target.batch_invariant],
+        "Same text: yes, token for token." if same else DIFFERENT[llm.engine.runtime.facts.batch_invariant],
     ]
     if loops(text):
         sentences.append("This text repeats itself: most drafts of a repetition are accepted.")
-    return Outcome(
+    return TaskOutcome(
         task=case.name,
         text=fast[0].texts[0],
         plain=sides[0],
@@ -175,15 +179,15 @@ def compare(llm: LLM, case: Case, mode: str, plain: list[Measurement], fast: lis
         speculative=sides[1],
         times_faster=median(ratios),
         same_text=same,
-        failed=not same and llm.engine.target.batch_invariant,
+        failed=not same and llm.engine.runtime.facts.batch_invariant,
         why="\n".join(sentences),
     )
 
 
-def side_of(measurements: list[Measurement]) -> Side:
+def side_of(measurements: list[Measurement]) -> ModeTiming:
     stats = measurements[0].stats
     done = stats.speculation()
-    return Side(
+    return ModeTiming(
         tokens_per_second=median(run.tokens_per_second for run in measurements),
         ms=median(run.seconds for run in measurements) * 1e3,
         target_calls=stats.target_calls,
@@ -202,7 +206,7 @@ def faster(ratios: list[float]) -> str:
     return "No faster"
 
 
-def as_table(outcome: Outcome) -> Table:
+def as_table(outcome: TaskOutcome) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("")
     for name in ("tokens/s", "ms", "target calls", "tokens per call", "drafts accepted"):

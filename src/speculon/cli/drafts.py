@@ -45,7 +45,7 @@ PIECES = re.compile(r"\s|\S+")
 TAB = 8  # columns
 ACCEPTED = "bold green"
 
-Run = tuple[str, str | None]  # text, and the method that drafted it; None: the target itself
+StyledRun = tuple[str, str | None]  # text, and the method that drafted it; None: the target itself
 
 
 def colour_of(source: str | None) -> str:
@@ -67,7 +67,7 @@ class DraftStream:
         self._shown, self._tokens = 0, 0
         self.counts: Counter[str] = Counter()  # source -> tokens
 
-    def push(self, tokens: Sequence[int], sources: Sequence[str | None]) -> Iterator[Run]:
+    def push(self, tokens: Sequence[int], sources: Sequence[str | None]) -> Iterator[StyledRun]:
         """The text that is certain now. `sources` belong to the first tokens, the others are the target's."""
         for token, source in zip_longest(tokens, sources):
             self.counts[source or OWN] += 1
@@ -75,12 +75,12 @@ class DraftStream:
             self._sources.extend(source for _ in self._whole.push([token]))
             yield from self._runs(self._certain.push([token]))
 
-    def finish(self, answer: Completion) -> Iterator[Run]:
+    def finish(self, answer: Completion) -> Iterator[StyledRun]:
         """The rest of the text, and tokens that were not pushed because of Ctrl-C."""
         yield from self.push(answer.token_ids[self._tokens :], answer.sources[self._tokens :])
         yield from self._runs(answer.text[self._shown :])
 
-    def _runs(self, text: str) -> Iterator[Run]:
+    def _runs(self, text: str) -> Iterator[StyledRun]:
         self._shown += len(text)
         owned = [(character, self._sources.popleft() if self._sources else None) for character in text]
         for source, run in groupby(owned, key=lambda pair: pair[1]):
@@ -108,9 +108,9 @@ class WordWrap:
     """Breaks lines between words, on a terminal. A word is held back until its end is known."""
 
     def __init__(self, width: int):
-        self.width, self.column, self.word = max(1, width), 0, list[Run]()
+        self.width, self.column, self.word = max(1, width), 0, list[StyledRun]()
 
-    def push(self, runs: Iterable[Run]) -> Iterator[Run]:
+    def push(self, runs: Iterable[StyledRun]) -> Iterator[StyledRun]:
         for text, source in runs:
             for piece in PIECES.findall(text):
                 if piece.isspace():
@@ -128,7 +128,7 @@ class WordWrap:
     def length(self) -> int:
         return sum(cell_len(text) for text, _ in self.word)
 
-    def flush(self) -> Iterator[Run]:
+    def flush(self) -> Iterator[StyledRun]:
         """The held word, on a new line where this one has no room for it."""
         if self.column and self.column + self.length > self.width:
             yield "\n", None
@@ -139,6 +139,6 @@ class WordWrap:
         self.word = []
 
 
-def in_green(runs: Iterable[Run]) -> Text:
+def in_green(runs: Iterable[StyledRun]) -> Text:
     """A text with its accepted drafts marked."""
     return Text.assemble(*((drawn(text), ACCEPTED if source else "") for text, source in runs))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.table import Table
@@ -26,13 +26,9 @@ from speculon.runtimes.torch.drafters.config import AUTHORS, DrafterConfig
 from speculon.runtimes.torch.drafters.families import Family, family_of
 from speculon.runtimes.torch.drafters.mtp.tensors import MTP, find_mtp
 from speculon.runtimes.torch.drafters.pairing import check_fit
-from speculon.runtimes.torch.kv.slots import PER_SEQUENCE
 from speculon.speculation.proposers.registry import AUTO
 
-if TYPE_CHECKING:
-    from speculon.runtimes.torch.model.target import Runner, Target
-
-Facts = dict[str, Any]
+Details = dict[str, Any]
 
 NO_TEXT = "none, token ids only"
 TOOLS = {  # how the calls of functions are written
@@ -55,7 +51,6 @@ MEMORY = ("held", "drafters", "scratch", "remembered", "pages", "states", "snaps
 FOR_TESTS = ("synthetic",)  # methods that no user drafts with: they imitate an acceptance rate
 
 # the fields of an attention layer's `LayerSpec` that are shown
-LAYER = ("heads", "k_dim", "v_dim", "window", "dtype", "chunk")
 
 HEADERS = (  # the facts of a `Checkpoint` that are told
     "architecture model_type num_layers hidden_size vocab_size max_context dtype num_parameters num_bytes "
@@ -143,10 +138,10 @@ def inspect(
 
 
 def examine(
-    model: str, speculation: Facts, form: Facts, tell: Callable[[str], None]
-) -> tuple[Facts, SpeculonError | None]:
+    model: str, speculation: Details, form: Details, tell: Callable[[str], None]
+) -> tuple[Details, SpeculonError | None]:
     """What loading shows, and the error where something is refused: the target, or its engine alone."""
-    from speculon.runtimes.torch.loading.load import load_target
+    from speculon.runtimes.registry import backend
 
     text = tokenizer_facts(model)
     try:
@@ -156,16 +151,14 @@ def examine(
     except SpeculonError as error:
         refusal = error
     try:
-        others = {name: value for name, value in form.items() if name != "fuse"}
-        fused = form.get("fuse", True)
-        target = load_target(model, fused=fused, batch_invariant=None, progress=tell, **others)
+        alone = backend().describe_alone(model, form, tell)
     except SpeculonError as error:
         return {"supported": False, **as_json_error(error)}, error
     missing = "draft_fits" if speculation else "engine"
-    return {**text, **target_facts(target), missing: False, **as_json_error(refusal)}, refusal
+    return {**text, **alone, missing: False, **as_json_error(refusal)}, refusal
 
 
-def tokenizer_facts(model: str) -> Facts:
+def tokenizer_facts(model: str) -> Details:
     """What reads and writes texts; where nothing can, the engine takes token ids alone."""
     from speculon.checkpoints.reading import load_tokenizer
     from speculon.decoding.text.tokenizer import Tokenizer
@@ -183,7 +176,7 @@ def tokenizer_facts(model: str) -> Facts:
     }
 
 
-def headers(checkpoint: Checkpoint) -> Facts:
+def headers(checkpoint: Checkpoint) -> Details:
     try:
         mtp = find_mtp(checkpoint.path)
         mtp_words = f"{mtp.summary()}: method {MTP}" if mtp else None
@@ -193,72 +186,21 @@ def headers(checkpoint: Checkpoint) -> Facts:
     return {"path": str(checkpoint.path), **facts, "mtp": mtp_words}
 
 
-def target_facts(target: Target) -> Facts:
-    """Of a loaded target; `states` say how a recurrent one restores them."""
-    states = {
-        "mixers": len(target.mixers),
-        "bytes_per_sequence": PER_SEQUENCE * target.state_bytes,
-        "single_rows": {
-            type(mixer.module).__name__: mixer.by_row if mixer.continues else None for mixer in target.mixers
-        },
-    }
-    return {
-        "dtype": dtype_name(target.dtype),
-        "device": target.device.type,
-        "num_parameters": target.num_parameters,
-        "max_context": target.max_context,
-        "weight_bytes": target.num_bytes,
-        "kv_bytes_per_token": sum(layer.bytes_per_token for layer in target.layers),
-        "layers": [
-            {name: getattr(layer, name) for name in LAYER} | {"dtype": dtype_name(layer.dtype)}
-            for layer in target.layers
-            if layer.heads
-        ],
-        "states": states if target.recurrent else None,
-        "packed": target.packed,
-        "fused": str(target.runner),
-        "speed": speed_words(target.runner),
-        "images": None if target.vision else target.no_images,  # why it takes none
-        "batch_invariant": target.invariance,
-        "adapters": [f"{name}: {adapter}" for name, adapter in target.adapters.items()],
-        "notes": list(target.notes),
-        "supported": True,
-    }
-
-
-def speed_words(runner: Runner) -> str:
-    """Whether layers are fused, and how what is between two attentions runs."""
-    if not runner.chosen:
-        fused = "no layer is fused"
-    elif runner.fused == runner.layers:
-        fused = f"all {runner.layers} layers are fused"
-    else:
-        why = ", ".join(f"{reason} ({count})" for reason, count in runner.refused.items())
-        fused = f"{runner.fused} of {runner.layers} layers are fused, since others differ: {why}"
-    programs = {"compiled": "and compiled", "captured": "and captured as CUDA graphs"}
-    return f"{fused} {programs.get(runner.form, 'and not compiled (set --compile)')}"
-
-
-def dtype_name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def with_engine(
-    model: str, speculation: Facts, form: Facts, tell: Callable[[str], None], texts: bool
-) -> Facts:
+    model: str, speculation: Details, form: Details, tell: Callable[[str], None], texts: bool
+) -> Details:
     """The model as an engine holds it, with its methods, its capabilities and its memory."""
     from speculon.engine.llm import LLM
 
-    chosen: Facts = {"speculation": speculation} if speculation else {}
+    chosen: Details = {"speculation": speculation} if speculation else {}
     tokenizer: Literal["auto"] | None = "auto" if texts else None
-    nothing_kept: Facts = {"warmup": False, "events": None, "state": None}
+    nothing_kept: Details = {"warmup": False, "events": None, "state": None}
     engine = LLM(model, progress=tell, tokenizer=tokenizer, **form, **nothing_kept, **chosen).engine
-    facts = target_facts(engine.target) | {
+    facts = engine.runtime.describe() | {
         "method": engine.proposers.default,
         "drafters": {name: str(draft) for name, draft in engine.config.speculation.drafts.items()},
         "capabilities": capabilities_json(engine.capabilities()),
-        "memory": engine.memory.to_dict(),
-        "pool_tokens": engine.pool.num_blocks * engine.pool.block_size,
+        "pool_tokens": engine.runtime.facts.capacity,
     }
     return facts | {"draft_fits": True} if speculation else facts
 
@@ -266,7 +208,7 @@ def with_engine(
 # the summary
 
 
-def summary(facts: Facts) -> Table:
+def summary(facts: Details) -> Table:
     """What a user asks first of a model, in a few sentences."""
     table = two_columns()
     for label, text, style in summary_rows(facts):
@@ -274,7 +216,7 @@ def summary(facts: Facts) -> Table:
     return table
 
 
-def summary_rows(facts: Facts) -> Iterator[tuple[str, str, str]]:
+def summary_rows(facts: Details) -> Iterator[tuple[str, str, str]]:
     """Labels, texts and their styles."""
     yield "model", f"{Path(facts['path']).name}: {facts['architecture']}, {model_size(facts)}", ""
     yield "at", facts["path"], ""
@@ -310,7 +252,7 @@ def summary_rows(facts: Facts) -> Iterator[tuple[str, str, str]]:
         yield "memory estimate", memory_words(facts["memory"]), "green" if facts["memory"]["fits"] else "red"
 
 
-def model_size(facts: Facts) -> str:
+def model_size(facts: Details) -> str:
     parts = [f"{facts['num_layers']} layers" if facts["num_layers"] else ""]
     if count := facts["num_parameters"]:
         parts.append(f"{count / 1e6:,.1f} M parameters" if count >= 1e6 else f"{count:,} parameters")
@@ -319,7 +261,7 @@ def model_size(facts: Facts) -> str:
     )
 
 
-def takes(facts: Facts) -> Iterator[str]:
+def takes(facts: Details) -> Iterator[str]:
     if facts["tokenizer"] == NO_TEXT:
         yield "token ids only, since it has no usable tokenizer"
     elif not facts["chat"]:
@@ -331,11 +273,11 @@ def takes(facts: Facts) -> Iterator[str]:
     yield context_words(facts)
 
 
-def context_words(facts: Facts) -> str:
+def context_words(facts: Details) -> str:
     return f"up to {facts['max_context']:,} tokens" if facts["max_context"] else "a context of unknown length"
 
 
-def held_words(facts: Facts) -> str:
+def held_words(facts: Details) -> str:
     memory, tokens, each = facts["memory"], facts["pool_tokens"], facts["kv_bytes_per_token"]
     held = f"the process holds {size(memory['measured'])} now, libraries included"
     pages = f"its pages take up to {size(memory['pages'])}: {tokens:,} tokens, {size(each)} each"
@@ -352,7 +294,7 @@ def batch_words(invariance: str) -> tuple[str, str]:
     return f"two tokens nearly equal in probability may change places in another batch ({why})", "yellow"
 
 
-def method_rows(facts: Facts) -> Iterator[tuple[str, str, str]]:
+def method_rows(facts: Details) -> Iterator[tuple[str, str, str]]:
     """The methods that can draft here, by what they draft from, and why each other one cannot."""
     rows = {
         feature.removeprefix("methods."): row
@@ -381,7 +323,7 @@ def by_reason(names: Mapping[str, list[str]]) -> Iterator[str]:
     return (f"{', '.join(some)}: {reason}" for reason, some in names.items())
 
 
-def refused_parameters(capabilities: Facts) -> Iterator[str]:
+def refused_parameters(capabilities: Details) -> Iterator[str]:
     """The fields of a request that this model refuses."""
     reasons = dict[str, list[str]]()
     for feature, row in capabilities.items():
@@ -401,7 +343,9 @@ def two_columns() -> Table:
     return table
 
 
-def as_table(rows: Iterable[str], facts: Facts, in_words: Callable[[str, Any, Facts], str | Text]) -> Table:
+def as_table(
+    rows: Iterable[str], facts: Details, in_words: Callable[[str, Any, Details], str | Text]
+) -> Table:
     """A row for each fact that is known."""
     table = two_columns()
     for name in rows:
@@ -411,7 +355,7 @@ def as_table(rows: Iterable[str], facts: Facts, in_words: Callable[[str, Any, Fa
     return table
 
 
-def all_rows(capabilities: Facts) -> Table:
+def all_rows(capabilities: Details) -> Table:
     """The table of capabilities; parameters of one reason share a row."""
     plain: dict[str, list[str]] = {}  # reason -> features without limits
     for feature, row in capabilities.items():
@@ -431,7 +375,7 @@ def all_rows(capabilities: Facts) -> Table:
     return table
 
 
-def detail_words(name: str, value: Any, facts: Facts) -> str:
+def detail_words(name: str, value: Any, facts: Details) -> str:
     if name == "memory":
         return memory_words(value)
     if name == "layers":
@@ -447,14 +391,14 @@ def detail_words(name: str, value: Any, facts: Facts) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def memory_words(memory: Facts) -> str:
+def memory_words(memory: Details) -> str:
     parts = ", ".join(f"{name} {size(memory[name])}" for name in MEMORY if memory[name])
     verdict = "within" if memory["fits"] else "beyond"
     total, limit = size(memory["estimate"]), size(memory["limit"])
     return f"{total} ({parts})\n{verdict} the limit of {limit}: {memory['action']}"
 
 
-def layer_words(layer: Facts) -> str:
+def layer_words(layer: Details) -> str:
     k_dim, v_dim, window, chunk = (layer[name] for name in ("k_dim", "v_dim", "window", "chunk"))
     width = str(k_dim) if k_dim == v_dim else f"{k_dim}/{v_dim}"
     span = f"window {window}" if window else f"chunks of {chunk}" if chunk else "full"
@@ -474,7 +418,7 @@ def size(number: float) -> str:
 
 def show_adapter(path: str, as_json: bool) -> None:
     """Prints what a LoRA adapter is. Exits with a refusal where it is not supported."""
-    facts: Facts = {"path": path, "holds": "a LoRA adapter of a target"}
+    facts: Details = {"path": path, "holds": "a LoRA adapter of a target"}
     refusal = None
     try:
         adapter = read_adapter(locate(path).name, path)
@@ -508,7 +452,7 @@ def adapter_words(adapter: AdapterCheckpoint) -> str:
 
 def show_drafter(family: Family, target: Checkpoint | None, as_json: bool) -> None:
     """Prints what it is. Exits with a refusal where it is unsupported, or does not fit the target."""
-    facts: Facts = {
+    facts: Details = {
         "path": str(family.path),
         "found": family.summary,
         "method": family.method,
@@ -536,7 +480,7 @@ def show_drafter(family: Family, target: Checkpoint | None, as_json: bool) -> No
         raise typer.Exit(EXIT_REFUSED)
 
 
-def head_facts(config: DrafterConfig) -> Facts:
+def head_facts(config: DrafterConfig) -> Details:
     windows = sorted({window for window in config.windows if window})
     return {
         "format": config.format,
@@ -558,7 +502,7 @@ def head_facts(config: DrafterConfig) -> Facts:
     }
 
 
-def drafter_words(name: str, value: Any, facts: Facts) -> Text:
+def drafter_words(name: str, value: Any, facts: Details) -> Text:
     if name in ("fits", "supported"):
         if not value:
             return Text(f"no: {facts['error']['message']}", style="red")

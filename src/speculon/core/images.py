@@ -73,7 +73,7 @@ class PromptImages:
         if at < end:
             yield at, end, 0
 
-    def whole(self, start: int, rows: int) -> int:
+    def whole_blocks(self, start: int, rows: int) -> int:
         """As many of `rows` rows from `start` on as end outside of a block; 0 where a block takes more."""
         end = start + rows
         for block in self.blocks:

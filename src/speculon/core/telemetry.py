@@ -38,6 +38,12 @@ class Stopwatch:
         self._ms[part] += ms
         return ms
 
+    def split(self, part: str, within: str, ms: float) -> None:
+        """A lap that took `ms` of one part; the rest of it is booked on another."""
+        rest = self.lap(within) - ms
+        self._ms[within] -= rest
+        self._ms[part] += rest
+
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:

@@ -6,14 +6,14 @@ V vocabulary, D hidden (or head) width, L layers, H heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from speculon.core.config import Acceptance, SamplingParams
+from speculon.core.config import AcceptanceSetting, SamplingParams
 from speculon.core.errors import SpeculonError
 from speculon.core.tree import ROOT, Parents, depths, descend, or_chain, path, preorder
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Rule = Literal["matching", "rejection", "block"]
 
 
-def acceptance_rule(rule: Acceptance, params: SamplingParams) -> Rule:
+def acceptance_rule(rule: AcceptanceSetting, params: SamplingParams) -> Rule:
     """The rule for drafts that carry q. Under `auto`, text with a seed must not depend on the drafts."""
     if rule == "auto":  # decisions/007: block verification accepts the most drafts
         rule = "block" if params.seed is None else "matching"
@@ -145,6 +145,13 @@ class Draft:
             return descend(self.parents, self.tokens, samples)
         return range(shared_length(self.tokens, samples))
 
+    def outcome(self, accepted: int) -> SpanOutcome | None:
+        """How a round of it ends; of a tree, as if the longest path were the draft. None without a draft."""
+        if not self.tokens:
+            return None
+        left = self.depth - accepted
+        return SpanOutcome.EARLY if left > 1 else SpanOutcome.TAIL if left else SpanOutcome.FULL
+
     def in_order(self, nodes: Seq[int]) -> Draft:
         """A tree with its nodes in this order: parents first."""
         assert self.parents is not None
@@ -161,7 +168,7 @@ class Draft:
         """As it is laid out in a forward; a chain stays as it is."""
         return self if self.parents is None else self.in_order(preorder(self.parents))
 
-    def cut(self, k: int, stop: Stop | None = None) -> Draft:
+    def truncated(self, k: int, stop: Stop | None = None) -> Draft:
         """The first `k` drafts, of a tree too; `stop` where that changes why the proposal ends."""
         if k >= len(self.tokens):
             return self
@@ -255,7 +262,7 @@ class Verdict:
         return len(self.tokens) + (self.finish is not None and self.finish.by_token)
 
 
-class Proposal(NamedTuple):
+class CallCost(NamedTuple):
     """One call of a method, for all sequences that it drafts for."""
 
     sequences: int
@@ -269,7 +276,7 @@ class Timing:
     """What a round took, in ms."""
 
     target_ms: float | None = None  # of the step without its proposals; None where it also computed prompts
-    proposals: Mapping[str, Proposal] = field(default_factory=dict)  # by method
+    calls: Mapping[str, CallCost] = field(default_factory=dict)  # by method
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +318,19 @@ UNDECIDED = Decision.plain(Reason.OFF_CONFIG)
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    """What a proposer can do at most; None: as much as it is asked for."""
+
+    max_context: int | None = None  # tokens
+    max_drafts: int | None = None  # of one round and sequence
+    reads_states: bool = False  # whether it drafts from the target's states of the tokens before
+    branches: bool = True  # whether it may draft trees, if it can; not where a branch would change its state
+
+
+NO_LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True)
 class PromptShape:
     """What a prompt tells of its answer before anything is drafted: its class, and the marker found in it."""
 
@@ -349,6 +369,15 @@ class Capability:
 
 
 Capabilities = Mapping[str, Capability]  # by feature
+CapabilityRows = Iterator[tuple[str, Capability]]  # of the table
+
+
+def row(status: Status, reason: str, **limits: int) -> Capability:
+    return Capability(status, reason, limits)
+
+
+def on_or_off(on: object, reason: str, otherwise: str) -> Capability:
+    return row("on", reason) if on else row("off", otherwise)
 
 
 def capabilities_json(table: Capabilities) -> dict[str, dict[str, Any]]:

@@ -26,7 +26,7 @@ from speculon.core.types import TokenLogprobs
 from speculon.decoding.processor import call_processor
 from speculon.decoding.sequence import Rules, Sequence
 from speculon.decoding.text.bad_words import BadWords
-from speculon.decoding.token_counts import Counts, Ints
+from speculon.decoding.token_counts import Ints, TokenCounts
 
 NEVER = float("-inf")
 HEAD = 256  # guess: the survivors of the usual top-k and top-p lie within
@@ -43,7 +43,7 @@ U32, U64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ScoredRow:
     """One scored position: a sequence, and the drafted tokens that stand before this row."""
 
     seq: Sequence
@@ -58,7 +58,7 @@ class Row:
         return self.seq.num_output + len(self.prefix)
 
 
-Draw = Callable[[Tensor, list[Row]], Tensor]
+Draw = Callable[[Tensor, list[ScoredRow]], Tensor]
 
 
 def round_stream(seq: Sequence, stream: int = 0) -> int:
@@ -70,12 +70,12 @@ def round_stream(seq: Sequence, stream: int = 0) -> int:
     return stream + STREAMS * (1 + seq.num_output) if own else stream
 
 
-def sample(logits: Tensor, rows: list[Row], draw: Draw | None = None) -> list[int]:
+def sample(logits: Tensor, rows: list[ScoredRow], draw: Draw | None = None) -> list[int]:
     """One token for each row of `logits` [R, V], which stay; `draw` replaces the keyed noise in tests."""
     return pick(weigh(logits, rows), rows, draw)
 
 
-def weigh(logits: Tensor, rows: list[Row]) -> Tensor:
+def weigh(logits: Tensor, rows: list[ScoredRow]) -> Tensor:
     """What tokens are chosen by, [R, V]: adjusted logits where greedy, else filtered log p plus a number."""
     if any(row.rules.adjusts for row in rows):
         logits = adjust(logits, rows)
@@ -88,7 +88,7 @@ def weigh(logits: Tensor, rows: list[Row]) -> Tensor:
     return logits
 
 
-def pick(weights: Tensor, rows: list[Row], draw: Draw | None = None) -> list[int]:
+def pick(weights: Tensor, rows: list[ScoredRow], draw: Draw | None = None) -> list[int]:
     """The best token of greedy rows, a drawn one of the others."""
     draw = draw or exponential_race
     drawn = [i for i, row in enumerate(rows) if not row.rules.greedy]
@@ -100,7 +100,7 @@ def pick(weights: Tensor, rows: list[Row], draw: Draw | None = None) -> list[int
     return tokens.tolist()
 
 
-def perturbed(weights: Tensor, rows: list[Row]) -> Tensor:  # [R, V]
+def perturbed(weights: Tensor, rows: list[ScoredRow]) -> Tensor:  # [R, V]
     """What `pick` takes the largest of: the weights of greedy rows; log (p / E) of the others, plus a number.
 
     The noise E of a row is the one with which the target's sample is drawn there (Gumbel-max).
@@ -120,7 +120,7 @@ def best(weights: Tensor) -> Tensor:
     return weights.argmax(-1)
 
 
-def adjust(logits: Tensor, rows: list[Row]) -> Tensor:
+def adjust(logits: Tensor, rows: list[ScoredRow]) -> Tensor:
     """Processors, penalties, bias, bad words, min_tokens and grammar on a copy of `logits` [R, V], after each
     prefix.
     """
@@ -140,7 +140,7 @@ def adjust(logits: Tensor, rows: list[Row]) -> Tensor:
     return logits.clamp_(max=torch.finfo(logits.dtype).max)
 
 
-def process(logits: Tensor, rows: list[Row]) -> Tensor:
+def process(logits: Tensor, rows: list[ScoredRow]) -> Tensor:
     """`logits` [R, V] after the processors of the requests that have one; the same tensor where none has.
 
     A row whose processor fails stays as it is, and its sequence notes the fault: it ends there, if that is
@@ -158,7 +158,7 @@ def process(logits: Tensor, rows: list[Row]) -> Tensor:
     return logits
 
 
-def add_biases(logits: Tensor, rows: list[Row]) -> None:
+def add_biases(logits: Tensor, rows: list[ScoredRow]) -> None:
     """Adds the biases of each row's request to `logits` [R, V]."""
     for rules, (first, last) in equal_runs([row.rules for row in rows]):
         if rules.params.logit_bias:
@@ -175,14 +175,14 @@ def bias_tensors(rules: Rules, device: torch.device) -> tuple[Tensor, Tensor]:
     return rules.bias[device]
 
 
-def penalise(logits: Tensor, raw: Tensor, rows: list[Row]) -> None:
+def penalise(logits: Tensor, raw: Tensor, rows: list[ScoredRow]) -> None:
     """Repetition looks at prompt and output, presence and frequency at the output. Changes `logits`, which
     are `raw` [R, V] so far.
     """
     for seq, (first, last) in equal_runs([row.seq if row.rules.penalises else None for row in rows]):
         if seq is None:
             continue
-        counts = seq.counts = seq.counts or Counts()
+        counts = seq.counts = seq.counts or TokenCounts()
         counts.read(seq.tokens, seq.request.prompt_len)
         ids, written = as_tensor(counts.ids, raw), as_tensor(counts.written, raw)
         penalised = penalised_by(seq.request.params, raw[first:last].index_select(1, ids), written)
@@ -190,7 +190,7 @@ def penalise(logits: Tensor, raw: Tensor, rows: list[Row]) -> None:
         count_drafts(logits, raw, rows[first:last], first, counts)
 
 
-def count_drafts(logits: Tensor, raw: Tensor, rows: list[Row], first: int, counts: Counts) -> None:
+def count_drafts(logits: Tensor, raw: Tensor, rows: list[ScoredRow], first: int, counts: TokenCounts) -> None:
     """The same for the drafts before each of these rows of one sequence, which begin at row `first`."""
     places: list[tuple[int, int]] = []  # row, token
     written: list[int] = []
@@ -224,7 +224,7 @@ def equal_runs(values: list[Any]) -> Iterator[tuple[Any, tuple[int, int]]]:
         yield values[first], (first, first + len(others) + 1)
 
 
-def forbid_completions(x: Tensor, row: Row, bad_words: BadWords) -> None:
+def forbid_completions(x: Tensor, row: ScoredRow, bad_words: BadWords) -> None:
     """Removes the tokens that complete a bad word after the text before. Changes `x` [V]."""
     for token_set in bad_words.completing(row.seq.tokens, row.prefix):
         if token_set.index is None or token_set.index.device != x.device:
@@ -240,7 +240,7 @@ def constrain(x: Tensor, raw: Tensor, forbidden: Tensor) -> None:
         x.copy_(raw).masked_fill_(forbidden, NEVER)
 
 
-def shape(logits: Tensor, rows: list[Row]) -> Tensor:
+def shape(logits: Tensor, rows: list[ScoredRow]) -> Tensor:
     """Log-weights [N, V] of drawn rows after temperature, top-k, top-p and min-p; removed tokens are -inf."""
     # Relative to the best token first: a tiny temperature would overflow the quotient.
     logits = logits - logits.amax(-1, keepdim=True)
@@ -297,12 +297,12 @@ def keep_among(logits: Tensor, params: list[SamplingParams], head: int) -> tuple
     return filtered, ~beyond[:, 0] | (head == vocab)
 
 
-def exponential_race(logits: Tensor, rows: list[Row]) -> Tensor:
+def exponential_race(logits: Tensor, rows: list[ScoredRow]) -> Tensor:
     """Draws one token per row [N] from softmax(logits), logits at most 0: argmax p / E with keyed noise."""
     return best(logits.exp().div_(row_noise(rows, logits.shape[-1], logits.device)))
 
 
-def row_noise(rows: list[Row], vocab: int, device: torch.device) -> Tensor:
+def row_noise(rows: list[ScoredRow], vocab: int, device: torch.device) -> Tensor:
     """Exponential noise of each row, [N, V], or [V] of one row; few, short rows take it from their stock."""
     ahead = min(AHEAD, STOCK // vocab)
     own = any(row.stream for row in rows)  # streams of a round, of which little is drawn ahead
@@ -332,7 +332,7 @@ def token_ids(vocab: int, device: torch.device) -> Tensor:
     return torch.arange(vocab, dtype=torch.int32, device=device)
 
 
-def toss(rows: list[Row], device: torch.device) -> Tensor:
+def toss(rows: list[ScoredRow], device: torch.device) -> Tensor:
     """One keyed uniform number per row [N]."""
     places = [(row.seq, row.position, row.stream) for row in rows]
     return uniform(*noise_keys(places, device), token_ids(1, device))[:, 0]

@@ -1,4 +1,4 @@
-"""A request, its sequences, and what the engine does with them in one round. No torch here."""
+"""A request, its sequences, and the events that tell of them. No torch here."""
 
 from __future__ import annotations
 
@@ -7,26 +7,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from speculon.core.config import MAX_DRAFTS, SamplingParams
+from speculon.core.config import SamplingParams
 from speculon.core.errors import SpeculonError
 from speculon.core.images import NO_IMAGES, PromptImages
 from speculon.core.telemetry import RequestStats
-from speculon.core.types import (
-    NO_DRAFT,
-    UNDECIDED,
-    Decision,
-    Draft,
-    Estimate,
-    Finish,
-    Load,
-    PromptShape,
-    Proposal,
-    Reason,
-    Rule,
-    Timing,
-    TokenLogprobs,
-    Verdict,
-)
+from speculon.core.types import Finish, PromptShape, Reason, Rule, TokenLogprobs
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -34,10 +19,7 @@ if TYPE_CHECKING:
     from speculon.decoding.text.bad_words import BadWords
     from speculon.decoding.text.grammar import Matcher
     from speculon.decoding.text.thinking import AnswerStart
-    from speculon.decoding.token_counts import Counts
-
-
-GONE = -1  # in a page table: a page that was given back
+    from speculon.decoding.token_counts import TokenCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +103,7 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample of a request. Between steps `table` has the K and V of `tokens[released:committed]`."""
+    """One sample of a request. Between steps its runtime has computed `tokens[:committed]`."""
 
     id: int
     request: Request
@@ -132,13 +114,8 @@ class Sequence:
     grammar: Matcher | None = None  # has consumed the output so far, always
     answer: AnswerStart | None = None  # by its request's ending, once it was needed
     committed: int = 0
-    # drafting method -> tokens whose K and V it has in the same pages
-    drafted: dict[str, int] = field(default_factory=dict)
     prompt_scored: int = 0  # prompt positions whose log-probabilities have been given out
-    table: list[int] = field(default_factory=list)  # page numbers, in order; GONE for those of `released`
-    released: int = 0  # first tokens whose pages were given back: no layer reads them again
-    skipped: set[str] = field(default_factory=set)  # drafting methods that had not read all of these
-    counts: Counts | None = None  # of its tokens, where the request has penalties
+    counts: TokenCounts | None = None  # of its tokens, where the request has penalties
     # drafts before a row of this round -> why its logits processor left no logits there
     faults: dict[tuple[int, ...], SpeculonError] = field(default_factory=dict)
     # (stream, output position) -> [V], drawn ahead
@@ -163,19 +140,15 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens whose K and V are not in pages yet; 1 while decoding."""
+        """Tokens that are not computed yet; 1 while decoding."""
         return len(self.tokens) - self.committed
-
-    def begin(self, method: str, first: int = 0) -> int:
-        """Where a drafting method reads next; positions below `first`, and those released, it cannot read."""
-        return max(self.drafted.get(method, 0), self.released + first)
 
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.request.prompt_len
 
     @property
-    def room(self) -> int:
+    def tokens_left(self) -> int:
         """Tokens it may still generate."""
         return self.request.max_len - len(self.tokens)
 
@@ -190,134 +163,20 @@ class Sequence:
         same = (mine.prompt_len, mine.params) == (theirs.prompt_len, theirs.params)
         return same and self.tokens[: len(other.tokens)] == other.tokens
 
+    def advance(self, end: int, tokens: Seq[int], scored: int) -> None:
+        """A round is committed: the runtime has computed `end` tokens, `tokens` are new, and the
+        log-probabilities of the first `scored` positions of the prompt are out.
+        """
+        self.committed = end
+        self.tokens.extend(tokens)
+        self.prompt_scored = max(self.prompt_scored, min(scored, self.request.prompt_len - 1))
+        if self.grammar is not None:
+            self.grammar.consume(tuple(tokens))
+
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Of the samples of a request only the first has them."""
         return self.sample == 0 and self.request.params.prompt_logprobs is not None
-
-
-@dataclass(slots=True, eq=False)
-class Span:
-    """One sequence in one round: consecutive positions of one forward, and what is decided, drafted and
-    verified for it. A prompt chunk, or the last token with the drafts d_1..d_K after it.
-    """
-
-    seq: Sequence
-    start: int  # position of the first row in its sequence = tokens already in pages
-    length: int  # rows without the drafts
-    draft: Draft = NO_DRAFT  # what is verified
-    decision: Decision = UNDECIDED
-    reserved: int = MAX_DRAFTS  # drafts for which the lease has pages, and the memory estimate rows
-    k: int = 0  # the most drafts of the proposal that is made
-    depth: int = 0  # the most of them in a row where it may be a tree; 0: it is a chain
-    # (method, k, its draft), in the order they were made, empty ones too
-    proposals: list[tuple[str, int, Draft]] = field(default_factory=list)
-    reason: Reason | None = None  # why nothing is verified; of no meaning with a draft
-    estimate: Estimate | None = None  # of the draft, where its policy has one
-    row: int = 0  # first row in the flat batch
-    score: range = range(0)  # its rows among the R scored ones
-    verdict: Verdict = Verdict(())
-    # whether it reaches the sequence's last token, so that its last rows are sampled
-    samples: bool = field(init=False)
-    decodes: bool = False  # whether it may carry a draft: every last token alone
-
-    def __post_init__(self) -> None:
-        self.samples = self.start + self.length == len(self.seq.tokens)
-        self.decodes |= self.samples and self.length == 1
-
-    def max_drafts(self, method: str) -> int:
-        """The bound of K: the most drafts of a method that this round has a place for.
-
-        As many as are set and as its drafter can make (`Request.max_drafts`), as its drafter's context holds,
-        as tokens may follow before the target's own last one, and as are reserved.
-        """
-        request = self.seq.request
-        bound = min(request.max_drafts[method], self.seq.room - 1, self.reserved)
-        if method in request.max_context:
-            bound = min(bound, request.max_context[method] - self.start - self.length)
-        return max(0, bound)
-
-    @property
-    def rows(self) -> int:
-        return self.length + len(self.draft.tokens)
-
-    @property
-    def positions(self) -> Seq[int]:
-        """Of its rows; drafts of a tree that exclude each other share one."""
-        first = self.start + self.length
-        if self.draft.parents is None:
-            return range(self.start, self.end)
-        return [*range(self.start, first), *(first + depth for depth in self.draft.depths)]
-
-    @property
-    def end(self) -> int:
-        """The place after its last row in pages; of a chain that is its position, too."""
-        return self.start + self.rows
-
-    @property
-    def scores_prompt(self) -> bool:
-        """Whether every row is wanted, for prompt log-probabilities."""
-        seq = self.seq
-        return (
-            seq.prompt_scored < min(self.start + self.length, seq.request.prompt_len - 1)
-            and seq.wants_prompt_logprobs
-        )
-
-    @property
-    def method(self) -> str:
-        """Whose proposal its draft is."""
-        return self.proposals[-1][0]
-
-    @property
-    def asked(self) -> bool:
-        """Whether its methods are to draft; not where one has failed and there is no draft."""
-        return self.reserved > 0 and bool(self.decision.asks) and self.why_plain is not Reason.ERROR
-
-    @property
-    def done(self) -> bool:
-        """Whether no other method is to be asked."""
-        return bool(self.draft.tokens) or self.seq.failed
-
-    @property
-    def why_plain(self) -> Reason | None:
-        """Why nothing is verified; None with a draft."""
-        return None if self.draft.tokens else self.reason
-
-
-def share_rows(spans: list[Span], rows: int) -> None:
-    """Reserves what is decided, at most `rows` drafts in all: the longest shrink; none: reason `load`."""
-    limit = MAX_DRAFTS
-    while limit and sum(min(span.decision.k, limit) for span in spans) > rows:
-        limit -= 1
-    for span in spans:
-        span.reserved = min(span.decision.k, limit)
-        span.reason = span.decision.reason or (None if limit else Reason.LOAD)
-
-
-@dataclass(slots=True)
-class Round:
-    """One committed round of the engine, as its accounts and its record see it."""
-
-    load: Load  # before it
-    spans: list[Span]
-    calls: Mapping[str, Proposal]  # by method
-    draft_ms: float
-    step_ms: float | None  # without the proposals; None: the target was not called
-    repair_ms: float = 0.0  # of the step, to restore recurrent states after rejected drafts
-
-    @property
-    def decoding(self) -> list[Span]:
-        return [span for span in self.spans if span.decodes]
-
-    @property
-    def timing(self) -> Timing:
-        """What a cost model may learn from it."""
-        decoding_only = all(span.length == 1 for span in self.spans)
-        return Timing(self.step_ms if decoding_only else None, self.calls)
-
-    @property
-    def rows(self) -> int:
-        return sum(span.rows for span in self.spans)
 
 
 # of an output token: an accepted draft; the target's, after a rejected draft, after an accepted one, without

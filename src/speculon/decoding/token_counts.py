@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 
-class Counts:
+class TokenCounts:
     """Which tokens a sequence has, and how often it has written each, as it grows."""
 
     def __init__(self) -> None:

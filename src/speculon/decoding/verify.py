@@ -18,7 +18,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,12 +26,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from speculon.core.errors import InvalidParameter
 from speculon.core.types import Draft, Finish, SpanOutcome, Verdict
+from speculon.decoding.rounds import Drafted, Judged
 from speculon.decoding.sampling import (
     COIN,
     RESIDUAL,
     SMALLEST,
     Draw,
-    Row,
+    ScoredRow,
     best,
     pick,
     round_stream,
@@ -40,65 +41,112 @@ from speculon.decoding.sampling import (
     toss,
     weigh,
 )
-from speculon.decoding.sequence import Ending, Sequence, Span
+from speculon.decoding.sequence import Ending, Sequence
 from speculon.decoding.text.grammar import forbid
-from speculon.runtimes.torch.batch import Batch
 
-Coin = Callable[[Tensor, Tensor, list[Row]], Tensor]  # p [N] and q [N] of drafted tokens -> which stand [N]
-Outcomes = list[tuple[tuple[int, ...], Seq[int]]]  # of each span its tokens, and which drafts are accepted
+Coin = Callable[
+    [Tensor, Tensor, list[ScoredRow]], Tensor
+]  # p [N] and q [N] of drafted tokens -> which stand [N]
+Accepted = list[tuple[tuple[int, ...], Seq[int]]]  # of each span its tokens, and which drafts are accepted
+NO_TOKEN = Verdict(())
 
 
-def verify(batch: Batch, logits: Tensor, draw: Draw | None = None, coin: Coin | None = None) -> None:
-    """Sets the verdict of each span by the target's logits [R, V]; a prompt chunk yields no token yet.
+class Scored(NamedTuple):
+    """A span with its draft, and its rows among the R that are scored."""
+
+    drafted: Drafted
+    rows: range
+
+    @property
+    def seq(self) -> Sequence:
+        return self.drafted.seq
+
+    @property
+    def draft(self) -> Draft:
+        return self.drafted.draft
+
+    @property
+    def judging(self) -> range:
+        """The rows that decide a token: the last token's, then one of each draft."""
+        return self.rows[-(len(self.draft.tokens) + 1) :]
+
+
+def verify(
+    drafted: list[Drafted],
+    logits: Tensor,
+    scored: Seq[range],
+    draw: Draw | None = None,
+    coin: Coin | None = None,
+) -> list[Judged]:
+    """The verdict on each span by the target's logits [R, V], of which `scored` are its rows, up to where its
+    sequence ends. A prompt chunk yields no token yet.
 
     `draw` and `coin` replace the keyed noise in tests.
     """
-    sampled = [span for span in batch.spans if span.samples]
-    for span in sampled:
-        span.seq.faults = {}  # those of drafters, which may ask about other logits, count for nothing
-    by_rule: dict[str, list[Span]] = {"matching": []}
-    for span in sampled:
-        by_rule.setdefault(judged_by(span), []).append(span)
-    for rule, spans in by_rule.items():
+    verdicts = verdicts_by_rows(drafted, logits, scored, draw, coin)
+    return [
+        Judged(one, truncate_at_end(one, verdict)) for one, verdict in zip(drafted, verdicts, strict=True)
+    ]
+
+
+def verdicts_by_rows(
+    drafted: list[Drafted],
+    logits: Tensor,
+    scored: Seq[range],
+    draw: Draw | None = None,
+    coin: Coin | None = None,
+) -> list[Verdict]:
+    """The same, without the cut where a sequence ends."""
+    spans = [Scored(*pair) for pair in zip(drafted, scored, strict=True)]
+    spans.sort(key=lambda span: span.rows.start)  # a runtime may have its rows in another order
+    by_rule: dict[str, list[Scored]] = {"matching": []}
+    for span in spans:
+        if span.drafted.span.samples:
+            span.seq.faults = {}  # those of drafters, which may ask about other logits, count for nothing
+            by_rule.setdefault(judged_by(span.drafted), []).append(span)
+    verdicts: dict[Drafted, Verdict] = {}
+    for rule, group in by_rule.items():
         with_q = WITH_Q.get(rule)
-        outcomes = with_q(spans, logits, draw, coin) if with_q else match(spans, logits, draw)
-        for span, (tokens, accepted) in zip(spans, outcomes, strict=True):
-            span.verdict = judge(span, tokens, accepted, logits)
-    if logits.shape[0] > count(sampled):
-        for span in batch.spans:
-            span.verdict = with_prompt_logprobs(span, logits)
+        found = with_q(group, logits, draw, coin) if with_q else match(group, logits, draw)
+        for span, (tokens, accepted) in zip(group, found, strict=True):
+            verdicts[span.drafted] = as_verdict(span, tokens, accepted, logits)
+    if logits.shape[0] > sum(map(count, by_rule.values())):
+        for span in spans:
+            verdict = verdicts.get(span.drafted, NO_TOKEN)
+            verdicts[span.drafted] = with_prompt_logprobs(span, verdict, logits)
+    return [verdicts.get(one, NO_TOKEN) for one in drafted]
 
 
-def judged_by(span: Span) -> str:
+def judged_by(drafted: Drafted) -> str:
     """The rule for the drafts of a span: that of its request where they carry q, else matching."""
-    return "matching" if span.draft.probs is None else span.seq.request.acceptance
+    return "matching" if drafted.draft.probs is None else drafted.seq.request.acceptance
 
 
-def count(spans: list[Span]) -> int:
+def count(spans: list[Scored]) -> int:
     """Rows that decide a token: one for each draft, and one more for each span."""
     return sum([len(span.draft.tokens) for span in spans]) + len(spans)
 
 
-def match(spans: list[Span], logits: Tensor, draw: Draw | None = None) -> Outcomes:
+def match(spans: list[Scored], logits: Tensor, draw: Draw | None = None) -> Accepted:
     """Keeps the drafts that equal the target's samples, then the correction or the bonus."""
     if all(span.seq.request.rules.plain for span in spans):
         tokens = iter(best(scored_logits(spans, logits)).tolist() if spans else ())
     else:
         tokens = iter(sample(*scored_rows(spans, logits), draw))
-    outcomes: Outcomes = []
+    found: Accepted = []
     for span in spans:
         samples = tuple(islice(tokens, len(span.draft.tokens) + 1))
         accepted = span.draft.accepted(samples)
-        outcomes.append(((samples[0], *(samples[node + 1] for node in accepted)), accepted))
-    return outcomes
+        found.append(((samples[0], *(samples[node + 1] for node in accepted)), accepted))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
+class WithQ:
     """Spans whose drafts carry q, with the rows that judge them: B spans, R rows, R - B drafts."""
 
-    spans: list[Span]
-    rows: list[Row]
+    spans: list[Scored]
+    rows: list[ScoredRow]
     p: Tensor  # [R, V]
     q: Tensor  # [R - B, V]
     first: list[int]  # row of each span's first draft, [B]
@@ -106,7 +154,7 @@ class Drafted:
     chosen: tuple[Tensor, Tensor]  # p and q of the drafted tokens, each [R - B]
 
     @classmethod
-    def of(cls, spans: list[Span], logits: Tensor) -> Drafted:
+    def of(cls, spans: list[Scored], logits: Tensor) -> WithQ:
         picked, rows = scored_rows(spans, logits)
         p = weigh(picked, rows).softmax(-1)
         q = torch.cat([span.draft.probs for span in spans if span.draft.probs is not None])
@@ -131,7 +179,7 @@ class Drafted:
         passed = iter((coin or flip)(p, q, rows).tolist())
         return [list(islice(passed, k)) for k in self.lengths]
 
-    def end(self, accepted: list[int], weights: Tensor, draw: Draw | None) -> Outcomes:
+    def end(self, accepted: list[int], weights: Tensor, draw: Draw | None) -> Accepted:
         """The accepted drafts of each span, and one token drawn by its row of `weights` [B, V]."""
         last = [self.rows[begin + a] for begin, a in zip(self.first, accepted, strict=True)]
         ends = [
@@ -145,20 +193,24 @@ class Drafted:
         ]
 
 
-def reject(spans: list[Span], logits: Tensor, draw: Draw | None = None, coin: Coin | None = None) -> Outcomes:
+def rejection(
+    spans: list[Scored], logits: Tensor, draw: Draw | None = None, coin: Coin | None = None
+) -> Accepted:
     """Keeps a draft with probability min(1, p / q), then a token of the residual, or the bonus."""
-    drafted = Drafted.of(spans, logits)
-    accepted = [up_to_first_failure(passed) for passed in drafted.toss(*drafted.chosen, coin)]
-    corrected = [n for n, k in enumerate(drafted.lengths) if accepted[n] < k]
-    last = [begin + a for begin, a in zip(drafted.first, accepted, strict=True)]
-    weights = drafted.p[last]  # [B, V]
+    given = WithQ.of(spans, logits)
+    accepted = [up_to_first_failure(passed) for passed in given.toss(*given.chosen, coin)]
+    corrected = [n for n, k in enumerate(given.lengths) if accepted[n] < k]
+    last = [begin + a for begin, a in zip(given.first, accepted, strict=True)]
+    weights = given.p[last]  # [B, V]
     if corrected:
         # n bonus rows lie before it
-        weights[corrected] = residual(weights[corrected], drafted.q[[last[n] - n for n in corrected]])
-    return drafted.end(accepted, weights, draw)
+        weights[corrected] = residual(weights[corrected], given.q[[last[n] - n for n in corrected]])
+    return given.end(accepted, weights, draw)
 
 
-def block(spans: list[Span], logits: Tensor, draw: Draw | None = None, coin: Coin | None = None) -> Outcomes:
+def block(
+    spans: list[Scored], logits: Tensor, draw: Draw | None = None, coin: Coin | None = None
+) -> Accepted:
     """Block verification: judges all drafts of a span together (Sun et al. 2024, algorithm 2).
 
     With w_0 = 1, w_i = min(1, w_{i-1} p(d_i) / q(d_i)), and r_i the sum of max(0, w_i p - q) over the row
@@ -166,16 +218,16 @@ def block(spans: list[Span], logits: Tensor, draw: Draw | None = None, coin: Coi
     its own. The longest accepted one is kept, then a token of max(0, w_i p - q). After the last draft q is 0:
     there h_K = w_K, and the token is the bonus. P(at least i accepted | d_1..d_i) = w_i, for any K.
     """
-    drafted = Drafted.of(spans, logits)
-    w = joint_ratios(*drafted.chosen, drafted.lengths)  # [R]
+    given = WithQ.of(spans, logits)
+    w = joint_ratios(*given.chosen, given.lengths)  # [R]
     # in place: these are the largest tensors of a step
-    weighted = drafted.p.mul_(w[:, None])  # [R, V]
-    q = torch.zeros_like(drafted.p)
-    q[drafted.judging] = drafted.q
-    h = beginning_chances(weighted, q, w)[[row + 1 for row in drafted.judging]]  # [R - B]
-    accepted = [up_to_last_success(passed) for passed in drafted.toss(h, torch.ones_like(h), coin)]
-    last = [begin + a for begin, a in zip(drafted.first, accepted, strict=True)]
-    return drafted.end(accepted, residual(weighted[last], q[last]), draw)
+    weighted = given.p.mul_(w[:, None])  # [R, V]
+    q = torch.zeros_like(given.p)
+    q[given.judging] = given.q
+    h = beginning_chances(weighted, q, w)[[row + 1 for row in given.judging]]  # [R - B]
+    accepted = [up_to_last_success(passed) for passed in given.toss(h, torch.ones_like(h), coin)]
+    last = [begin + a for begin, a in zip(given.first, accepted, strict=True)]
+    return given.end(accepted, residual(weighted[last], q[last]), draw)
 
 
 def joint_ratios(p: Tensor, q: Tensor, lengths: list[int]) -> Tensor:
@@ -204,7 +256,7 @@ def up_to_last_success(passed: list[bool]) -> int:
     return next((i for i in range(len(passed), 0, -1) if passed[i - 1]), 0)
 
 
-def flip(p: Tensor, q: Tensor, rows: list[Row]) -> Tensor:
+def flip(p: Tensor, q: Tensor, rows: list[ScoredRow]) -> Tensor:
     """u q <= p with keyed u: true with probability min(1, p / q)."""
     return toss(rows, p.device) * q <= p
 
@@ -217,15 +269,19 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 # rules for drafts that carry q
-WITH_Q: dict[str, Callable[[list[Span], Tensor, Draw | None, Coin | None], Outcomes]] = {
-    "rejection": reject,
+WITH_Q: dict[str, Callable[[list[Scored], Tensor, Draw | None, Coin | None], Accepted]] = {
+    "rejection": rejection,
     "block": block,
 }
 
 
-def scored_rows(spans: list[Span], logits: Tensor) -> tuple[Tensor, list[Row]]:
+def scored_rows(spans: list[Scored], logits: Tensor) -> tuple[Tensor, list[ScoredRow]]:
     """The scored rows of [last token, d_1..d_K] of each span, end to end: their logits and their prefixes."""
-    rows = [Row(span.seq, span.seq.request.rules, prefix) for span in spans for prefix in span.draft.prefixes]
+    rows = [
+        ScoredRow(span.seq, span.seq.request.rules, prefix)
+        for span in spans
+        for prefix in span.draft.prefixes
+    ]
     bound = [(s.seq.grammar, s.draft.tokens) for s in spans if s.seq.grammar is not None]
     if bound:
         bans = iter(forbid(bound, logits.device))  # [V] for each of their rows
@@ -233,61 +289,51 @@ def scored_rows(spans: list[Span], logits: Tensor) -> tuple[Tensor, list[Row]]:
     return scored_logits(spans, logits), rows
 
 
-def scored_logits(spans: list[Span], logits: Tensor) -> Tensor:
+def scored_logits(spans: list[Scored], logits: Tensor) -> Tensor:
     if count(spans) == logits.shape[0]:
         return logits
-    return logits[[i for span in spans for i in span.score[-(len(span.draft.tokens) + 1) :]]]
+    return logits[[row for span in spans for row in span.judging]]
 
 
-def judge(span: Span, tokens: tuple[int, ...], accepted: Seq[int], logits: Tensor) -> Verdict:
+def as_verdict(span: Scored, tokens: tuple[int, ...], accepted: Seq[int], logits: Tensor) -> Verdict:
     """The outcome of a span as its verdict, with the raw log-probabilities where they were asked for."""
     draft, top = span.draft, span.seq.request.params.logprobs
     logprobs = None
     if top is not None:
-        first = span.score[-(len(draft.tokens) + 1)]
+        first = span.judging.start
         rows = [first, *(first + 1 + node for node in accepted)]
         logprobs = token_logprobs(logits[rows], list(tokens), top)
     path = None if draft.parents is None else tuple(accepted)
-    return Verdict(tokens, len(accepted), span_outcome(len(accepted), draft), logprobs, path=path)
+    return Verdict(tokens, len(accepted), draft.outcome(len(accepted)), logprobs, path=path)
 
 
-def span_outcome(accepted: int, draft: Draft) -> SpanOutcome | None:
-    """How a span ended; of a tree, as if the longest path were its draft."""
-    if not draft.tokens:
-        return None
-    left = draft.depth - accepted
-    return SpanOutcome.EARLY if left > 1 else SpanOutcome.TAIL if left else SpanOutcome.FULL
-
-
-def with_prompt_logprobs(span: Span, logits: Tensor) -> Verdict:
+def with_prompt_logprobs(scored: Scored, verdict: Verdict, logits: Tensor) -> Verdict:
     """Adds the log-probabilities of the prompt tokens that follow this span's rows."""
-    seq = span.seq
+    span, seq = scored.drafted.span, scored.seq
     if not span.scores_prompt:
-        return span.verdict
+        return verdict
     first = max(span.start, seq.prompt_scored)  # a prompt that is computed again is not reported again
-    following = seq.tokens[first + 1 : min(span.start + span.length + 1, seq.request.prompt_len)]
-    row = span.score.start + first - span.start
+    following = seq.tokens[first + 1 : min(span.end + 1, seq.request.prompt_len)]
+    row = scored.rows.start + first - span.start
     rows = logits[row : row + len(following)]
     logprobs = token_logprobs(rows, following, seq.request.params.prompt_logprobs or 0)
-    return replace(span.verdict, prompt_logprobs=logprobs)
+    return replace(verdict, prompt_logprobs=logprobs)
 
 
-def verify_given(span: Span, logits: Tensor) -> Verdict:
-    """The verdict of one span by given logits [K + 1, V], as `read_logits` returns them, up to its end; no
+def verify_given(drafted: Drafted, logits: Tensor) -> Judged:
+    """The verdict on one span by given logits [K + 1, V], as `read_logits` returns them, up to its end; no
     call is made.
 
     With [K, V] there is no bonus token: one is sampled from a row of zeros, and dropped.
     """
-    k = len(span.draft.tokens)
+    k = len(drafted.draft.tokens)
     has_bonus = len(logits) > k
     rows = logits if has_bonus else torch.cat([logits, logits.new_zeros(1, logits.shape[1])])
-    verify(Batch.pack([span], logits.device), rows)
+    (verdict,) = verdicts_by_rows([drafted], rows, [range(k + 1)])
     if not has_bonus:
-        verdict = span.verdict
         logprobs = verdict.logprobs and verdict.logprobs[:k]
-        span.verdict = replace(verdict, tokens=verdict.tokens[:k], logprobs=logprobs)
-    cut([span])
-    return span.verdict
+        verdict = replace(verdict, tokens=verdict.tokens[:k], logprobs=logprobs)
+    return Judged(drafted, truncate_at_end(drafted, verdict))
 
 
 def read_logits(logits: Any, k: int, vocab_size: int) -> Tensor:  # [K + 1, V] or [K, V]
@@ -306,38 +352,37 @@ def read_logits(logits: Any, k: int, vocab_size: int) -> Tensor:  # [K + 1, V] o
     return rows
 
 
-def cut(spans: list[Span]) -> None:
-    """Ends the verdict of each sequence at its first stop token, stop string or at max_tokens. Nothing is
-    committed or counted yet.
+def truncate_at_end(drafted: Drafted, verdict: Verdict) -> Verdict:
+    """Ends a verdict at its sequence's first stop token, stop string or at max_tokens. Nothing is committed
+    or counted yet.
 
     A stop token is dropped; the token that completes a stop string or a grammar stays.
     """
-    for span in spans:
-        if not span.samples:
-            continue
-        seq, verdict = span.seq, span.verdict
-        end, finish = find_end(seq, verdict.tokens)
-        if finish is None:
-            continue
-        dropped = isinstance(finish.matched, int) or finish.reason == "error" or seq.room == 0
-        tokens = verdict.tokens[:end] if dropped else verdict.tokens[: end + 1]
-        outcome = verdict.outcome
-        if outcome is not None and end < span.draft.depth:
-            outcome = SpanOutcome.STOP if end < verdict.accepted else SpanOutcome.EARLY_STOP
-        span.verdict = replace(
-            verdict,
-            tokens=tokens,
-            accepted=min(verdict.accepted, len(tokens)),
-            outcome=outcome,
-            logprobs=verdict.logprobs and verdict.logprobs[: len(tokens)],
-            finish=finish,
-        )
+    if not drafted.span.samples:
+        return verdict
+    seq = drafted.seq
+    end, finish = find_end(seq, verdict.tokens)
+    if finish is None:
+        return verdict
+    dropped = isinstance(finish.matched, int) or finish.reason == "error" or seq.tokens_left == 0
+    tokens = verdict.tokens[:end] if dropped else verdict.tokens[: end + 1]
+    outcome = verdict.outcome
+    if outcome is not None and end < drafted.draft.depth:
+        outcome = SpanOutcome.STOP if end < verdict.accepted else SpanOutcome.EARLY_STOP
+    return replace(
+        verdict,
+        tokens=tokens,
+        accepted=min(verdict.accepted, len(tokens)),
+        outcome=outcome,
+        logprobs=verdict.logprobs and verdict.logprobs[: len(tokens)],
+        finish=finish,
+    )
 
 
 def find_end(seq: Sequence, tokens: tuple[int, ...]) -> tuple[int, Finish | None]:
     """Index of the token that ends the text, and how; the earliest cause wins."""
     ending: Ending = seq.request.ending
-    room = seq.room
+    room = seq.tokens_left
     if room == 0:
         return 0, Finish("length")
     stop_string = first_stop_string(seq, tokens)

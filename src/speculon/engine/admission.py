@@ -28,9 +28,9 @@ from speculon.core.errors import (
     UnknownModel,
     shorten,
 )
-from speculon.core.images import NO_IMAGES, ImageInput, PromptImages
+from speculon.core.images import NO_IMAGES, ImageInput
 from speculon.core.telemetry import RequestStats
-from speculon.core.types import Draft, PromptShape, Reason, acceptance_rule, ceil_div
+from speculon.core.types import Draft, PromptShape, Reason, acceptance_rule
 from speculon.decoding.sequence import Ending, Request, Rules, Sequence
 from speculon.decoding.text.stop_strings import StopStrings
 from speculon.decoding.text.thinking import AnswerStart
@@ -40,8 +40,7 @@ from speculon.speculation.proposers.registry import OFF
 
 if TYPE_CHECKING:
     from speculon.decoding.text.grammar import Grammars, Matcher
-    from speculon.runtimes.torch.kv.blocks import BlockPool
-    from speculon.runtimes.torch.model.target import Target
+    from speculon.runtimes.base import Facts, Runtime, Space
     from speculon.speculation.proposers.compose import Proposers
 
 CONTEXT = "limits.max_context"  # in the capability table
@@ -61,19 +60,10 @@ class Admission:
         proposers: Proposers,
         grammars: Grammars,
         tokenizer: Tokenizer | None,
-        pool: BlockPool,
-        target: Target,
-        max_context: int,
-        rows: int,
-        block_rows: int,
+        runtime: Runtime,
     ):
         self._config, self._proposers = config, proposers
-        self._grammars, self._tokenizer = grammars, tokenizer
-        self._pool, self._max_context, self._rows = pool, max_context, rows  # rows of a step at most
-        self._block_rows = block_rows  # of a step, that one prompt can have for certain
-        self._adapters = target.adapters
-        self._vocab_size, self._eos_ids = target.vocab_size, target.eos_ids
-        self._vision, self._no_images = target.vision, target.no_images
+        self._grammars, self._tokenizer, self._runtime = grammars, tokenizer, runtime
         self._ids = itertools.count()
 
     def admit(
@@ -88,12 +78,12 @@ class Admission:
         adapter: str = "",
     ) -> list[Sequence]:
         """The n sequences of a request, checked but not queued; `written` is the output they begin with."""
-        check_adapter(adapter, self._adapters)
+        check_adapter(adapter, self._runtime.facts.adapters)
         max_len = self._check(prompt, params, written)
         speculation = as_speculation(speculation)
         config = speculation.defaults or self._config
         own = self._own_method(speculation, config)  # refused first: a grammar may take seconds to compile
-        prediction = read_prediction(speculation.prediction, self._tokenizer, self._vocab_size)
+        prediction = read_prediction(speculation.prediction, self._tokenizer, self._runtime.facts.vocab_size)
         grammar = self._grammars.matcher(params, written)
         sources = dict(zip(self.from_request, (grammar, prediction), strict=True))
         max_drafts, from_request, off = self._methods(speculation, own, sources)
@@ -122,7 +112,7 @@ class Admission:
             pool=speculation.pool,
             tenant=speculation.tenant,
             prefix_cache=prefix_cache,
-            images=self._images(prompt, images),
+            images=self._runtime.read_images(prompt, images) if images else NO_IMAGES,
             adapter=adapter,
         )
         return self._samples(request, [*prompt, *written], grammar)
@@ -134,31 +124,9 @@ class Admission:
             for n in range(request.params.n)
         ]
 
-    def _images(self, prompt: list[int], images: Seq[ImageInput]) -> PromptImages:
-        """Raises `InvalidParameter` without a vision tower, and for what it cannot read."""
-        if not images:
-            return NO_IMAGES
-        if self._vision is None:
-            raise InvalidParameter("images", len(images), self._no_images).about("images")
-        read = self._vision.read(prompt, images)
-        longest = max((len(block) for block in read.blocks), default=0)
-        if longest > self._block_rows:
-            limit = f"an image of {longest} tokens is one chunk of the prompt, of at most {self._block_rows}"
-            raise NeverFits(f"{limit} (max_batch_tokens - max_num_seqs)").about("images")
-        return read
-
     def _check(self, prompt: list[int], params: SamplingParams, written: Seq[int]) -> int:
         """The most tokens of its sequences. Raises by name for what cannot be served."""
-        max_len = check_request(
-            prompt,
-            params,
-            vocab_size=self._vocab_size,
-            max_context=self._max_context,
-            pages=self._pool.num_blocks,
-            block_size=self._pool.block_size,
-            max_pages=self._pool.max_pages(self._max_context, self._rows),
-            written=written,
-        )
+        max_len = check_request(prompt, params, self._runtime.facts, self._runtime.space, written)
         self._check_tokenizer(params)
         return max_len
 
@@ -211,11 +179,12 @@ class Admission:
 
     def _sampling(self, params: SamplingParams, prompt: list[int]) -> tuple[Rules, Ending]:
         text = self._tokenizer
-        known = range(self._vocab_size)  # checkpoint and tokenizer may have ids for which there is no logit
+        facts = self._runtime.facts
+        known = range(facts.vocab_size)  # checkpoint and tokenizer may have ids for which there is no logit
         bad_words = None
         if text is not None and params.bad_words:
             bad_words = text.bad_words(params.bad_words, params.skip_special_tokens)
-        stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)}
+        stops = {*params.stop_token_ids, *(() if params.ignore_eos else facts.eos_ids)}
         stop_ids = frozenset(token for token in stops if token in known)
         find_stop = answer_start = None
         if text is not None and params.stop:
@@ -269,7 +238,7 @@ def check_draft(draft: Draft, vocab_size: int) -> None:
 
 def check_room(seq: Sequence, k: int) -> None:
     """Raises where `k` drafts and the token after them do not fit."""
-    if k > max(0, seq.room - 1):
+    if k > max(0, seq.tokens_left - 1):
         raise TooLong(f"{len(seq.tokens)} tokens + {k} drafts + 1 > {seq.request.max_len} tokens")
 
 
@@ -309,33 +278,22 @@ def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
 
 
 def check_request(
-    prompt: list[int],
-    params: SamplingParams,
-    *,
-    vocab_size: int,
-    max_context: int,
-    pages: int,
-    block_size: int,
-    max_pages: int | None = None,
-    written: Seq[int] = (),
+    prompt: list[int], params: SamplingParams, facts: Facts, space: Space, written: Seq[int] = ()
 ) -> int:
     """Raises by name what cannot be served; returns the most tokens the sequence may hold.
 
-    A sequence of any length holds at most `max_pages` at once (None: those of all its tokens). `written` is
-    output so far.
+    `written` is output so far.
     """
     if not prompt:
         raise EmptyPrompt("the prompt has no tokens")
+    vocab_size, size = facts.vocab_size, space.block_size
     check_ids("prompt", (*prompt, *written), vocab_size)
-    max_len = max_length(len(prompt), params.max_tokens, max_context)
+    max_len = max_length(len(prompt), params.max_tokens, facts.max_context)
     if len(prompt) + len(written) > max_len:
         raise TooLong(f"prompt {len(prompt)} + {len(written)} written > {max_len} tokens").about(CONTEXT)
-    needed = ceil_div(max_len, block_size)
-    if max_pages is not None:
-        needed = min(needed, max_pages)
-    if needed > pages:
-        message = f"{max_len} tokens need {needed} KV pages of {block_size}, the pool owns {pages}"
-        raise NeverFits(message).about("limits.pool")
+    if (needed := space.most(max_len)) > facts.capacity:
+        pages = f"{needed // size} KV pages of {size}, the pool owns {facts.capacity // size}"
+        raise NeverFits(f"{max_len} tokens need {pages}").about("limits.pool")
     check_ids("logit_bias", params.logit_bias, vocab_size)
     check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     for token, bias in params.logit_bias.items():

@@ -25,6 +25,7 @@ from speculon.engine.client import EngineClient
 from speculon.engine.messages import (
     Abort,
     Admitted,
+    EngineStatistics,
     ForgetPools,
     FromServer,
     FromWorker,
@@ -34,7 +35,6 @@ from speculon.engine.messages import (
     Refused,
     Shutdown,
     Stage,
-    Statistics,
 )
 from speculon.engine.waiting import OutputQueue
 from speculon.engine.worker import main as run_worker
@@ -116,7 +116,7 @@ class EngineProcess:
     def _deliver(self, message: FromWorker) -> None:
         if self.ended:
             return
-        if isinstance(message, Statistics):
+        if isinstance(message, EngineStatistics):
             self._read = message.read
             self._working = message.load.running + message.load.waiting > 0
         self._on_message(message)
@@ -308,7 +308,7 @@ class AsyncEngine(EngineClient):
         match message:
             case Outputs(events):
                 self._requests.put(events)
-            case Statistics(counters, load, _, costs):
+            case EngineStatistics(counters, load, _, costs):
                 self.costs = costs
                 self.counters, self.load = counters, load
             case Admitted(request_id):

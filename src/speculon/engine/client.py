@@ -13,7 +13,7 @@ from speculon.core.errors import InvalidParameter, SpeculonError
 from speculon.core.telemetry import EngineCounters
 from speculon.core.types import Load
 from speculon.engine.messages import Add, Ready
-from speculon.engine.progress import Progress
+from speculon.engine.progress import RequestProgress
 from speculon.engine.waiting import OutputQueue, RequestTable
 
 
@@ -70,7 +70,7 @@ class EngineClient(ABC):
             raise InvalidParameter("request_id", taken, "is in use")
         queue = OutputQueue(self)
         for add in adds:
-            self._requests.add(Progress(add, self._config.speculation.acceptance), queue)
+            self._requests.add(RequestProgress(add, self._config.speculation.acceptance), queue)
         try:
             await self._begin_requests(queue)
             await queue.admitted()

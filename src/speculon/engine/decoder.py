@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -16,17 +17,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from speculon.core.config import EngineConfig, ModelObject, SamplingParams, SpeculationConfig
 from speculon.core.errors import ConfigError, InvalidParameter, NeverFits
 from speculon.core.telemetry import RequestStats, SpeculationStats, Stopwatch
-from speculon.core.types import Ask, Decision, Draft, Verdict
-from speculon.decoding.sequence import Event, Request, Round, Sequence, Span
+from speculon.core.types import CallCost, Draft, Load, Verdict
+from speculon.decoding.rounds import Budget, Drafted, Grant, Judged, Round, Span
+from speculon.decoding.sequence import Event, Request, Sequence
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.decoding.verify import read_logits, verify_given
 from speculon.engine.admission import check_draft, check_room, read_ids
 from speculon.engine.engine import Engine
 from speculon.engine.outputs import Completion, RequestOutput, StepResult, absorb, write_texts
-from speculon.runtimes.torch.drafters.choose import by_method
-from speculon.runtimes.torch.drafters.pairing import is_search
-from speculon.runtimes.torch.loading.ends import add_ends
-from speculon.runtimes.torch.loading.load import wrap_model
+from speculon.runtimes.registry import backend
 from speculon.speculation.control.adaptive import Adaptive, AdaptiveLookahead
 from speculon.speculation.control.fixed import Fixed
 from speculon.speculation.drafting import Drafting
@@ -42,6 +41,7 @@ UNUSABLE = {
 PLAIN_CALLS = 8  # guess: plain calls whose median is the plain cost
 GIVEN = "given"  # source of drafts that came from the caller
 ROUND = "round"  # id of the requests that are made for one round
+ALONE = Load(1, 0, 0)
 
 Ids = str | Seq[int] | Tensor
 
@@ -82,25 +82,17 @@ class SpeculativeDecoder:
         for name, why in UNUSABLE.items():
             if name in settings and (name in SETTLED or settings[name]):
                 raise ConfigError(f"{name} = {settings[name]!r}: {why}")
-        if isinstance(draft, str) and is_search(draft):
-            why = "a model object lies in no folder to look around in; name the drafter's"
-            raise ConfigError(f"draft = {draft!r}: {why}")
         own = {name: settings.pop(name) for name in SpeculationConfig.model_fields if name in settings}
         own |= {"method": method, "num_speculative_tokens": num_speculative_tokens}
         if draft is not None:
-            own["draft"] = by_method(draft) if isinstance(draft, str) else draft
+            own["draft"] = backend().drafts_of(draft) if isinstance(draft, str) else draft
         self.config = EngineConfig(**settings, speculation=own)
         chosen = self.config.speculation
         if method in WITH_CHECKPOINT and method not in chosen.drafts:
             raise ConfigError(f"method = {method!r}: needs draft = a model object or a checkpoint")
-        if self.config.threads:
-            torch.set_num_threads(self.config.threads)
         self.tokenizer = None if tokenizer is None else Tokenizer(tokenizer)
-        form = self.config.model_dump(include={"max_context", "compile", "batch_invariant"})
-        target = wrap_model(model, fused=self.config.fuse, **form)
-        add_ends(target, self.tokenizer)
-        target.prompts_apart = False  # what is one round's prompt was generated in another
-        self.engine = Engine(target, self.tokenizer, self.config)
+        runtime = backend().wrap(model, self.tokenizer, self.config)
+        self.engine = Engine(runtime, self.tokenizer, self.config)
         self.adaptive = None
         if chosen.policy == "adaptive" and chosen.most():
             self.adaptive = AdaptiveLookahead(chosen.adaptive.within(chosen.most()))
@@ -131,8 +123,9 @@ class SpeculativeDecoder:
 
         The target is not asked and nothing is counted.
         """
-        with self._last_span(ids, params, prompt_len, self._whole_draft(k)) as span, self._drafted(span):
-            return span.draft
+        with self._last_span(ids, params, prompt_len, self._whole_draft(k)) as span:
+            drafted, _ = self._drafted(span)
+        return drafted.draft
 
     @torch.inference_mode()
     def verify(
@@ -155,23 +148,22 @@ class SpeculativeDecoder:
         `InvalidParameter` for logits that are no float tensor of such a shape, for a NaN or +inf in them, and
         for `prompt_logprobs`, which need the prompt's rows.
         """
-        draft = read_draft(drafts, self.engine.target.vocab_size)
+        draft = read_draft(drafts, self.engine.runtime.facts.vocab_size)
         k = len(draft.tokens)
         if target_logits is not None:
             seq = self._prepare(ids, params, prompt_len)
             check_room(seq, k)
-            return verify_given(
-                Span(seq, len(seq.tokens) - 1, 1, draft), self._rows(target_logits, k, seq.request)
-            )
+            last = Drafted(Span.of(seq, len(seq.tokens) - 1, 1), draft)
+            return verify_given(last, self._rows(target_logits, k, seq.request)).verdict
         with self._last_span(ids, params, prompt_len) as span:
             check_room(span.seq, k)
-            span.decision = Decision.of([Ask(GIVEN, k)])
-            with self.engine.leases.reserve([span]) as lease:
-                if span.reserved < k:  # the pages of a window may be all that there are
+            span = replace(span, given=k)
+            with self.engine.runtime.reserve([span]) as step:
+                (grant,) = step.grants
+                if grant.drafts < k:  # the pages of a window may be all that there are
                     raise NeverFits(f"{k} drafts after {len(span.seq.tokens)} tokens: no pages for them")
-                span.draft = draft
-                self.engine.ask_target([span], lease, Stopwatch())
-        return span.verdict
+                (judged,) = self.engine.forward_and_verify(step, [Drafted(span, draft)], Stopwatch())
+        return judged.verdict
 
     @torch.inference_mode()
     def step(
@@ -197,18 +189,15 @@ class SpeculativeDecoder:
         with self._last_span(ids, params, prompt_len, k, goes_on=True) as span:
             self._last, stats = (list(span.seq.tokens), span.seq.request.params), span.seq.stats
             began = perf_counter()
-            if given:
-                self._round_by(span, target_logits)
-            else:
-                self.engine.round([span])
+            (judged,) = self._round_by(span, target_logits) if given else self.engine.round([span])
             ms = (perf_counter() - began) * 1e3
         self._stats.add(stats)
-        if span.verdict.finish:
+        if judged.verdict.finish:
             self._forget_sequence()
         if not given:
-            self._clock(ms, len(span.verdict.tokens))
+            self._clock(ms, len(judged.verdict.tokens))
         reason = next(iter(stats.reasons), None)
-        return StepResult(span.draft, span.verdict, reason, stats.draft_ms, ms - stats.draft_ms)
+        return StepResult(judged.draft, judged.verdict, reason, stats.draft_ms, ms - stats.draft_ms)
 
     # a whole text
 
@@ -287,8 +276,8 @@ class SpeculativeDecoder:
 
     def _time_plain_calls(self, ids: list[int], params: SamplingParams) -> float:
         """Median ms of plain calls with one row, at the temperature and with the filters of `params`."""
-        pool = self.engine.pool
-        room = min(self.engine.max_context, pool.num_blocks * pool.block_size)
+        facts = self.engine.runtime.facts
+        room = min(facts.max_context, facts.capacity)
         prompt = ids[: max(1, room - PLAIN_CALLS - 1)]
         kept = params.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
         plain = SamplingParams(**kept, max_tokens=min(PLAIN_CALLS + 1, room - len(prompt)), ignore_eos=True)
@@ -327,18 +316,19 @@ class SpeculativeDecoder:
         """
         engine, seq = self.engine, self._prepare(ids, params, prompt_len, k)
         seq = self._continued(seq) if goes_on else seq
-        engine.pool.attach(seq)
+        space, max_rows = engine.runtime.space, self.config.max_batch_tokens
+        seq.committed = space.open(seq)
         try:
-            pool, max_rows = engine.pool, self.config.max_batch_tokens
             # a drafter that reads states waits for them
-            beside = 1 if engine.target.taps else min(max_rows, pool.block_size)
+            beside = 1 if engine.proposers.reads_states else min(max_rows, space.block_size)
             while seq.pending > beside:
-                rows = pool.chunk(seq, min(max_rows, seq.pending - 1))
-                engine.round([Span(seq, seq.committed, rows)])
-            yield Span(seq, seq.committed, seq.pending, decodes=True)  # drafts may follow a prompt
+                rows = space.chunk(seq, min(max_rows, seq.pending - 1))
+                engine.round([Span.of(seq, seq.committed, rows)])
+            yield Span.of(seq, seq.committed, seq.pending, decodes=True)  # drafts may follow a prompt
         finally:
             engine.proposers.release(seq)
-            engine.pool.release(seq)
+            space.close(seq)
+            seq.committed = 0
 
     def _prepare(
         self, ids: Ids, params: SamplingParams | None, prompt_len: int | None, k: int | None = None
@@ -377,48 +367,47 @@ class SpeculativeDecoder:
         """How many drafts `draft` makes, whatever the policy would choose."""
         return self.lookahead if k is None and self.adaptive is not None else k
 
-    @contextmanager
-    def _drafted(self, span: Span) -> Iterator[Drafting]:
-        """As many drafts as the sequence may have, in pages that are given back."""
-        fixed = Fixed()
-        fixed.decide([span], self.engine.scheduler.load)
-        with self.engine.leases.reserve([span]) as lease:
-            drafting = Drafting(self.engine.proposers, fixed, lease, [span])
+    def _drafted(self, span: Span) -> tuple[Drafted, Mapping[str, CallCost]]:
+        """As many drafts as the sequence may have, and what their calls took; nothing of it is kept."""
+        fixed, engine = Fixed(), self.engine
+        with engine.runtime.reserve([span]) as step:
+            budgets: list[Budget] = engine.budgets([span], step)
+            drafting = Drafting(engine.proposers, fixed, budgets, fixed.decide(budgets, ALONE))
             drafting.ask_lookups()
             drafting.ask_models()
-            yield drafting
+            (drafted,) = drafting.drafted
+            return drafted, drafting.calls
 
-    def _round_by(self, span: Span, target_logits: Any) -> None:
+    def _round_by(self, span: Span, target_logits: Any) -> list[Judged]:
         """`Engine.round` of one span with these logits in the place of its target call.
 
-        The span's own policy learns from it. Nothing is committed to pages: the target has not computed what
-        would lie there.
+        The span's own policy learns from it. The runtime keeps nothing: the target has not computed it.
         """
-        engine, request, load = self.engine, span.seq.request, self.engine.scheduler.load
+        engine, seq, load = self.engine, span.seq, self.engine.scheduler.load
         watch = Stopwatch(engine.counters.profile)
-        engine.policy.decide([span], load)  # it has to know the sequence
+        budget = Budget.of(span, Grant(span.most_drafts), engine.proposers.unread(seq))
+        engine.policy.decide([budget], load)  # it has to know the sequence
         watch.lap("decide")
-        with self._drafted(span) as drafting:
-            draft_ms = watch.lap("propose")
-            drawn = {method for method, _, draft in span.proposals if draft.tokens} - request.lookups
-            if drawn and not request.params.greedy and request.params.seed is None:  # `draft` had others
-                names = ", ".join(sorted(drawn))
-                limit = f"with target_logits, drafts of {names} need a seed, or temperature = 0"
-                raise InvalidParameter("seed", None, limit)
-            verify_given(span, self._rows(target_logits, len(span.draft.tokens), request))
-            span.seq.tokens.extend(span.verdict.tokens)
-        if span.seq.grammar is not None:
-            span.seq.grammar.consume(span.verdict.tokens)
+        drafted, calls = self._drafted(span)
+        draft_ms = watch.lap("propose")
+        drawn = {each.method for each in drafted.proposals if each.draft.tokens} - seq.request.lookups
+        if drawn and not seq.request.params.greedy and seq.request.params.seed is None:  # `draft` had others
+            names = ", ".join(sorted(drawn))
+            limit = f"with target_logits, drafts of {names} need a seed, or temperature = 0"
+            raise InvalidParameter("seed", None, limit)
+        judged = verify_given(drafted, self._rows(target_logits, len(drafted.draft.tokens), seq.request))
+        seq.advance(seq.committed, judged.verdict.tokens, 0)
         watch.lap("verify")
-        engine.proposers.observe([span], None)
-        engine._learn(Round(load, [span], drafting.calls, draft_ms, None), True, watch)
+        engine.proposers.observe([judged])
+        engine._learn(Round(load, [judged], calls, draft_ms, None), True, watch)
+        return [judged]
 
     def _rows(self, target_logits: Any, k: int, request: Request) -> Tensor:  # [K + 1, V] or [K, V]
         """A caller's logits for `k` drafts."""
         if (asked := request.params.prompt_logprobs) is not None:
             raise InvalidParameter("prompt_logprobs", asked, "target_logits have no rows of the prompt")
-        target = self.engine.target
-        return read_logits(target_logits, k, target.vocab_size).to(target.device)
+        runtime = self.engine.runtime
+        return read_logits(target_logits, k, runtime.facts.vocab_size).to(runtime.device)
 
     def _encode(self, ids: Ids) -> list[int]:
         if isinstance(ids, str) and self.tokenizer is not None:

@@ -1,4 +1,4 @@
-"""The loop: plan, decide, reserve, ask lookups, ask models, pack, forward, verify, cut, commit, observe,
+"""The loop: plan, reserve, budget, decide, ask lookups, ask models, forward, verify, commit, observe,
 account, free what has ended.
 """
 
@@ -15,30 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from speculon.core.config import MAX_DRAFTS, EngineConfig, RequestSpeculation, SamplingParams
+from speculon.core.config import EngineConfig, RequestSpeculation, SamplingParams
 from speculon.core.errors import InvalidParameter, SpeculonError
 from speculon.core.images import ImageInput
 from speculon.core.telemetry import EngineCounters, RequestStats, Stopwatch, log_line
 from speculon.core.types import Capability, Finish, Load
-from speculon.decoding.sequence import Event, Round, Span
+from speculon.decoding.rounds import Budget, Drafted, Judged, Round, Span
+from speculon.decoding.sequence import Event, Sequence
 from speculon.decoding.text.grammar import Grammars
 from speculon.decoding.text.tokenizer import Tokenizer
-from speculon.decoding.verify import cut, verify
+from speculon.decoding.verify import verify
 from speculon.engine.admission import Admission
 from speculon.engine.capabilities import capability_table
 from speculon.engine.messages import Ready
 from speculon.engine.scheduler import Ended, Scheduler
-from speculon.engine.state import State
-from speculon.runtimes.torch.batch import Batch
-from speculon.runtimes.torch.budget import Budget
-from speculon.runtimes.torch.kv.blocks import BlockPool
-from speculon.runtimes.torch.kv.draft_slots import DraftSlots
-from speculon.runtimes.torch.kv.lease import Lease, Leases
-from speculon.runtimes.torch.kv.reach import joint_reach
-from speculon.runtimes.torch.kv.slots import StateSlots
-from speculon.runtimes.torch.kv.states import StateStore
-from speculon.runtimes.torch.kv.store import PageStore
-from speculon.runtimes.torch.needs import Needs
+from speculon.engine.state import EngineState
 from speculon.speculation.control.policies import Policies
 from speculon.speculation.drafting import Drafting
 from speculon.speculation.events import Events
@@ -47,8 +38,9 @@ from speculon.speculation.proposers.compose import Proposers
 
 if TYPE_CHECKING:
     from filelock import FileLock
+    from torch import Tensor
 
-    from speculon.runtimes.torch.model.target import Output, Target
+    from speculon.runtimes.base import Runtime, Step
     from speculon.speculation.control.cost import Costs
 
 log = logging.getLogger("speculon")
@@ -69,74 +61,26 @@ class Engine:
     Without a tokenizer it takes token ids alone, and refuses stop strings and bad words.
     """
 
-    def __init__(self, target: Target, tokenizer: Tokenizer | None, config: EngineConfig):
-        self.target, self.tokenizer, self.config = target, tokenizer, config
-        self.max_context = min(target.max_context, config.max_context or target.max_context)
-        drafts = max(config.max_num_seqs * config.speculation.most(), MAX_DRAFTS)  # of a step, whoever asks
-        facts = TargetFacts(
-            target.vocab_size,
-            self.max_context,
-            num_layers=len(target.layers),
-            device=str(target.device),
-            dtype=str(target.dtype).removeprefix("torch."),
-            tokenizer=tokenizer,
-            rows=config.max_batch_tokens + drafts,
-            scored=config.max_num_seqs + drafts,
-            sequences=config.max_num_seqs,
-            fuse=config.fuse,
-            compile=config.compile,
-            batch_invariant=target.batch_invariant,
-            quantization=config.quantization,
-            model=target,
-        )
-        budget = Budget(
-            config,
-            target.needs(facts.rows, facts.scored, config.max_num_seqs),
-            self.max_context,
-            target.device,
-        )
-        self.proposers = Proposers(config.speculation, facts, budget.estimate)
-        drafters = self.proposers.needs
-        self.memory = budget.estimate(drafters)
-        target.capture(self.proposers.taps)
-        own = tuple(layer for needs in drafters for layer in needs.layers)
-        snapshots, pages = budget.snapshots(drafters), budget.pages(drafters)
-        self.pool = make_pool(target, config, pages, snapshots, joint_reach(target.layers, drafters))
-        store = PageStore((*target.layers, *own), pages, config.block_size, target.device)
-        draft_states = self._draft_states(self.proposers.needs_of_states)
-        states = target.states(self.pool.slots.count)
-        self.leases = Leases(self.pool, store, drafts, states, draft_states)
-        self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_batch_tokens)
+    def __init__(self, runtime: Runtime, tokenizer: Tokenizer | None, config: EngineConfig):
+        self.runtime, self.tokenizer, self.config = runtime, tokenizer, config
+        facts = runtime.facts
+        known = TargetFacts(facts.vocab_size, facts.max_context, facts.takes_trees)
+        self.proposers = Proposers(config.speculation, known, runtime.drafters, runtime.refusals)
+        self.scheduler = Scheduler(runtime.space, config.max_num_seqs, config.max_batch_tokens)
         self.policy = Policies(config.speculation)
-        self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_ids, config.threads)
-        self.admission = Admission(
-            config.speculation,
-            self.proposers,
-            self.grammars,
-            tokenizer,
-            self.pool,
-            target,
-            self.max_context,
-            config.max_batch_tokens,
-            config.max_batch_tokens - config.max_num_seqs,
-        )
+        self.grammars = Grammars(tokenizer, facts.vocab_size, facts.eos_ids, config.threads)
+        self.admission = Admission(config.speculation, self.proposers, self.grammars, tokenizer, runtime)
         self.counters = EngineCounters()  # `totals`: of ended sequences; `current_counters` has all
         self.events = Events.of(
-            config, device=facts.device, dtype=facts.dtype, max_context=self.max_context, pages=pages
+            config,
+            device=facts.form.get("device"),
+            dtype=facts.form.get("dtype"),
+            max_context=facts.max_context,
+            pages=self.pages,
         )
-        self.state: State | None = None  # what is kept across restarts
-        self._facts = facts
+        self.state: EngineState | None = None  # what is kept across restarts
         self._requests: dict[str, _Request] = {}
         self._names = itertools.count()
-
-    def _draft_states(self, needs_of_states: dict[str, Needs]) -> dict[str, StateStore]:
-        """The states of drafters that have any, by method; their slots are the pool's."""
-        stores = {}
-        for method, needs in needs_of_states.items():
-            slots = DraftSlots(method, self.config.max_num_seqs, needs.spare_states)
-            self.pool.draft_slots[method] = slots
-            stores[method] = StateStore(needs.states, slots.count, self.target.device)
-        return stores
 
     @property
     def has_work(self) -> bool:
@@ -152,19 +96,28 @@ class Engine:
         seqs = self.scheduler.running or self.scheduler.waiting
         return list(dict.fromkeys(seq.request.id for seq in seqs))
 
+    @property
+    def max_context(self) -> int:
+        return self.runtime.facts.max_context
+
+    @property
+    def pages(self) -> int:
+        """Blocks of tokens that the runtime has in all."""
+        return self.runtime.facts.capacity // self.runtime.space.block_size
+
     def facts(self) -> Ready:
         """What a server has to know of it."""
+        facts, space = self.runtime.facts, self.runtime.space
         return Ready(
-            vocab_size=self.target.vocab_size,
-            max_context=self.max_context,
+            vocab_size=facts.vocab_size,
+            max_context=facts.max_context,
             max_num_seqs=self.config.max_num_seqs,
-            pages=self.pool.num_blocks,
-            page_tokens=self.pool.block_size,
+            pages=self.pages,
+            page_tokens=space.block_size,
             method=self.proposers.default,
             drafters={m: path for m, path in self.config.speculation.drafts.items() if isinstance(path, str)},
-            holds_context=self.pool.max_pages(self.max_context, self.config.max_batch_tokens)
-            <= self.pool.num_blocks,
-            memory=self.memory.parts(),
+            holds_context=space.most(facts.max_context) <= facts.capacity,
+            memory=dict(self.runtime.memory()),
         )
 
     def plain_costs(self) -> dict[int, float]:
@@ -220,22 +173,21 @@ class Engine:
     def step(self) -> list[Event]:
         """One round for everybody who can run. An error leaves every sequence as it was before."""
         watch = Stopwatch(self.counters.profile)
-        spans, events = self._with_features(self.scheduler.plan())
+        spans, events = self._without_faults(self.scheduler.plan())
         if not spans:
             return events
-        self.round(spans, watch)
-        new, ended = self.scheduler.free_ended(spans)
+        judged = self.round(spans, watch)
+        new, ended = self.scheduler.free_ended(judged)
         self._forget(ended)
         watch.lap("settle")
         return [*events, *new]
 
-    def _with_features(self, spans: list[Span]) -> tuple[list[Span], list[Event]]:
-        """Spans whose images have features now. A request with an image that has none ends here, alone."""
+    def _without_faults(self, spans: list[Span]) -> tuple[list[Span], list[Event]]:
+        """Spans whose rows can be computed. A request with an image that cannot be read ends here, alone."""
         faults, events = dict[str, SpeculonError](), list[Event]()
         for span in spans:
-            for image in span.seq.request.images.within(span.start, span.start + span.length):
-                if self.target.vision is not None and (fault := self.target.vision.fault(image)):
-                    faults[span.seq.request.id] = fault
+            if fault := self.runtime.prepare_images(span):
+                faults[span.seq.request.id] = fault
         for request_id, fault in faults.items():
             new, ended = self.scheduler.abort(request_id, Finish("error", error=fault))
             self._forget(ended)
@@ -243,33 +195,68 @@ class Engine:
         return [span for span in spans if span.seq.request.id not in faults], events
 
     @torch.inference_mode()
-    def round(self, spans: list[Span], watch: Stopwatch | None = None, counted: bool = True) -> None:
-        """Drafts, verifies and commits one plan; each span has its verdict then.
+    def round(self, spans: list[Span], watch: Stopwatch | None = None, counted: bool = True) -> list[Judged]:
+        """Reserves, decides, drafts, verifies and commits one plan; returns what became of each span.
 
         An error leaves every sequence as it was before. One that is not `counted` is in no counter and in no
         record; its sequences, the drafters and the policy learn from it all the same.
         """
         watch = watch or Stopwatch(self.counters.profile if counted else None)
-        load, decoding = self.scheduler.load, [span for span in spans if span.decodes]
-        watch.lap("prepare")
-        self.policy.decide(decoding, load)
-        watch.lap("decide")
-        with self.leases.reserve(spans) as lease:
-            drafting = Drafting(self.proposers, self.policy, lease, decoding)
+        load = self.scheduler.load
+        with self.runtime.reserve(spans) as step:
+            budgets = self.budgets(spans, step)
             watch.lap("prepare")
+            decisions = self.policy.decide(budgets, load)
+            watch.lap("decide")
+            drafting = Drafting(self.proposers, self.policy, budgets, decisions)
             drafting.ask_lookups()
             drafting.ask_models()
             draft_ms = watch.lap("propose")
-            out = self.ask_target(spans, lease, watch)
-            lease.commit()
-        for span in spans:
-            if span.seq.grammar is not None:
-                span.seq.grammar.consume(span.verdict.tokens)
+            judged = self.forward_and_verify(step, with_prompts(spans, drafting.drafted), watch)
+            repair_ms = step.commit(judged)
+            for one in judged:
+                one.seq.advance(one.end, one.verdict.tokens, one.span.end)
+        judged = [one.in_path_order for one in judged]
         watch.lap("commit")
-        self.proposers.observe(decoding, out.taps)
+        done = Round(load, judged, drafting.calls, draft_ms, watch.ms - draft_ms, repair_ms)
+        self.proposers.observe(done.decoding)
         watch.lap("settle")
-        done = Round(load, spans, drafting.calls, draft_ms, watch.ms - draft_ms, lease.repair_ms)
         self._learn(done, counted, watch)
+        return judged
+
+    def budgets(self, spans: list[Span], step: Step) -> list[Budget]:
+        """How far each span that decodes may speculate, whatever its policy decides."""
+        return [
+            Budget.of(span, grant, self.proposers.unread(span.seq))
+            for span, grant in zip(spans, step.grants, strict=True)
+            if span.decodes
+        ]
+
+    def forward_and_verify(self, step: Step, drafted: list[Drafted], watch: Stopwatch) -> list[Judged]:
+        """One target call for all spans and their drafts, and its verdicts. Commits nothing."""
+        out = step.forward(drafted)
+        watch.split("prepare", "forward", out.ms)
+        judged = verify(drafted, out.logits, out.scored)
+        watch.lap("verify")
+        return judged
+
+    @torch.inference_mode()
+    def logits_after(self, seq: Sequence) -> Tensor:  # [V]
+        """The target's logits after a sequence of nobody, computed as a prompt; nothing of it is kept."""
+        space = self.runtime.space
+        seq.committed = space.open(seq)
+        try:
+            while True:
+                span = Span.of(seq, seq.committed, space.chunk(seq, self.config.max_batch_tokens))
+                with self.runtime.reserve([span]) as step:
+                    out = step.forward([Drafted(span)])
+                    if span.samples:  # not committed: the noise of the row is that of the next position
+                        return out.logits[-1]
+                    step.commit(verify([Drafted(span)], out.logits, out.scored))
+                    seq.advance(span.end, (), 0)
+        finally:
+            space.close(seq)
+            seq.committed = 0
 
     def _learn(self, done: Round, counted: bool, watch: Stopwatch) -> None:
         """Reports a committed round to the policy, the counters and the record.
@@ -286,20 +273,6 @@ class Engine:
         except Exception:
             log.exception("a round is not in the statistics; its output is kept")
 
-    def ask_target(self, spans: list[Span], lease: Lease, watch: Stopwatch) -> Output:
-        """One target call for all spans and their drafts: pack, forward, verify, cut. Commits nothing."""
-        batch = Batch.pack(spans, self.target.device)
-        view = lease.view(batch)
-        watch.lap("prepare")
-        out = self.target.forward(batch, view)
-        if out.taps is not None:
-            self.proposers.keep(out.taps, view)
-        watch.lap("forward")
-        verify(batch, out.logits)
-        cut(spans)
-        watch.lap("verify")
-        return out
-
     def abort(self, request_id: str) -> list[Event]:
         """Ends a request now; its pages are free at once."""
         events, ended = self.scheduler.abort(request_id)
@@ -310,14 +283,15 @@ class Engine:
         """Begins with what an engine like this one learned before, and keeps it, where the settings name a
         folder for that; `lock` is the one of the folder, where the caller holds it.
         """
-        self.state = State.of(
+        facts = self.runtime.facts
+        self.state = EngineState.of(
             self.config,
             self.proposers,
             self.policy,
-            self._facts,
-            parameters=self.target.num_parameters,
-            threads=torch.get_num_threads(),
-            adapters={name: adapter.digest for name, adapter in self.target.adapters.items()},
+            vocab_size=facts.vocab_size,
+            parameters=facts.parameters,
+            machine=facts.form,
+            adapters=facts.adapters,
             lock=lock,
         )
         if self.state is not None:
@@ -371,14 +345,10 @@ class Engine:
         self.counters.pools, self.counters.pool_tokens = self.proposers.remembered
 
 
-def make_pool(
-    target: Target, config: EngineConfig, pages: int, snapshots: int, reach: int | None
-) -> BlockPool:
-    """The owner of so many pages, and of the slots and snapshots of recurrent states."""
-    sequences = config.max_num_seqs if target.recurrent else 0
-    slots = StateSlots(sequences, snapshots, config.max_batch_tokens, target.by_row)
-    prefix_cache = config.prefix_cache and (snapshots > 0 or not target.recurrent)
-    return BlockPool(pages, config.block_size, prefix_cache, slots, target.prompts_apart, reach)
+def with_prompts(spans: list[Span], drafted: list[Drafted]) -> list[Drafted]:
+    """All spans in their order: prompt chunks have no draft."""
+    decoding = iter(drafted)
+    return [next(decoding) if span.decodes else Drafted(span) for span in spans]
 
 
 def account(counters: EngineCounters, costs: Costs, done: Round) -> None:
@@ -389,36 +359,35 @@ def account(counters: EngineCounters, costs: Costs, done: Round) -> None:
     for method, call in done.calls.items():
         counters.proposals[method] += call.sequences
         counters.proposal_ms[method] += call.ms
-    for span in done.spans:
-        if not span.samples:
+    for one in done.judged:
+        if not one.span.samples:
             continue
-        stats, adapter = span.seq.stats, span.seq.request.adapter
-        if adapter and span.draft.tokens:
-            stats.count_under(adapter, len(span.draft.tokens), span.verdict.accepted)
-        if not span.decodes:
-            stats.record(span.draft, span.verdict)
+        stats, adapter, drafted = one.seq.stats, one.seq.request.adapter, one.drafted
+        if adapter and one.draft.tokens:
+            stats.count_under(adapter, len(one.draft.tokens), one.verdict.accepted)
+        if not one.span.decodes:
+            stats.record(one.draft, one.verdict)
             continue
-        for method, _, draft in span.proposals:
+        for method, _, draft in drafted.proposals:
             stats.propose(method, draft)
-        methods = tuple(ask.method for ask in span.decision.asks) if span.asked else ()
-        stats.record(span.draft, span.verdict, methods, span.why_plain)
+        stats.record(one.draft, one.verdict, drafted.asked, drafted.reason)
     book(costs, done.decoding, done.draft_ms, done.timing.target_ms)
 
 
-def book(costs: Costs, spans: list[Span], draft_ms: float, target_ms: float | None) -> None:
+def book(costs: Costs, judged: list[Judged], draft_ms: float, target_ms: float | None) -> None:
     """Books the ms of a round in which methods were asked, against those of plain steps of its batch size.
 
     Where prompts were computed beside, the cost model says what the step took without them.
     """
-    batch, sharing = len(spans), sum(span.asked for span in spans)
+    batch, sharing = len(judged), sum(bool(one.drafted.asked) for one in judged)
     if not sharing or not costs.known:
         return
-    lengths = [len(span.draft.tokens) for span in spans]
+    lengths = [len(one.draft.tokens) for one in judged]
     step_ms = costs.step(batch, sum(map(bool, lengths)), sum(lengths)) if target_ms is None else target_ms
-    row_ms = step_ms / sum(span.rows for span in spans)
+    row_ms = step_ms / sum(one.drafted.rows for one in judged)
     plain_ms = costs.plain(batch)
-    for span in spans:
-        stats = span.seq.stats
-        plain = None if plain_ms is None else span.verdict.generated * plain_ms / batch
-        stats.expect(span.estimate)
-        stats.spend(draft_ms / sharing if span.asked else 0.0, row_ms * span.rows, plain)
+    for one in judged:
+        stats, drafted = one.seq.stats, one.drafted
+        plain = None if plain_ms is None else one.verdict.generated * plain_ms / batch
+        stats.expect(drafted.estimate)
+        stats.spend(draft_ms / sharing if drafted.asked else 0.0, row_ms * drafted.rows, plain)

@@ -20,7 +20,7 @@ from speculon.decoding.sequence import Event
 from speculon.decoding.text.tokenizer import NO_TOKENIZER, Stream, Tokenizer, check_messages
 from speculon.engine.build import build_engine
 from speculon.engine.outputs import Completion, RequestOutput, absorb, write_texts
-from speculon.engine.stepper import Call, Stepper, TaskRequests
+from speculon.engine.stepper import PromptCall, Stepper, TaskRequests
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("speculon")
 
 Prompt = str | Seq[int] | Mapping[str, Any]  # text, token ids, or {"prompt": text, "images": [...]}
-Message = Mapping[str, Any]
-Speculation = RequestSpeculation | Mapping[str, Any] | None
+GivenMessage = Mapping[str, Any]
+SpeculationLike = RequestSpeculation | Mapping[str, Any] | None
 
 
 class LLM:
@@ -103,7 +103,7 @@ class LLM:
         prompts: Prompt | Seq[Prompt],
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
-        speculation: Speculation | Seq[Speculation] = None,
+        speculation: SpeculationLike | Seq[SpeculationLike] = None,
         adapter: str | Seq[str] = "",
         on_token: Callable[[int, int], None] | None = None,
     ) -> list[RequestOutput]:
@@ -134,7 +134,7 @@ class LLM:
         prompts: Prompt | Seq[Prompt],
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
-        speculation: Speculation | Seq[Speculation] = None,
+        speculation: SpeculationLike | Seq[SpeculationLike] = None,
         adapter: str | Seq[str] = "",
     ) -> list[RequestOutput]:
         """`generate` for an event loop. Cancelling the task aborts its requests."""
@@ -149,10 +149,10 @@ class LLM:
     @overload
     def chat(
         self,
-        messages: Seq[Message],
+        messages: Seq[GivenMessage],
         params: SamplingParams | None = None,
         *,
-        speculation: Speculation = None,
+        speculation: SpeculationLike = None,
         adapter: str = "",
         continue_final_message: bool | str = False,
         add_generation_prompt: bool | None = None,
@@ -161,10 +161,10 @@ class LLM:
     @overload
     def chat(
         self,
-        messages: Seq[Seq[Message]],
+        messages: Seq[Seq[GivenMessage]],
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
-        speculation: Speculation | Seq[Speculation] = None,
+        speculation: SpeculationLike | Seq[SpeculationLike] = None,
         adapter: str | Seq[str] = "",
         continue_final_message: bool | str = False,
         add_generation_prompt: bool | None = None,
@@ -172,10 +172,10 @@ class LLM:
 
     def chat(
         self,
-        messages: Seq[Message] | Seq[Seq[Message]],
+        messages: Seq[GivenMessage] | Seq[Seq[GivenMessage]],
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
-        speculation: Speculation | Seq[Speculation] = None,
+        speculation: SpeculationLike | Seq[SpeculationLike] = None,
         adapter: str | Seq[str] = "",
         continue_final_message: bool | str = False,
         add_generation_prompt: bool | None = None,
@@ -204,7 +204,7 @@ class LLM:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        speculation: Speculation = None,
+        speculation: SpeculationLike = None,
         adapter: str = "",
     ) -> Iterator[str]:
         """Yields the text of one prompt as it is written. Closing the iterator aborts the request."""
@@ -222,14 +222,14 @@ class LLM:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        speculation: Speculation = None,
+        speculation: SpeculationLike = None,
         adapter: str = "",
     ) -> AsyncIterator[str]:
         """`stream` for an event loop. Closing the iterator, or cancelling the task, aborts the request."""
         params = one_sample(params or self.default_params)
         prompt_ids, images = await asyncio.to_thread(self._encode, prompt)
         text = Stream.of(self.tokenizer, params, prompt_ids)
-        call = Call(prompt_ids, params, speculation, images, adapter)
+        call = PromptCall(prompt_ids, params, speculation, images, adapter)
         async with TaskRequests(self._stepper, [call]) as queue:
             while events := await queue.take():
                 for event in events:
@@ -243,7 +243,7 @@ class LLM:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        speculation: Speculation = None,
+        speculation: SpeculationLike = None,
         adapter: str = "",
     ) -> Generator[Event, None, None]:
         """Yields what each step brings to one prompt. Closing the generator aborts the request."""
@@ -279,12 +279,12 @@ class LLM:
         self,
         output: RequestOutput,
         params: SamplingParams,
-        speculation: Speculation,
+        speculation: SpeculationLike,
         images: tuple[ImageInput, ...] = (),
         adapter: str = "",
     ) -> Generator[Event, None, None]:
         """Yields what each step brings to `output`, which has it already; whole also if closed early."""
-        call = Call(output.prompt_token_ids, one_sample(params), speculation, images, adapter)
+        call = PromptCall(output.prompt_token_ids, one_sample(params), speculation, images, adapter)
         with self._stepper.requests([call]) as queue:
             try:
                 for event in self._stepper.events(queue):
@@ -302,9 +302,9 @@ class LLM:
         self,
         prompts: Prompt | Seq[Prompt],
         params: SamplingParams | Seq[SamplingParams] | None,
-        speculation: Speculation | Seq[Speculation],
+        speculation: SpeculationLike | Seq[SpeculationLike],
         adapter: str | Seq[str],
-    ) -> tuple[list[Call], list[RequestOutput]]:
+    ) -> tuple[list[PromptCall], list[RequestOutput]]:
         """What is asked for each prompt, and its result, still empty."""
         many = as_list(prompts)
         params = self.default_params if params is None else params
@@ -313,11 +313,11 @@ class LLM:
         requested = one_per_prompt("speculation", speculation, len(many), types)
         adapters = one_per_prompt("adapter", adapter, len(many), str)
         values = zip(map(self._encode, many), all_params, requested, adapters, strict=True)
-        calls = [Call(ids, own, options, images, name) for (ids, images), own, options, name in values]
+        calls = [PromptCall(ids, own, options, images, name) for (ids, images), own, options, name in values]
         outputs = [RequestOutput(call.prompt, [Completion() for _ in range(call.params.n)]) for call in calls]
         return calls, outputs
 
-    def _finished(self, calls: list[Call], outputs: list[RequestOutput]) -> list[RequestOutput]:
+    def _finished(self, calls: list[PromptCall], outputs: list[RequestOutput]) -> list[RequestOutput]:
         for call, output in zip(calls, outputs, strict=True):
             write_texts(output, self.engine.tokenizer, call.params)
         return outputs
@@ -336,7 +336,7 @@ class LLM:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ChatTurn:
     """What a user said, and the answer."""
 
     content: str
@@ -366,7 +366,7 @@ class Session:
         if raw and system:
             raise InvalidParameter("system", system, "a raw conversation has no roles")
         self.llm, self.params, self.system, self.raw, self.adapter = llm, params, system, raw, adapter
-        self.turns: list[Turn] = []
+        self.turns: list[ChatTurn] = []
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -376,7 +376,7 @@ class Session:
         return [{"role": role, "content": content} for role, content in pairs]
 
     def send(
-        self, content: str, params: SamplingParams | None = None, *, speculation: Speculation = None
+        self, content: str, params: SamplingParams | None = None, *, speculation: SpeculationLike = None
     ) -> RequestOutput:
         """Adds a user's turn and returns the answer; a refused turn leaves the conversation as it was."""
         for _ in self.stream(content, params, speculation=speculation):
@@ -384,7 +384,7 @@ class Session:
         return self.turns[-1].output
 
     def stream(
-        self, content: str, params: SamplingParams | None = None, *, speculation: Speculation = None
+        self, content: str, params: SamplingParams | None = None, *, speculation: SpeculationLike = None
     ) -> Generator[Event, None, None]:
         """Adds a user's turn and yields what each step brings to its answer, which is then
         `turns[-1].output`.
@@ -426,7 +426,7 @@ class Session:
     def _keep(self, content: str, text: str, output: RequestOutput) -> None:
         # a stop string is in the tokens but not in the text: the next prompt is then made from the text again
         ended_by_string = isinstance(output.outputs[0].stop, str)
-        self.turns.append(Turn(content, output, "" if ended_by_string else text + output.text))
+        self.turns.append(ChatTurn(content, output, "" if ended_by_string else text + output.text))
 
 
 def one_sample(params: SamplingParams) -> SamplingParams:

@@ -102,7 +102,7 @@ class Outputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Statistics:
+class EngineStatistics:
     """The engine's counters, those of running sequences included, and its load, a few times a second while
     it has work; also its heartbeat.
     """
@@ -114,4 +114,4 @@ class Statistics:
 
 
 FromServer = Add | Abort | ForgetPools | Shutdown
-FromWorker = Stage | Ready | Admitted | Refused | PoolsForgotten | Outputs | Statistics
+FromWorker = Stage | Ready | Admitted | Refused | PoolsForgotten | Outputs | EngineStatistics

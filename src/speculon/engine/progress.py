@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from speculon.core.config import Acceptance
+from speculon.core.config import AcceptanceSetting
 from speculon.core.types import acceptance_rule
 from speculon.decoding.sequence import Event
 from speculon.engine.messages import Add
 
 
-class Progress:
+class RequestProgress:
     """One request, and what was written of each sample that has not ended."""
 
-    def __init__(self, add: Add, acceptance: Acceptance = "auto"):
+    def __init__(self, add: Add, acceptance: AcceptanceSetting = "auto"):
         self.add, self.admitted = add, False
         self.written = {sample: [*tokens] for sample, tokens in (add.written or {}).items()}
         if add.written is None:

@@ -1,4 +1,6 @@
-"""Who runs in a step: decoding sequences first, then prompts, in chunks. Integers only."""
+"""Who runs in a step: decoding sequences first, then prompts, in chunks. Integers only: rows, and tokens of
+room.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ from itertools import islice
 from operator import attrgetter
 
 from speculon.core.types import NO_DRAFT, Draft, Finish, Load, SpanOutcome, Verdict, ceil_div
-from speculon.decoding.sequence import Event, Sequence, Span
-from speculon.runtimes.torch.kv.blocks import BlockPool
+from speculon.decoding.rounds import Judged, Span
+from speculon.decoding.sequence import Event, Sequence
+from speculon.runtimes.base import Space
 
 Ended = list[tuple[Sequence, Finish]]
 ABORTED = Finish("abort")
@@ -19,41 +22,30 @@ AGE = attrgetter("id")  # ids are given in the order of arrival
 
 @dataclass(slots=True)
 class StepPlan:
-    """What a step holds while it is planned."""
+    """What a step holds while it is planned. Room is counted here, and taken later."""
 
-    pool: BlockPool
-    rows: int  # that nobody has yet
+    room: int  # tokens that nobody has yet
+    rows: int  # the same
     spans: list[Span] = field(default_factory=list)
-    reserved: int = 0  # pages
     left: list[Sequence] = field(default_factory=list)  # running ones without a span, the first to go last
 
-    @property
-    def free(self) -> int:
-        """Pages that may still be reserved."""
-        return self.pool.available - self.reserved
-
-    @property
-    def max_pages(self) -> int:
-        """The most pages that those without a span may take."""
-        return ceil_div(self.rows, self.pool.block_size) + len(self.left) if self.left else 0
-
-    def add(self, span: Span, pages: int) -> None:
+    def add(self, span: Span, needed: int) -> None:
         self.spans.append(span)
         self.rows -= span.length
-        self.reserved += pages
+        self.room -= needed
 
 
 class Scheduler:
-    def __init__(self, pool: BlockPool, max_num_seqs: int, max_batch_tokens: int):
-        self.pool, self.max_num_seqs, self.max_batch_tokens = pool, max_num_seqs, max_batch_tokens
+    def __init__(self, space: Space, max_num_seqs: int, max_batch_tokens: int):
+        self.space, self.max_num_seqs, self.max_batch_tokens = space, max_num_seqs, max_batch_tokens
         self.waiting: deque[Sequence] = deque()  # oldest first
         self.running: list[Sequence] = []
-        # first sample -> those that start from its prompt's pages
+        # first sample -> those that start from its prompt
         self._siblings: dict[int, list[Sequence]] = {}
 
     @property
     def load(self) -> Load:
-        return Load(len(self.running), len(self.waiting), self.pool.available)
+        return Load(len(self.running), len(self.waiting), self.space.room // self.space.block_size)
 
     @property
     def has_work(self) -> bool:
@@ -65,25 +57,25 @@ class Scheduler:
         return [*self.running, *(seq for seq in self.waiting if seq.stats.preemptions)]
 
     def add(self, samples: list[Sequence]) -> None:
-        """Queues the first of a request's samples; the others follow once its prompt is in pages."""
+        """Queues the first of a request's samples; the others follow once its prompt is computed."""
         first, *others = samples
         self._wait(first)
         if others:
             self._siblings[first.id] = others
 
     def plan(self) -> list[Span]:
-        """Spans within `max_batch_tokens` rows whose pages are there, counted but not taken.
+        """Spans within `max_batch_tokens` rows for which there is room, counted but not taken.
 
-        When pages run out the youngest running sequence gives all of its own back and waits to be computed
+        When room runs out the youngest running sequence gives back all that it has and waits to be computed
         again. The oldest always runs: admission has checked that it fits alone.
         """
-        step = StepPlan(self.pool, self.max_batch_tokens)
+        step = StepPlan(self.space.room, self.max_batch_tokens)
         running = set(self.running)
         step.left = sorted(self.running, key=AGE)
         decoding = [seq for seq in step.left if seq.pending == 1]
         prompts = [seq for seq in step.left if seq.pending > 1]
         turns = [(seq, 0) for seq in decoding] + self._turns(prompts, step.rows - len(decoding))
-        starts = True  # until the first in the queue lacks pages
+        starts = True  # until the first in the queue lacks room
         for seq, left_rows in turns:
             rows = step.rows - left_rows
             if rows <= 0:
@@ -107,13 +99,13 @@ class Scheduler:
             return [(seq, 0) for seq in by_age]
         oldest, *others = by_age
         started = {*prompts, oldest}
-        cached = {seq: self.pool.cached(seq) for seq in by_age if seq not in prompts}
+        cached = {seq: self.space.cached(seq) for seq in by_age if seq not in prompts}
         left = {seq: seq.pending - cached.get(seq, 0) for seq in by_age}
         shorter = [
             seq
             for seq in sorted(others, key=lambda seq: (left[seq], seq.id))
             if left[seq] < left[oldest]
-            and (seq in started or not any(self.pool.shares_page(seq, other) for other in started))
+            and (seq in started or not any(self.space.shares(seq, other) for other in started))
         ]
         shorter = self._with_room(shorter, started, rows)
         left_rows = min(rows // 2, sum(left[seq] for seq in shorter))
@@ -123,66 +115,78 @@ class Scheduler:
         return [(oldest, left_rows), *((seq, 0) for seq in (*shorter, *rest))]
 
     def _with_room(self, seqs: list[Sequence], started: set[Sequence], rows: int) -> list[Sequence]:
-        """Those of them that run, and that may start before others: these leave a place and pages to the
-        first in the queue, and pages to those that run.
+        """Those of them that run, and that may start before others: these leave a place and room to the
+        first in the queue, and room to those that run.
         """
         first = next((seq for seq in self.waiting if seq not in started), None)
         fixed = [seq for seq in (first, *started) if seq is not None and seq in self.waiting]
         places = self.max_num_seqs - len(self.running) - len(fixed)
-        pages = self.pool.available - ceil_div(rows, self.pool.block_size) - len(self.running)
-        pages -= sum(self._max_pages(seq) - self.pool.held(seq) for seq in {*fixed, *started})
+        room = self.space.room - self._most_taken(rows, len(self.running))
+        room -= sum(map(self.space.needed, {*fixed, *started}))
         fitting: list[Sequence] = []
         for seq in seqs:
             if seq not in started and seq is not first:
-                places, pages = places - 1, pages - self._max_pages(seq)
-            if seq in started or (places >= 0 and pages >= 0):
+                places, room = places - 1, room - self.space.needed(seq)
+            if seq in started or (places >= 0 and room >= 0):
                 fitting.append(seq)
         return fitting
 
+    def _most_taken(self, rows: int, sequences: int) -> int:
+        """The most room that so many sequences take with so many rows."""
+        size = self.space.block_size
+        return (ceil_div(rows, size) + sequences) * size
+
     def _go_on(self, seq: Sequence, rows: int, step: StepPlan) -> bool:
-        """Gives a running sequence its rows and pages; returns whether nobody had to give pages back."""
-        length = self.pool.chunk(seq, rows)
+        """Gives a running sequence its rows and room; returns whether nobody had to give room back."""
+        length = self.space.chunk(seq, rows)
         if not length:
             return True
-        span = Span(seq, seq.committed, length)
-        missing, enough = self.pool.missing(seq, span.end), True
-        while missing > step.free:
+        span = Span.of(seq, seq.committed, length)
+        needed, enough = self.space.needed(seq, span.end), True
+        while needed > step.room:
             victim, enough = step.left.pop(), False
-            self._preempt(victim)
+            self._preempt(victim, step)
             if victim is seq:
                 return False
         step.left.remove(seq)
-        step.add(span, missing)
+        step.add(span, needed)
         return enough
 
     def _start(self, seq: Sequence, rows: int, step: StepPlan) -> bool:
-        """Gives a waiting sequence a place, rows and pages, if there are enough; returns whether it runs."""
+        """Gives a waiting sequence a place, rows and room, if there are enough; returns whether it runs."""
         if len(self.running) == self.max_num_seqs:
             return False
-        cached = self.pool.attach(seq)
-        missing, length = self._max_pages(seq) - self.pool.held(seq), self.pool.chunk(seq, rows)
-        if not length or missing > step.free - step.max_pages:
-            self.pool.release(seq)
+        before = self.space.room
+        seq.committed = self.space.open(seq)
+        step.room += self.space.room - before
+        needed, length = self.space.needed(seq), self.space.chunk(seq, rows)
+        others = self._most_taken(step.rows, len(step.left)) if step.left else 0
+        if not length or needed > step.room - others:
+            self._close(seq, step)
             return False
         if not seq.stats.preemptions:  # what it finds when it comes back was its own
-            seq.stats.cached_tokens = cached
+            seq.stats.cached_tokens = seq.committed
         self.waiting.remove(seq)
         self.running.append(seq)
-        step.add(Span(seq, seq.committed, length), missing)
+        step.add(Span.of(seq, seq.committed, length), needed)
         return True
 
-    def _max_pages(self, seq: Sequence) -> int:
-        """The most pages that it holds at once until its tokens are computed."""
-        return self.pool.max_pages(len(seq.tokens), self.max_batch_tokens)
+    def _close(self, seq: Sequence, step: StepPlan | None = None) -> None:
+        """Takes from a sequence all that it has; what becomes free is room of the step."""
+        before = self.space.room
+        self.space.close(seq)
+        seq.committed = 0
+        if step is not None:
+            step.room += self.space.room - before
 
-    def free_ended(self, spans: list[Span]) -> tuple[list[Event], Ended]:
+    def free_ended(self, judged: list[Judged]) -> tuple[list[Event], Ended]:
         """Frees what has ended and lets siblings in; returns the events, and which sequences ended how."""
         events: list[Event] = []
         ended: Ended = []
-        for span in spans:
-            seq, verdict = span.seq, span.verdict
+        for one in judged:
+            seq, verdict = one.seq, one.verdict
             if verdict.tokens or verdict.finish or verdict.prompt_logprobs:
-                events.append(output_event(seq, verdict, span.draft))
+                events.append(output_event(seq, verdict, one.draft))
             if seq.committed >= seq.request.prompt_len:
                 for sibling in self._siblings.pop(seq.id, ()):
                     self._wait(sibling)
@@ -202,14 +206,12 @@ class Scheduler:
         return events, [(seq, finish) for seq in aborted]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the pool is exactly what the running sequences hold."""
-        for seq in self.waiting:
-            assert not seq.table, f"sequence {seq.id} waits and holds pages"
-        self.pool.check_integrity(self.running)
+        """Raises AssertionError unless the runtime has exactly what the running sequences hold."""
+        self.space.check_integrity(self.running, self.waiting)
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _preempt(self, seq: Sequence, step: StepPlan) -> None:
         self.running.remove(seq)
-        self.pool.release(seq)
+        self._close(seq, step)
         seq.stats.preemptions += 1
         self._wait(seq)
 
@@ -221,7 +223,7 @@ class Scheduler:
             self.running.remove(seq)
         elif seq in self.waiting:
             self.waiting.remove(seq)
-        self.pool.release(seq)
+        self._close(seq)
 
 
 def output_event(seq: Sequence, verdict: Verdict, draft: Draft = NO_DRAFT) -> Event:

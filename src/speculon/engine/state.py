@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from filelock import FileLock, Timeout
 
@@ -26,12 +26,7 @@ from speculon.core.config import EngineConfig
 from speculon.core.errors import ConfigError, SpeculonError, StateInUse
 from speculon.speculation.events import speculation_settings, versions
 
-if TYPE_CHECKING:
-    from speculon.speculation.proposers.base import TargetFacts
-
 FORMAT = "speculon state 2"
-# facts of the target that costs depend on
-MACHINE = ("device", "dtype", "fuse", "compile", "batch_invariant", "quantization")
 EVERY = 300.0  # seconds between two writings, while sequences are generated
 LOCK_SECONDS = 5.0  # guess: given to an engine that is about to end, and still writes
 
@@ -48,7 +43,7 @@ class Learned(Protocol):
 
 
 @dataclass(slots=True)
-class Part:
+class KeptPart:
     """One thing to keep, and what it must come from to be believed again: its file is named by that."""
 
     name: str
@@ -62,7 +57,7 @@ class Part:
         return f"{self.name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}.jsonl"
 
 
-class State:
+class EngineState:
     """Of one engine, whose thread calls it; a fault of the disk costs what is not kept, with one warning."""
 
     @classmethod
@@ -71,36 +66,32 @@ class State:
         config: EngineConfig,
         proposers: Learned,
         policies: Learned,
-        facts: TargetFacts,
         *,
+        vocab_size: int,
         parameters: int,
-        threads: int,
+        machine: Mapping[str, Any],
         adapters: Mapping[str, str] | None = None,
         lock: FileLock | None = None,
-    ) -> State | None:
+    ) -> EngineState | None:
         """Where the settings ask for it. Raises `ConfigError` for a folder that cannot be.
 
+        `machine` are the facts that costs depend on: device, dtype, threads and how the target runs.
         `adapters` have digests by name: what was learned under one is not that of another.
         """
         if config.state is None:
             return None
-        model: dict[str, Any] = {
-            "model": config.model,
-            "parameters": parameters,
-            "vocab_size": facts.vocab_size,
-        }
+        model: dict[str, Any] = {"model": config.model, "parameters": parameters, "vocab_size": vocab_size}
         model |= {"adapters": dict(adapters)} if adapters else {}
-        machine = {name: getattr(facts, name) for name in MACHINE}
-        draft = speculation_settings(config)["draft"]
-        machine |= {"threads": threads, "draft": draft, "versions": versions()}
-        machine["draft_quantization"] = config.speculation.draft_quantization
-        parts = [Part("pools", proposers, model), Part("policies", policies, {**model, **machine})]
+        draft, quantization = speculation_settings(config)["draft"], config.speculation.draft_quantization
+        drafter = {"draft": draft, "draft_quantization": quantization}
+        costs = {**model, **machine, **drafter, "versions": versions()}
+        parts = [KeptPart("pools", proposers, model), KeptPart("policies", policies, costs)]
         return cls(config.state, parts, lock=lock)
 
     def __init__(
         self,
         folder: Path,
-        parts: list[Part],
+        parts: list[KeptPart],
         clock: Callable[[], float] = monotonic,
         lock: FileLock | None = None,
     ):
@@ -140,10 +131,10 @@ class State:
         if self._lock is not None:
             self._lock.release()
 
-    def _collect(self) -> list[tuple[Part, Lines]]:
+    def _collect(self) -> list[tuple[KeptPart, Lines]]:
         return [(part, part.learned.state()) for part in self._parts if part.readable]
 
-    def _write(self, collected: list[tuple[Part, Lines]]) -> None:
+    def _write(self, collected: list[tuple[KeptPart, Lines]]) -> None:
         try:
             for part, lines in collected:
                 head = {"format": FORMAT, "identity": part.identity}
@@ -154,7 +145,7 @@ class State:
                 log.warning("state: nothing is kept in %s: %s", self._folder, error.strerror or error)
             self._warned = True
 
-    def _load(self, part: Part) -> int:
+    def _load(self, part: KeptPart) -> int:
         path = self._folder / part.file
         others = sum(file != path for file in self._folder.glob(f"{part.name}-*.jsonl"))
         if others:

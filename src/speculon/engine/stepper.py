@@ -18,14 +18,14 @@ from speculon.core.errors import EngineError
 from speculon.core.images import ImageInput
 from speculon.decoding.sequence import Event
 from speculon.engine.messages import Add
-from speculon.engine.progress import Progress
+from speculon.engine.progress import RequestProgress
 from speculon.engine.waiting import OutputQueue, RequestTable
 
 if TYPE_CHECKING:
     from speculon.engine.engine import Engine
 
 
-class Call(NamedTuple):
+class PromptCall(NamedTuple):
     """What is asked for one prompt."""
 
     prompt: list[int]
@@ -98,7 +98,7 @@ class Stepper:
                 self._free()
 
     @contextmanager
-    def requests(self, calls: Seq[Call]) -> Iterator[OutputQueue]:
+    def requests(self, calls: Seq[PromptCall]) -> Iterator[OutputQueue]:
         """Admits all of these requests or none, for one thread; ends them with the block."""
         queue = OutputQueue(self)
         try:
@@ -146,12 +146,12 @@ class Stepper:
                     self._requests.put(engine.abort(request_id))
             engine.close()
 
-    def admit(self, calls: Seq[Call], queue: OutputQueue) -> None:
+    def admit(self, calls: Seq[PromptCall], queue: OutputQueue) -> None:
         with self.turn() as engine:
             for call in calls:
                 own = call.prompt, call.params, call.speculation
                 request_id = engine.add_request(*own, images=call.images, adapter=call.adapter)
-                self._requests.add(Progress(Add(request_id, call.prompt, call.params)), queue)
+                self._requests.add(RequestProgress(Add(request_id, call.prompt, call.params)), queue)
 
     def step_for(self, queue: OutputQueue) -> None:
         try:
@@ -199,7 +199,7 @@ class TaskRequests:
     No generator: a loop that ends closes those that were left in any order, one inside another too.
     """
 
-    def __init__(self, stepper: Stepper, calls: Seq[Call]):
+    def __init__(self, stepper: Stepper, calls: Seq[PromptCall]):
         self._stepper, self._calls = stepper, calls
 
     async def __aenter__(self) -> OutputQueue:

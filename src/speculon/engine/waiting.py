@@ -15,7 +15,7 @@ from typing import Protocol
 
 from speculon.decoding.sequence import Event
 from speculon.engine.messages import Add
-from speculon.engine.progress import Progress
+from speculon.engine.progress import RequestProgress
 
 
 class Host(Protocol):
@@ -36,7 +36,7 @@ class OutputQueue:
     """
 
     def __init__(self, host: Host, loop: asyncio.AbstractEventLoop | None = None):
-        self.requests: dict[str, Progress] = {}
+        self.requests: dict[str, RequestProgress] = {}
         self.resumed = 0  # how often another engine continued it
         self._host, self._loop = host, loop
         self.unread: deque[Event] = deque()
@@ -149,7 +149,7 @@ class RequestTable:
     def get(self, request_id: str) -> OutputQueue | None:
         return self._queues.get(request_id)
 
-    def add(self, request: Progress, queue: OutputQueue) -> None:
+    def add(self, request: RequestProgress, queue: OutputQueue) -> None:
         request_id = request.add.request_id
         self._queues[request_id] = queue
         queue.requests[request_id] = request

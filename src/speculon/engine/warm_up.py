@@ -46,8 +46,7 @@ def run(engine: Engine, batch: list[Sequence], end: float) -> None:
     try:
         while engine.has_work and perf_counter() < end:
             spans = engine.scheduler.plan()
-            engine.round(spans, counted=False)
-            engine.scheduler.free_ended(spans)
+            engine.scheduler.free_ended(engine.round(spans, counted=False))
     finally:
         engine.scheduler.abort(NAME)
         for seq in batch:
@@ -66,6 +65,6 @@ def batches(engine: Engine) -> Iterator[list[Sequence]]:
         speculation = RequestSpeculation(method=method, num_speculative_tokens=k, policy="fixed", pool="")
         seqs: list[Sequence] = []
         for number in range(size):
-            prompt = [(number * 7919 + place) % engine.target.vocab_size for place in range(PROMPT)]
+            prompt = [(number * 7919 + place) % engine.runtime.facts.vocab_size for place in range(PROMPT)]
             seqs += engine.admission.admit(NAME, prompt, params, speculation, prefix_cache=False)
         yield seqs

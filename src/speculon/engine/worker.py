@@ -21,6 +21,7 @@ from speculon.engine.messages import (
     Abort,
     Add,
     Admitted,
+    EngineStatistics,
     ForgetPools,
     FromServer,
     Outputs,
@@ -28,7 +29,6 @@ from speculon.engine.messages import (
     Refused,
     Shutdown,
     Stage,
-    Statistics,
 )
 
 if TYPE_CHECKING:
@@ -170,4 +170,6 @@ class Worker:
     def _send_statistics(self) -> None:
         self._statistics_at = monotonic()
         engine = self.engine
-        self._pipe.send(Statistics(engine.current_counters(), engine.load, self._read, engine.plain_costs()))
+        self._pipe.send(
+            EngineStatistics(engine.current_counters(), engine.load, self._read, engine.plain_costs())
+        )

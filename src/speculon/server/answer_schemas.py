@@ -60,7 +60,7 @@ class Usage(Body):
     completion_tokens_details: CompletionDetails
 
 
-class Change(Extensible):
+class MethodChange(Extensible):
     """Rounds whose method differs from that of the sequence's last round; without drafts it is `plain`."""
 
     before: str = Field(alias="from")
@@ -74,7 +74,7 @@ class SpeculationAccount(Extensible):
 
     method: str
     reasons: dict[str, int]
-    changes: list[Change]
+    changes: list[MethodChange]
 
 
 class ExplainedToken(Body):
@@ -93,14 +93,16 @@ class Explanation(Body):
     tokens: list[ExplainedToken]
 
 
-FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]  # the last two are not OpenAI's
+AnswerFinishReason = Literal[
+    "stop", "length", "tool_calls", "abort", "error"
+]  # the last two are not OpenAI's
 
 
 class CompletionChoice(Body):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: AnswerFinishReason | None
     stop_reason: str | int | None = Field(description="the stop string or token id at the end of the text")
     speculation: Explanation | None = None
 
@@ -141,7 +143,7 @@ class ChatChoice(Body):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: AnswerFinishReason
     stop_reason: str | int | None
     speculation: Explanation | None = None
 

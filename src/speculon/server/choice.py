@@ -134,7 +134,10 @@ class Choice:
         ids, sent = self._prompt, self._tokenizer.as_sent(self._prompt)
         _, places = decode(Stream(self._tokenizer, skip_special_tokens=False), sent)
         front = len(ids) - shared_length(ids[::-1], sent[::-1])
-        around = [Place(0, True)] * front, [Place(len(text), False)] * (len(ids) - len(sent) - front)
+        around = (
+            [TextOffset(0, True)] * front,
+            [TextOffset(len(text), False)] * (len(ids) - len(sent) - front),
+        )
         table = self._table(
             [TokenLogprobs(ids[0], 0.0, 1, ()), *self._prompt_logprobs], [*around[0], *places, *around[1]]
         )
@@ -142,16 +145,18 @@ class Choice:
         return text, table
 
     def _logprobs(
-        self, echoed: Any, logprobs: Iterable[TokenLogprobs], places: list[Place], answers: list[bool]
+        self, echoed: Any, logprobs: Iterable[TokenLogprobs], places: list[TextOffset], answers: list[bool]
     ) -> Any:
         """In the form of the endpoint; those of a chat are of its answer's tokens, not of a thinking's."""
         if self._request.chat:
             each = zip(logprobs, places, answers, strict=True)
             return {"content": [self._token(logprob, place) for logprob, place, answer in each if answer]}
-        table = self._table(logprobs, [Place(self.echoed + place.start, place.first) for place in places])
+        table = self._table(
+            logprobs, [TextOffset(self.echoed + place.start, place.first) for place in places]
+        )
         return {key: echoed[key] + table[key] for key in table} if echoed else table
 
-    def _token(self, chosen: TokenLogprobs, place: Place) -> dict[str, Any]:
+    def _token(self, chosen: TokenLogprobs, place: TextOffset) -> dict[str, Any]:
         top = [self._token_logprob(token, logprob, place.first) for token, logprob in chosen.top]
         return {**self._token_logprob(chosen.token, chosen.logprob, place.first), "top_logprobs": top}
 
@@ -159,7 +164,7 @@ class Choice:
         name, data = self._tokenizer.token_name(token, first), self._tokenizer.token_bytes(token, first)
         return {"token": name, "logprob": max(logprob, MIN_LOGPROB), "bytes": data}
 
-    def _table(self, logprobs: Iterable[TokenLogprobs], places: list[Place]) -> dict[str, list[Any]]:
+    def _table(self, logprobs: Iterable[TokenLogprobs], places: list[TextOffset]) -> dict[str, list[Any]]:
         """The form of completions: parallel lists."""
         tokens: list[str] = []
         chosen: list[float] = []
@@ -182,7 +187,7 @@ class Choice:
         return {token: name for name, token in names.items()}
 
 
-class Place(NamedTuple):
+class TextOffset(NamedTuple):
     """Where the text of a token begins."""
 
     start: int  # characters before it
@@ -191,14 +196,14 @@ class Place(NamedTuple):
 
 def decode(
     stream: Stream | TaggedStream, tokens: Seq[int], answers: Iterable[bool] = repeat(True)
-) -> tuple[list[str], list[Place]]:
+) -> tuple[list[str], list[TextOffset]]:
     """The text that each token makes certain, and where in the whole text it stands.
 
     A stop string begins in no token that is not of the answer.
     """
     texts, places = [], []
     for token, answer in zip(tokens, answers, strict=False):
-        places.append(Place(stream.length, stream.first))
+        places.append(TextOffset(stream.length, stream.first))
         texts.append(stream.push([token]) + ("" if answer else stream.release()))
     return texts, places
 

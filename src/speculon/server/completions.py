@@ -37,8 +37,8 @@ from speculon.server.choice import special_tags
 from speculon.server.infill import Infill
 from speculon.server.model import ServedModel
 from speculon.server.request import (
-    Form,
     GenerationRequest,
+    TextForm,
     common_fields,
     form_of,
     read_sampling,
@@ -223,7 +223,7 @@ def continuation_in(messages: Seq[Message], field: bool | str | None) -> bool | 
 
 def read_tools(
     body: ChatRequest, tools: list[Tool], model: ServedModel
-) -> tuple[Callable[[], ReplyParser], Form | None]:
+) -> tuple[Callable[[], ReplyParser], TextForm | None]:
     """How the reply is parsed, and its form: that of a forced call, or the client's."""
     choice, form = body.tool_choice or "auto", form_of(body)
     named = choice.function.name if isinstance(choice, NamedTool) else None
@@ -266,11 +266,11 @@ def callable_functions(tools: Seq[Tool], named: str | None) -> list[dict[str, An
     ]
 
 
-def form_of_calls(functions: list[dict[str, Any]], **fields: Any) -> Form:
-    return Form(TOOLS, [function["name"] for function in functions], Structured(**fields))
+def form_of_calls(functions: list[dict[str, Any]], **fields: Any) -> TextForm:
+    return TextForm(TOOLS, [function["name"] for function in functions], Structured(**fields))
 
 
-def json_schema_in(form: Form | None) -> dict[str, Any] | None:
+def json_schema_in(form: TextForm | None) -> dict[str, Any] | None:
     """The form of the text as a JSON schema; None for free text."""
     if form is None:
         return None

@@ -12,7 +12,7 @@ PROBE = "\u263a"  # a text that no tokenizer joins with what follows it, as the 
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class InfillForm:
     """The special tokens of one family, in the order of its prompts."""
 
     prefix: str
@@ -23,13 +23,13 @@ class Form:
 
 
 FORMS = (
-    Form("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
-    Form("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
-    Form("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>", end="\u2581<EOT>"),  # CodeLlama
-    Form(
+    InfillForm("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
+    InfillForm("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
+    InfillForm("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>", end="\u2581<EOT>"),  # CodeLlama
+    InfillForm(
         "<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"
     ),  # DeepSeek-Coder
-    Form("[PREFIX]", "[SUFFIX]", None, suffix_first=True),  # Codestral
+    InfillForm("[PREFIX]", "[SUFFIX]", None, suffix_first=True),  # Codestral
 )
 
 
@@ -55,7 +55,7 @@ class Infill:
         return [*self._opening, *first, *second, *middle]
 
 
-def find_form(tokenizer: Tokenizer, suffix: str) -> tuple[Form, dict[str, int]]:
+def find_form(tokenizer: Tokenizer, suffix: str) -> tuple[InfillForm, dict[str, int]]:
     """The first form whose tokens the tokenizer has, and their ids."""
     for form in FORMS:
         known = {name: tokenizer.token_id(name) for name in (form.prefix, form.suffix, form.middle) if name}

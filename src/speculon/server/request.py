@@ -21,7 +21,7 @@ from speculon.server.schemas import Content, Message, Sampling
 NAMES = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
-class Form(NamedTuple):
+class TextForm(NamedTuple):
     """What a body asks of the text."""
 
     name: str  # of the body's field
@@ -46,7 +46,7 @@ class GenerationRequest:
     echo: tuple[str, ...] = ()  # the prompts as sent, where the texts begin with them
     captured_prompts: tuple[bytes, ...] = ()  # as JSON; empty: the request is not captured
     parser: Callable[[], ReplyParser] = field(default=TextParser)
-    form: Form | None = None
+    form: TextForm | None = None
     prompt_name: str = "prompt"  # the client's field
     images: tuple[ImageInput, ...] = ()  # of its only prompt
 
@@ -65,7 +65,7 @@ class GenerationRequest:
         return refusal
 
 
-def read_sampling(body: Sampling, model: ServedModel, form: Form | None, **more: Any) -> SamplingParams:
+def read_sampling(body: Sampling, model: ServedModel, form: TextForm | None, **more: Any) -> SamplingParams:
     """The fields that both routes share, the form of the text, and `more`; a field that is not set keeps the
     model's default, else ours.
 
@@ -100,7 +100,7 @@ def under_either(body: Sampling, name: str, other: str) -> Any:
     return second if first is None else first
 
 
-def form_of(body: Sampling) -> Form | None:
+def form_of(body: Sampling) -> TextForm | None:
     """The one form of a body, or None. Two forms, and forms that are wrong, are refused by name."""
     forms = [*response_format(body), *structured_outputs(body)]
     guided = [(f"guided_{name}", field) for name, field in NAMES.items()]
@@ -117,7 +117,7 @@ def form_of(body: Sampling) -> Form | None:
         except (ValueError, RecursionError) as error:
             raise InvalidParameter(name, value, f"is no JSON: {error}") from None
     try:
-        return Form(name, value, Structured(**{field: value}))
+        return TextForm(name, value, Structured(**{field: value}))
     except InvalidParameter as error:
         raise error.renamed(name) from None
 

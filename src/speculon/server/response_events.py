@@ -14,8 +14,8 @@ from speculon.server.choice import ChoiceDelta
 from speculon.server.responses import ResponseRequest
 from speculon.server.tools import input_of, offered_tools
 
-Item = dict[str, Any]
-Event = dict[str, Any]
+ItemFields = dict[str, Any]
+EventFields = dict[str, Any]
 
 # finish reason of a choice -> status of the response
 STATUS = {"stop": "completed", "tool_calls": "completed", "length": "incomplete"}
@@ -24,7 +24,7 @@ FAULTS = {
     "error": "no token of the vocabulary can follow in this form of the text",
 }
 # type of an item -> beginning of its id, its own fields, and the part that grows
-TEXTS: dict[str, tuple[str, Item, Item]] = {
+TEXTS: dict[str, tuple[str, ItemFields, ItemFields]] = {
     "message": (
         "msg",
         {"role": "assistant"},
@@ -43,8 +43,8 @@ class ResponseAnswer(Answer):
     def __init__(self, body: ResponseRequest, *parts: Any):
         super().__init__(*parts)
         self._body = body
-        self._output: list[Item] = []
-        self._open: Item | None = None  # the last of the output, while it grows
+        self._output: list[ItemFields] = []
+        self._open: ItemFields | None = None  # the last of the output, while it grows
         self._tools = {tool.function.name: tool for tool in offered_tools(body.tools or ())}
         self._arguments = ""  # of the call that grows
         self._number = 0  # of the next event
@@ -52,18 +52,18 @@ class ResponseAnswer(Answer):
         self._sent = 0  # how many of them an event has carried
         self._logprobs: list[dict[str, Any]] = []  # of the text, not sent yet
 
-    def first_chunks(self) -> list[Event]:
+    def first_chunks(self) -> list[EventFields]:
         response = self._response("in_progress")
         return [
             self._event("response.created", response=response),
             self._event("response.in_progress", response=response),
         ]
 
-    def chunks(self, new: ChoiceDelta) -> list[Event]:
+    def chunks(self, new: ChoiceDelta) -> list[EventFields]:
         self._tokens += new.tokens or ()
         if new.logprobs is not None:
             self._logprobs += new.logprobs["content"]
-        events: list[Event] = []
+        events: list[EventFields] = []
         for delta in new.deltas:
             if text := delta.get("reasoning_content"):
                 events += self._add_text("reasoning", text)
@@ -73,14 +73,14 @@ class ResponseAnswer(Answer):
                 events += self._add_call(call)
         return events
 
-    def last_chunks(self) -> list[Event]:
+    def last_chunks(self) -> list[EventFields]:
         """Closes the output; without any it is an empty message."""
         status = STATUS.get(self._finish, "failed")
         events = [] if self._output else self._begin_text("message")
         events += self._close("completed" if status == "completed" else "incomplete")
         return [*events, self._event(TYPES[status], response=self._response(status))]
 
-    def failure(self, body: dict[str, Any]) -> Event:
+    def failure(self, body: dict[str, Any]) -> EventFields:
         return self._event(TYPES["failed"], response=self._response("failed", body["error"]["message"]))
 
     def whole(self, deltas: list[ChoiceDelta]) -> dict[str, Any]:
@@ -93,9 +93,9 @@ class ResponseAnswer(Answer):
     def _finish(self) -> str:
         return self.choices[0].finish_reason or "abort"
 
-    def _add_text(self, kind: str, text: str) -> list[Event]:
+    def _add_text(self, kind: str, text: str) -> list[EventFields]:
         """More of a message, or of the reasoning before it."""
-        events: list[Event] = []
+        events: list[EventFields] = []
         if self._open is None or self._open["type"] != kind:
             events += [*self._close("completed"), *self._begin_text(kind)]
         part, more = self._growing["content"][0], dict[str, Any](delta=text)
@@ -106,8 +106,8 @@ class ResponseAnswer(Answer):
         name = f"response.{part['type']}.delta"
         return [*events, self._event(name, **self._place(0), **more, **self._explained())]
 
-    def _add_call(self, call: dict[str, Any]) -> list[Event]:
-        events: list[Event] = []
+    def _add_call(self, call: dict[str, Any]) -> list[EventFields]:
+        events: list[EventFields] = []
         function = call["function"]
         if "id" in call:
             name = function["name"]
@@ -125,19 +125,19 @@ class ResponseAnswer(Answer):
                 events.append(self._event("response.function_call_arguments.delta", **self._place(), **more))
         return events
 
-    def _begin_text(self, kind: str) -> list[Event]:
+    def _begin_text(self, kind: str) -> list[EventFields]:
         prefix, fields, part = deepcopy(TEXTS[kind])
         item = {"id": new_id(prefix), "type": kind, **fields, "status": "in_progress", "content": []}
         added = self._begin(item)
         item["content"] = [part]
         return [added, self._event("response.content_part.added", **self._place(0), part=deepcopy(part))]
 
-    def _begin(self, item: Item) -> Event:
+    def _begin(self, item: ItemFields) -> EventFields:
         self._output.append(item)
         self._open = item
         return self._event("response.output_item.added", output_index=len(self._output) - 1, item=dict(item))
 
-    def _close(self, status: str) -> list[Event]:
+    def _close(self, status: str) -> list[EventFields]:
         """Ends the item that grows, if there is one."""
         item, place = self._open, self._place
         if item is None:
@@ -168,7 +168,7 @@ class ResponseAnswer(Answer):
         return [*events, self._event("response.output_item.done", output_index=index, item=item)]
 
     @property
-    def _growing(self) -> Item:
+    def _growing(self) -> ItemFields:
         assert self._open is not None, "an item has begun"
         return self._open
 
@@ -184,7 +184,7 @@ class ResponseAnswer(Answer):
         new, self._sent = self._tokens[self._sent :], len(self._tokens)
         return {"speculation": {"tokens": new}}
 
-    def _event(self, name: str, /, **fields: Any) -> Event:
+    def _event(self, name: str, /, **fields: Any) -> EventFields:
         number, self._number = self._number, self._number + 1
         return {"type": name, "sequence_number": number, **fields}
 

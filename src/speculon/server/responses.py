@@ -73,7 +73,7 @@ NAMES = {
 }
 
 
-class Part(Extensible):
+class ResponsePart(Extensible):
     type: PartType | Literal["reasoning_text", "summary_text", "refusal"]
     text: str | None = None
     refusal: str | None = None
@@ -81,7 +81,7 @@ class Part(Extensible):
     file_id: str | None = None
 
 
-Parts = str | Annotated[list[Part], FIRST, Field(max_length=MAX_PARTS)]
+Parts = str | Annotated[list[ResponsePart], FIRST, Field(max_length=MAX_PARTS)]
 
 
 class Item(Extensible):
@@ -90,7 +90,7 @@ class Item(Extensible):
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Parts | None = None
-    summary: Annotated[list[Part], FIRST, Field(max_length=MAX_PARTS)] | None = None
+    summary: Annotated[list[ResponsePart], FIRST, Field(max_length=MAX_PARTS)] | None = None
     id: str | None = None
     call_id: str | None = None
     name: str | None = None

@@ -24,7 +24,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from speculon.core.config import MAX_BIASES, MAX_DRAFTS, MAX_LOGPROBS, MAX_SAMPLES, Acceptance
+from speculon.core.config import MAX_BIASES, MAX_DRAFTS, MAX_LOGPROBS, MAX_SAMPLES, AcceptanceSetting
 from speculon.core.media.parts import PartType
 
 MAX_PROMPTS = 64  # of one completions request
@@ -217,7 +217,7 @@ class Speculation(Body):
     num_speculative_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFTS), AS_WHOLE] | None = Field(
         None, description="drafts per round; 0 is off"
     )
-    acceptance: Acceptance | None = Field(
+    acceptance: AcceptanceSetting | None = Field(
         None,
         description="test of a model's drafts where tokens are sampled: `matching`, `rejection`, `block` or "
         "`auto` (`block` without a seed, else `matching`)",
@@ -292,7 +292,7 @@ class Ignored(Body):
     num_ctx: Count | None = None
 
 
-class Options(Body):
+class OllamaOptions(Body):
     """Those of Ollama's options that say how a model is loaded and computed; others change the text."""
 
     num_ctx: Count | None = None
@@ -314,7 +314,7 @@ class Hints(Body):
     keep_alive: str | Finite | None = None
     ttl: Finite | None = None
     request_id: str | None = None
-    options: Options | None = None
+    options: OllamaOptions | None = None
 
 
 class Common(Hints):

@@ -17,8 +17,7 @@ from time import time
 from typing import TYPE_CHECKING, Any
 
 from speculon.core.errors import ConfigError
-from speculon.core.types import Draft
-from speculon.decoding.sequence import Round, Span
+from speculon.decoding.rounds import Judged, Proposed, Round
 
 if TYPE_CHECKING:
     from speculon.core.config import EngineConfig
@@ -186,16 +185,17 @@ class Events:
             "waiting": done.load.waiting,
             "free_pages": done.load.free_pages,
             "rows": done.rows,
-            "prompt_rows": done.rows - sum(1 + len(span.draft.tokens) for span in done.decoding),
+            "prompt_rows": done.rows - sum(1 + len(one.draft.tokens) for one in done.decoding),
             "target_ms": None if done.step_ms is None else round(done.step_ms, 4),
             "ms": {part: round(ms - self._ms.get(part, 0.0), 4) for part, ms in profile.items()},
             **({"repair_ms": round(done.repair_ms, 4)} if done.repair_ms else {}),
             "proposals": {method: call._replace(ms=round(call.ms, 4)) for method, call in done.calls.items()},
-            "texts": [self._sequence(span) for span in done.spans if span.samples],
+            "texts": [self._sequence(one) for one in done.judged if one.span.samples],
         }
 
-    def _sequence(self, span: Span) -> dict[str, Any]:
-        seq, request, verdict = span.seq, span.seq.request, span.verdict
+    def _sequence(self, judged: Judged) -> dict[str, Any]:
+        span, seq, verdict = judged.span, judged.seq, judged.verdict
+        request = seq.request
         fields: dict[str, Any] = {"id": request.id, "policy": request.policy, "tokens": len(verdict.tokens)}
         if seq.sample:
             fields["sample"] = seq.sample
@@ -204,26 +204,28 @@ class Events:
             fields["methods"] = {method: request.max_drafts[method] for method in seq.methods}
             fields |= {"adapter": request.adapter} if request.adapter else {}
             fields |= {"prompt_class": request.shape.name, "marker": request.shape.marker}
-        fields |= drafted_fields(span) if span.decodes else {"prompt": span.length}
+        fields |= drafted_fields(judged) if span.decodes else {"prompt": span.length}
         fields |= {"outcome": verdict.outcome} if verdict.outcome else {}
         return fields | ({"finish": verdict.finish.reason} if verdict.finish else {})
 
 
-def drafted_fields(span: Span) -> dict[str, Any]:
+def drafted_fields(judged: Judged) -> dict[str, Any]:
     """What was proposed and verified for a sequence, or why nothing was."""
     fields: dict[str, Any] = {}
-    if span.proposals:
-        fields["proposals"] = [proposal_fields(*proposal) for proposal in span.proposals]
-    if sources := span.draft.sources:
+    drafted = judged.drafted
+    if drafted.proposals:
+        fields["proposals"] = [*map(proposal_fields, drafted.proposals)]
+    if sources := drafted.draft.sources:
         fields["drafts"] = [(source, len(list(some))) for source, some in groupby(sources)]
-        fields["accepted"] = span.verdict.accepted
-    if span.estimate:
-        fields["estimate"] = [round(value, 3) for value in span.estimate]
-    return fields | ({"reason": span.why_plain} if span.why_plain else {})
+        fields["accepted"] = judged.verdict.accepted
+    if drafted.estimate:
+        fields["estimate"] = [round(value, 3) for value in drafted.estimate]
+    return fields | ({"reason": drafted.reason} if drafted.reason else {})
 
 
-def proposal_fields(method: str, k: int, draft: Draft) -> dict[str, Any]:
-    fields: dict[str, Any] = {"method": method, "k": k, "found": len(draft.tokens)}
+def proposal_fields(proposed: Proposed) -> dict[str, Any]:
+    draft = proposed.draft
+    fields: dict[str, Any] = {"method": proposed.method, "k": proposed.k, "found": len(draft.tokens)}
     if draft.confidence:
         fields["confidence"] = [round(value, 3) for value in draft.confidence]
     fields |= {"match": draft.match} if draft.match else {}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ALONE = " (prompts without answers take --regenerate N: the target then answers them)"
 HELD_OUT = 50  # one document in so many is never trained on
 
-Ints = np.ndarray[Any, np.dtype[np.int32]]
+TokenArray = np.ndarray[Any, np.dtype[np.int32]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
@@ -187,8 +187,8 @@ def text_of(record: Mapping[str, Any], key: str) -> str:
     return str(record[key])
 
 
-Reader = Callable[[Mapping[str, Any], "Tokenizer"], Iterator[Document]]
-Readers = Mapping[frozenset[str], Reader]
+DocumentReader = Callable[[Mapping[str, Any], "Tokenizer"], Iterator[Document]]
+Readers = Mapping[frozenset[str], DocumentReader]
 RECORD_READERS: Readers = {
     frozenset({"messages"}): chat,
     frozenset({"prompt", "completion"}): completion,
@@ -221,19 +221,19 @@ def digest(*arrays: np.ndarray[Any, Any]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PackedRows:
     """Documents packed into rows: ids [n, T], and the loss weight of each token's successor [n, T].
 
     A document ends with `end`, where the target has such a token. Attention crosses document borders.
     """
 
-    ids: Ints
+    ids: TokenArray
     weights: Floats
 
     @classmethod
     def of(
         cls, documents: Sequence[Document], length: int, end: int | None, prompt_weight: float, seed: int
-    ) -> Rows:
+    ) -> PackedRows:
         """Raises DataError where all documents together do not fill one row."""
         order = random.Random(f"{seed}:pack").sample(range(len(documents)), len(documents))
         tail = [] if end is None else [end]

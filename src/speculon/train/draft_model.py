@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from speculon.checkpoints.reading import load_tokenizer, quiet
-from speculon.train.data import Rows
+from speculon.train.data import PackedRows
 from speculon.train.losses import kl
 from speculon.train.settings import DraftSettings
-from speculon.train.teacher import Batch, Teacher
+from speculon.train.teacher import Teacher, TeacherBatch
 from speculon.train.training import Training, attention_heads
 
 FAMILIES = ("llama", "qwen3")  # whose layers a draft may have; any other target gets a llama
@@ -25,7 +25,7 @@ COPIED = (
 DRAFTS = 4  # per round, when it is tried out
 
 
-class DraftModel(nn.Module):
+class TrainedDraftModel(nn.Module):
     """A stock model as a drafter. Parameters have its own names."""
 
     def __init__(self, model: Any):
@@ -37,20 +37,20 @@ class DraftModel(nn.Module):
         last: Tensor = self.model.get_decoder()(ids, use_cache=False).last_hidden_state
         return last
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: TeacherBatch) -> Tensor:
         """KL, a weighted mean over positions."""
         learned, head = batch.weights > 0, self.model.get_output_embeddings().weight
         hidden = self.hidden(batch.ids)[learned]
         return kl(hidden, head, batch.p[learned], batch.entropy[learned], batch.weights[learned])
 
-    def correct(self, batch: Batch) -> Tensor:
+    def correct(self, batch: TeacherBatch) -> Tensor:
         """Whether its best token is the target's, at each weighted position [1, M]."""
         learned = batch.weights > 0
         logits = self.model.get_output_embeddings()(self.hidden(batch.ids)[learned])
         return (logits.argmax(-1) == batch.best[learned])[None]
 
 
-class DraftModelTraining(Training[DraftSettings, DraftModel]):
+class DraftModelTraining(Training[DraftSettings, TrainedDraftModel]):
     """How `train draft` makes its drafter, and writes it at the end."""
 
     method, proposer, drafts = "draft", "draft_model", DRAFTS
@@ -62,7 +62,7 @@ class DraftModelTraining(Training[DraftSettings, DraftModel]):
     def check(self, teacher: Teacher) -> None:
         config_of(self.settings, teacher)
 
-    def drafter(self, teacher: Teacher, rows: Rows) -> DraftModel:
+    def drafter(self, teacher: Teacher, rows: PackedRows) -> TrainedDraftModel:
         """A model of few layers, initialised with the target's parameters where the widths agree.
 
         Its context is the length that it is trained on: not far beyond, its drafts are rejected.
@@ -75,9 +75,9 @@ class DraftModelTraining(Training[DraftSettings, DraftModel]):
                 if name.endswith(("o_proj.weight", "down_proj.weight")):
                     parameter.zero_()  # layers that are not copied add nothing at first
         copy_alike(teacher.model, model, config.num_hidden_layers, len(teacher.layers))
-        return DraftModel(model.to(teacher.device))
+        return TrainedDraftModel(model.to(teacher.device))
 
-    def write(self, drafter: DraftModel, teacher: Teacher, target: str, folder: Path) -> None:
+    def write(self, drafter: TrainedDraftModel, teacher: Teacher, target: str, folder: Path) -> None:
         """The model in bf16, and the target's tokenizer beside it."""
         with quiet():
             copy.deepcopy(drafter.model).to(torch.bfloat16).save_pretrained(folder)

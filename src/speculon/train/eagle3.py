@@ -20,11 +20,11 @@ from speculon.checkpoints.locate import locate
 from speculon.core.errors import InvalidParameter, UnsupportedModel
 from speculon.runtimes.torch.drafters.eagle3.config import Eagle3Config
 from speculon.runtimes.torch.drafters.eagle3.network import Eagle3Network
-from speculon.train.data import Rows
+from speculon.train.data import PackedRows
 from speculon.train.losses import attention, kl
 from speculon.train.record import write_json
 from speculon.train.settings import HeadSettings
-from speculon.train.teacher import Batch, Teacher
+from speculon.train.teacher import Teacher, TeacherBatch
 from speculon.train.training import Training, attention_heads
 
 WEIGHTS = "model.safetensors"
@@ -56,7 +56,7 @@ class Eagle3Head(Eagle3Network):
             yield normed
             x = normed if self.norm_output else x
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: TeacherBatch) -> Tensor:
         """sum_k decay^k KL(p || q), each a weighted mean over rows."""
         total = torch.zeros((), device=batch.ids.device)
         for k, states in enumerate(self.hiddens(batch.ids, batch.taps)):
@@ -66,7 +66,7 @@ class Eagle3Head(Eagle3Network):
             total = total + self.decay**k * kl(states[learned], self.lm_head.weight, p, entropy, weights)
         return total
 
-    def correct(self, batch: Batch) -> Tensor:
+    def correct(self, batch: TeacherBatch) -> Tensor:
         """Whether the best token of each step is the target's, for rows of non-zero weight [steps, M]."""
         assert self.ids is not None
         counts, found = batch.weights[:, self._positions(0, batch)] > 0, []  # [B, N]
@@ -75,7 +75,7 @@ class Eagle3Head(Eagle3Network):
             found.append(best == batch.best[:, self._positions(k, batch)][counts])
         return torch.stack(found)
 
-    def _positions(self, step: int, batch: Batch) -> slice:
+    def _positions(self, step: int, batch: TeacherBatch) -> slice:
         """The target's positions that predict the same tokens as the rows of a step."""
         return slice(step + 1, step + 1 + batch.ids.shape[1] - self.steps)
 
@@ -108,7 +108,7 @@ class Eagle3Training(Training[HeadSettings, Eagle3Head]):
         if count > teacher.vocab_size:
             raise InvalidParameter("draft_vocab", count, f"the target has {teacher.vocab_size} tokens")
 
-    def drafter(self, teacher: Teacher, rows: Rows) -> Eagle3Head:
+    def drafter(self, teacher: Teacher, rows: PackedRows) -> Eagle3Head:
         """Random layers between the target's embeddings and output head, or the head that it starts from."""
         settings = self.settings
         before = {} if settings.start is None else load_file(locate(settings.start) / WEIGHTS)
@@ -271,7 +271,7 @@ def speculators_config(config: Eagle3Config, target: str) -> dict[str, Any]:
     }
 
 
-def most_used(rows: Rows, count: int | None, teacher: Teacher) -> torch.Tensor:
+def most_used(rows: PackedRows, count: int | None, teacher: Teacher) -> torch.Tensor:
     """The `count` tokens with the largest loss weight, in rising order [Vd]; None: all tokens."""
     if count is None:
         return torch.arange(teacher.vocab_size)

@@ -61,10 +61,10 @@ def attention(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
 
     q [B, H, N, D]; keys, values: k + 1 of [B, KV, N, D], of step 0 first -> [B, H, N, D]
     """
-    return Attention.apply(q, len(keys), *keys, *values)
+    return TrainedAttention.apply(q, len(keys), *keys, *values)
 
 
-class Attention(torch.autograd.Function):
+class TrainedAttention(torch.autograd.Function):
     BLOCK = 128
 
     @staticmethod
@@ -73,8 +73,8 @@ class Attention(torch.autograd.Function):
         q = q.reshape(batch, kv, heads // kv, rows, dim)
         (key, *own_keys), (value, *own_values) = both[:steps], both[steps:]
         out, shares = torch.empty_like(q), []
-        for start in range(0, rows, Attention.BLOCK):
-            stop = min(start + Attention.BLOCK, rows)
+        for start in range(0, rows, TrainedAttention.BLOCK):
+            stop = min(start + TrainedAttention.BLOCK, rows)
             part = q[:, :, :, start:stop].reshape(batch, kv, -1, dim)  # [B, KV, G * n, D]
             scores = (part @ key[:, :, :stop].transpose(-1, -2)).float()
             scores = scores.view(batch, kv, -1, stop - start, stop)
@@ -105,8 +105,8 @@ class Attention(torch.autograd.Function):
         inner = (gradient * out).sum(-1, keepdim=True).float()  # [B, KV, G, N, 1]
         for_q, sums = torch.empty_like(q), [torch.zeros_like(t, dtype=torch.float32) for t in both]
         for number, p in enumerate(shares):
-            start = number * Attention.BLOCK
-            stop = min(start + Attention.BLOCK, rows)
+            start = number * TrainedAttention.BLOCK
+            stop = min(start + TrainedAttention.BLOCK, rows)
             block = slice(start, stop)
             part, grad = (t[:, :, :, block].reshape(batch, kv, -1, dim) for t in (q, gradient))
             seen = p[..., :stop]

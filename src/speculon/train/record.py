@@ -24,12 +24,12 @@ def whole_lines(file: Path) -> list[str]:
     return whole.decode().splitlines()
 
 
-Advance = Callable[[float, Mapping[str, Any]], None]  # share of the run that is done, and figures to show
+ReportStep = Callable[[float, Mapping[str, Any]], None]  # share of the run that is done, and figures to show
 
 
-class Progress(Protocol):
+class TrainingProgress(Protocol):
     """Where a run reports its stages and its figures."""
 
     def tell(self, stage: str) -> None: ...
     def counting(self, what: str, total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]: ...
-    def training(self) -> AbstractContextManager[Advance]: ...
+    def training(self) -> AbstractContextManager[ReportStep]: ...

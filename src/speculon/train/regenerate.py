@@ -12,7 +12,7 @@ from speculon.core.errors import EngineError
 from speculon.core.telemetry import RequestStats
 from speculon.engine.llm import LLM
 from speculon.train.data import Document
-from speculon.train.record import Progress, whole_lines
+from speculon.train.record import TrainingProgress, whole_lines
 from speculon.train.settings import SHORTEST, TrainSettings
 
 BATCH = 32  # requests at once, and between two writes to the file
@@ -21,7 +21,9 @@ MAX_DRAFTS = 8  # of a round that is evaluated
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
 
 
-def regenerate(settings: TrainSettings, documents: list[Document], progress: Progress) -> list[Document]:
+def regenerate(
+    settings: TrainSettings, documents: list[Document], progress: TrainingProgress
+) -> list[Document]:
     """The target's answers to prompts, or to pieces of plain texts. They are kept in the work folder."""
     file = settings.folder / "regenerated.jsonl"
     done = [json.loads(line) for line in whole_lines(file)]
@@ -33,7 +35,7 @@ def regenerate(settings: TrainSettings, documents: list[Document], progress: Pro
             max_num_seqs=BATCH,
             speculation={"method": "auto", "policy": "goodput"},
         )
-        room = min(settings.length, llm.engine.target.max_context) - settings.regenerate_tokens
+        room = min(settings.length, llm.engine.max_context) - settings.regenerate_tokens
         with (
             progress.counting("regenerating", settings.regenerate, "answers") as advance,
             file.open("a", encoding="utf-8") as out,
@@ -83,14 +85,17 @@ def without_loop(ids: list[int]) -> list[int]:
 
 
 def evaluate(
-    speculation: Mapping[str, Any], settings: TrainSettings, held: Sequence[Document], progress: Progress
+    speculation: Mapping[str, Any],
+    settings: TrainSettings,
+    held: Sequence[Document],
+    progress: TrainingProgress,
 ) -> dict[str, Any]:
     """Greedy decoding after held-out prompts, one at a time, up to the first loop, which is easy to draft."""
     progress.tell("evaluating on held-out prompts")
     drafts = min(MAX_DRAFTS, speculation["num_speculative_tokens"])
     fixed = {**speculation, "policy": "fixed", "num_speculative_tokens": drafts}
     llm = LLM(settings.target, device=settings.device, speculation=fixed)
-    room = min(settings.length, llm.engine.target.max_context) - settings.eval_tokens
+    room = min(settings.length, llm.engine.max_context) - settings.eval_tokens
     total = RequestStats()
     order = random.Random(settings.seed).sample(held, len(held))
     with progress.counting("evaluating", settings.eval_prompts, "prompts") as advance:

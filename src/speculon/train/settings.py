@@ -100,7 +100,7 @@ class TrainSettings(Checked):
         return self.work or self.out.with_name(self.out.name + ".work")
 
 
-class Shape(Checked):
+class DrafterShape(Checked):
     """What both drafters have. None means the target's number."""
 
     layers: int
@@ -109,7 +109,7 @@ class Shape(Checked):
     kv_heads: int | None = Field(None, ge=1, description="key-value heads")
 
 
-class HeadSettings(Shape):
+class HeadSettings(DrafterShape):
     """The shape of an EAGLE-3 head."""
 
     start: str | None = Field(
@@ -157,7 +157,7 @@ class HeadSettings(Shape):
         return self.norm_before_fc and not self.fc_norm
 
 
-class DraftSettings(Shape):
+class DraftSettings(DrafterShape):
     """The shape of a small causal language model."""
 
     layers: int = Field(2, ge=1, le=256, description="layers of the draft model; a single one cannot copy")

@@ -20,15 +20,15 @@ from speculon.checkpoints.locate import locate
 from speculon.checkpoints.reading import quiet
 from speculon.core.errors import InvalidParameter, UnsupportedModel
 from speculon.runtimes.torch.loading.load import load_config, load_model, pick_device, pick_dtype
-from speculon.train.data import Rows, digest
+from speculon.train.data import PackedRows, digest
 
-Taps = tuple[int, ...]  # layers; -1: the embeddings
+TapLayers = tuple[int, ...]  # layers; -1: the embeddings
 DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp32": "float32"}
 LOGIT_ROWS = 512  # positions whose logits over the whole vocabulary are in memory at once
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TeacherBatch:
     """Rows of tokens with the target's outputs. Position j predicts token j + 1."""
 
     ids: Tensor  # [B, T]
@@ -42,7 +42,7 @@ class Batch:
 class Teacher:
     """A stock model, its taps and its logits. `used` [Vd] are the tokens that can be drafted."""
 
-    def __init__(self, path: str, taps: Taps | None, precision: str, device: str):
+    def __init__(self, path: str, taps: TapLayers | None, precision: str, device: str):
         with quiet():
             checkpoint = read_checkpoint(locate(path))
             refuse_unsafe(checkpoint, allow_pickle=False)
@@ -129,7 +129,7 @@ class Teacher:
         return torch.cat([self.logits(part).argmax(-1) for part in parts]).view(last.shape[:-1])
 
     @torch.no_grad()
-    def batch(self, ids: Tensor, weights: Tensor, states: Tensor, best: Tensor) -> Batch:
+    def batch(self, ids: Tensor, weights: Tensor, states: Tensor, best: Tensor) -> TeacherBatch:
         """A batch to learn from. Positions whose best token cannot be drafted get weight 0.
 
         p and its entropy are 0 at positions of weight 0.
@@ -148,7 +148,7 @@ class Teacher:
         entropy[learned] = log_total - p.mul(logits).sum(-1)
         spread = last.new_zeros(*ids.shape, len(self.used), dtype=self.precision)
         spread[learned] = p.to(self.precision)
-        return Batch(ids, weights, taps, spread, entropy, best)
+        return TeacherBatch(ids, weights, taps, spread, entropy, best)
 
     def _refuse_other_logits(self) -> None:
         """Raises UnsupportedModel where its logits are not its head over the last hidden state."""
@@ -162,7 +162,7 @@ class Teacher:
             )
 
 
-def tap_ids(requested: Taps | None, layers: int) -> Taps:
+def tap_ids(requested: TapLayers | None, layers: int) -> TapLayers:
     """Tapped layers: the requested ones, or EAGLE-3's low, middle and high one."""
     if requested is None:
         return tuple(sorted({max(-1, min(layer, layers - 1)) for layer in (1, layers // 2 - 1, layers - 4)}))
@@ -174,7 +174,7 @@ def tap_ids(requested: Taps | None, layers: int) -> Taps:
 class Dataset:
     """Rows with the target's outputs; those of the first ones are cached, in at most `limit` bytes."""
 
-    def __init__(self, teacher: Teacher, rows: Rows, file: Path, limit: float):
+    def __init__(self, teacher: Teacher, rows: PackedRows, file: Path, limit: float):
         self.teacher, self.rows = teacher, rows
         width, length = (len(teacher.taps) + 1) * teacher.width, rows.ids.shape[1]
         row_bytes = length * width * teacher.precision.itemsize
@@ -191,7 +191,7 @@ class Dataset:
             self.best = mapped(best, (self.room, length), torch.int32)
             self.valid = mapped(valid, (self.room,), torch.uint8)
 
-    def batch(self, chosen: Sequence[int]) -> Batch:
+    def batch(self, chosen: Sequence[int]) -> TeacherBatch:
         device = self.teacher.device
         ids = torch.from_numpy(self.rows.ids[list(chosen)].astype(np.int64)).to(device)
         weights = torch.from_numpy(self.rows.weights[list(chosen)]).to(device)

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from speculon.core.errors import ConfigError
 from speculon.runtimes.torch.loading.load import pick_dtype
-from speculon.train.record import Advance, whole_lines
+from speculon.train.record import ReportStep, whole_lines
 from speculon.train.settings import TrainSettings
 from speculon.train.teacher import Dataset
 
@@ -62,7 +62,7 @@ class Trainer:
         done = {"steps": self.step, "minutes": self.elapsed / 60}
         return {name: done[name] / most for name, most in self.settings.limits.items()}
 
-    def run(self, advance: Advance) -> bool:
+    def run(self, advance: ReportStep) -> bool:
         """Trains and saves; False where a signal stopped it before the end."""
         saved, file = time.monotonic(), self.folder / "log.jsonl"
         whole_lines(file)

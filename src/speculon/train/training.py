@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 from torch import nn
 
 from speculon.core.errors import InvalidParameter
-from speculon.train.data import Rows
-from speculon.train.teacher import Taps, Teacher
+from speculon.train.data import PackedRows
+from speculon.train.teacher import TapLayers, Teacher
 
 Settings = TypeVar("Settings")
 Drafter = TypeVar("Drafter", bound=nn.Module)
@@ -21,7 +21,7 @@ class Training(Generic[Settings, Drafter]):
 
     method: ClassVar[str]  # its name on the command line
     proposer: ClassVar[str]  # that drafts with what is written
-    taps: Taps | None = ()
+    taps: TapLayers | None = ()
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -40,7 +40,7 @@ class Training(Generic[Settings, Drafter]):
         """Raises InvalidParameter or ModelError for settings that do not fit the target."""
         raise NotImplementedError
 
-    def drafter(self, teacher: Teacher, rows: Rows) -> Drafter:
+    def drafter(self, teacher: Teacher, rows: PackedRows) -> Drafter:
         raise NotImplementedError
 
     def write(self, drafter: Drafter, teacher: Teacher, target: str, folder: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from speculon import LLM
 from speculon.core.errors import BenchError
 from speculon.core.types import Timing
-from speculon.decoding.sequence import Span
+from speculon.decoding.rounds import Judged
 from speculon.measure.bench.measure import Measurement, in_place, measure
 from speculon.measure.bench.plan import AGAIN, BenchPlan
 from speculon.measure.bench.run import run
@@ -35,9 +35,9 @@ def policies_in_a_run(
         in_place.setdefault(time.partition(", ")[0], []).append(llm.engine.policy)
         return measure(llm, cases, speculation, time)
 
-    def observing(self: Policies, spans: list[Span], timing: Timing) -> None:
-        observed.setdefault(id(self), set()).update(span.seq.methods for span in spans)
-        observe(self, spans, timing)
+    def observing(self: Policies, judged: list[Judged], timing: Timing) -> None:
+        observed.setdefault(id(self), set()).update(one.seq.methods for one in judged)
+        observe(self, judged, timing)
 
     monkeypatch.setattr("speculon.measure.bench.run.measure", watched)
     monkeypatch.setattr(Policies, "observe", observing)

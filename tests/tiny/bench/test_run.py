@@ -11,14 +11,14 @@ import pytest
 from speculon import LLM, SamplingParams
 from speculon.core.config import SpeculationConfig
 from speculon.core.errors import BenchError, InvalidParameter
-from speculon.core.types import NO_DRAFT, Decision, Draft, Load, Reason
-from speculon.decoding.sequence import Sequence, Span
+from speculon.core.types import NO_DRAFT, NO_LIMITS, Decision, Draft, Load, Reason
+from speculon.decoding.rounds import Budget
+from speculon.decoding.sequence import Sequence
 from speculon.measure.bench.cell import tie_gap
 from speculon.measure.bench.measure import Measurement, measure, recording
 from speculon.measure.bench.plan import BenchPlan, parse_mode
 from speculon.measure.bench.run import run
 from speculon.measure.bench.workloads import Case
-from speculon.runtimes.torch.needs import Needs
 from speculon.speculation.control.goodput import Goodput
 from speculon.speculation.proposers import registry
 from speculon.speculation.proposers.base import TargetFacts
@@ -109,9 +109,8 @@ def test_users_whose_pools_would_be_evicted_are_refused(folder: Path) -> None:
 
 
 def test_a_policy_without_a_draft_is_no_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def decide(policy: Goodput, spans: list[Span], load: Load) -> None:
-        for span in spans:
-            span.decision = Decision.plain(Reason.COST)
+    def decide(policy: Goodput, budgets: list[Budget], load: Load) -> list[Decision]:
+        return [Decision.plain(Reason.COST) for _ in budgets]
 
     monkeypatch.setattr(Goodput, "decide", decide)
     cells, _ = run(llm, small(modes=("ngram:4/goodput",)))
@@ -136,17 +135,17 @@ def test_rules_of_acceptance_are_modes(drafting: LLM) -> None:
 class Mute:
     """Never drafts."""
 
-    needs = Needs()
+    limits = NO_LIMITS
 
     def __init__(self, config: SpeculationConfig, target: TargetFacts):
         pass
 
     def admit(self, seq: Sequence) -> None: ...
 
-    def propose(self, seqs: list[Sequence], budgets: list[int], lease: object) -> list[Draft]:
+    def propose(self, seqs: list[Sequence], budgets: list[int]) -> list[Draft]:
         return [NO_DRAFT] * len(seqs)
 
-    def observe(self, seqs: object, verdicts: object, taps: object) -> None: ...
+    def observe(self, seqs: object, verdicts: object) -> None: ...
 
     def release(self, seq: Sequence) -> None: ...
 

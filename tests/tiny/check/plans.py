@@ -10,7 +10,7 @@ from torch import Tensor
 from speculon import SamplingParams
 from speculon.decoding import verify as verifying
 from speculon.decoding.sampling import Draw, sample
-from speculon.decoding.sequence import Span
+from speculon.decoding.verify import Scored
 
 PROMPTS = (
     "def add(left, right):\n    return left",
@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {
 TINY = {**SMALL, "runs": 16}
 
 
-def credulous(spans: list[Span], logits: Tensor, draw: Draw | None = None) -> verifying.Outcomes:
+def credulous(spans: list[Scored], logits: Tensor, draw: Draw | None = None) -> verifying.Accepted:
     """Every draft is accepted, whatever the target samples."""
     tokens, outcomes = iter(sample(*verifying.scored_rows(spans, logits), draw) if spans else ()), []
     for span in spans:

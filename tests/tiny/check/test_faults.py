@@ -12,14 +12,14 @@ from torch import Tensor
 
 from speculon import LLM, SamplingParams
 from speculon.decoding import verify as verifying
-from speculon.decoding.sampling import Draw, Row, sample
-from speculon.decoding.sequence import Span
+from speculon.decoding.rounds import Drafted, Judged
+from speculon.decoding.sampling import Draw, ScoredRow, sample
+from speculon.decoding.verify import Scored
 from speculon.engine import engine as engine_module
 from speculon.measure.check import run as gate
 from speculon.measure.check.exact import Margin
 from speculon.measure.check.plan import QUICK, CheckPlan
 from speculon.measure.check.run import Findings, check
-from speculon.runtimes.torch.batch import Batch
 from tests.tiny.check.plans import SMALL, TINY, credulous
 from tests.tiny.kernels import plant
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.soak
 match = verifying.match
 
 
-def one_off(spans: list[Span], logits: Tensor, draw: Draw | None = None) -> verifying.Outcomes:
+def one_off(spans: list[Scored], logits: Tensor, draw: Draw | None = None) -> verifying.Accepted:
     """The correction is read from the row before, where there is one."""
     outcomes, first = match(spans, logits, draw), 0
     tokens = sample(*verifying.scored_rows(spans, logits), draw) if spans else []
@@ -105,9 +105,9 @@ def test_noise_of_the_wrong_position_fails_with_the_same_seed_alone(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each row's distribution is right, and its token is not the seed's."""
-    position = Row.position.fget
+    position = ScoredRow.position.fget
     assert position is not None
-    monkeypatch.setattr(Row, "position", property(lambda row: position(row) + 50 * bool(row.prefix)))
+    monkeypatch.setattr(ScoredRow, "position", property(lambda row: position(row) + 50 * bool(row.prefix)))
     found = check(llm, CheckPlan(**TINY))
     assert (
         found.outcome == "failed" and len(found.problems) == 1 and found.problems[0].startswith("same seed: ")
@@ -115,12 +115,15 @@ def test_noise_of_the_wrong_position_fails_with_the_same_seed_alone(
 
 
 def test_plain_decoding_that_departs_from_itself_is_named(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def batch_is_worse(batch: Batch, logits: Tensor, *rest: Any) -> None:
-        verify(batch, logits, *rest)
-        if len(batch.spans) > 1 and all(span.samples and not span.draft.tokens for span in batch.spans):
-            for span in batch.spans:
-                tokens = tuple((token + 1) % 100 for token in span.verdict.tokens)
-                span.verdict = replace(span.verdict, tokens=tokens)
+    def batch_is_worse(drafted: list[Drafted], *rest: Any) -> list[Judged]:
+        judged = verify(drafted, *rest)
+        if len(judged) > 1 and all(one.span.samples and not one.draft.tokens for one in judged):
+            turned = [tuple((token + 1) % 100 for token in one.verdict.tokens) for one in judged]
+            judged = [
+                replace(one, verdict=replace(one.verdict, tokens=tokens))
+                for one, tokens in zip(judged, turned, strict=True)
+            ]
+        return judged
 
     verify = engine_module.verify
     monkeypatch.setattr(engine_module, "verify", batch_is_worse)

@@ -10,7 +10,7 @@ from speculon import LLM, SamplingParams
 from speculon.core.errors import InvalidParameter, TooLong
 from speculon.engine.llm import Completion
 from speculon.measure.check import sampled as check_sampled
-from speculon.measure.check.arms import ArmStats, watched, whole
+from speculon.measure.check.arms import ArmStats, watched, with_stop_token
 from speculon.measure.check.exact import Divergence, ExactResult, Margin, judge, row_after
 from speculon.measure.check.plan import QUICK, SAMPLERS, CheckPlan, named
 from speculon.measure.check.regret import token_regret
@@ -60,14 +60,15 @@ def test_a_sampled_token_has_no_regret_and_all_others_have_some(llm: LLM) -> Non
 
 
 def test_a_stop_token_belongs_to_the_output() -> None:
-    assert whole(Completion(token_ids=[5, 6], stop=2)) == [5, 6, 2]
-    assert whole(Completion(token_ids=[5, 6], stop="\n")) == whole(Completion(token_ids=[5, 6])) == [5, 6]
+    assert with_stop_token(Completion(token_ids=[5, 6], stop=2)) == [5, 6, 2]
+    for stop in (None, "\n"):
+        assert with_stop_token(Completion(token_ids=[5, 6], stop=stop)) == [5, 6]
 
 
 def test_planting_ends_with_its_arm(llm: LLM) -> None:
     before = dict(vars(llm.engine))
     with pytest.raises(ZeroDivisionError), watched(llm.engine, 1.0, CheckPlan().chance("x")):
-        assert "ask_target" in vars(llm.engine)
+        assert "forward_and_verify" in vars(llm.engine)
         raise ZeroDivisionError
     assert vars(llm.engine).keys() == before.keys()
 

@@ -171,7 +171,7 @@ def parse_once(file: Path, *_: int) -> GgufHeader:
 def parse(file: Path, lists: frozenset[str]) -> GgufHeader:
     try:
         with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return Reader(file, data, lists).header()
+            return HeaderReader(file, data, lists).header()
     except ModelError:
         raise
     except OSError as error:
@@ -190,7 +190,7 @@ def check_size(header: GgufHeader) -> None:
         raise CorruptWeights(f"{header.path}: {size} bytes, but its header says {needed}: truncated")
 
 
-class Reader:
+class HeaderReader:
     """Reads from front to back. Beyond the end of the file it raises `struct.error` or `ValueError`."""
 
     def __init__(self, path: Path, data: mmap.mmap, lists: frozenset[str]):

@@ -22,7 +22,7 @@ from speculon.core.config.speculation import GIVEN_DRAFTS as GIVEN_DRAFTS
 from speculon.core.config.speculation import MAX_DRAFTS as MAX_DRAFTS
 from speculon.core.config.speculation import MAX_PREDICTION as MAX_PREDICTION
 from speculon.core.config.speculation import USUAL_DRAFTS as USUAL_DRAFTS
-from speculon.core.config.speculation import Acceptance as Acceptance
+from speculon.core.config.speculation import AcceptanceSetting as AcceptanceSetting
 from speculon.core.config.speculation import AdaptiveConfig as AdaptiveConfig
 from speculon.core.config.speculation import ModelObject as ModelObject
 from speculon.core.config.speculation import RequestSpeculation as RequestSpeculation

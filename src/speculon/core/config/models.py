@@ -39,7 +39,7 @@ LOCK_SECONDS = 10.0  # a write takes milliseconds, and the lock of a process tha
 SAMPLING, POOL = "sampling", "pool"
 SEARCH = "auto:"  # before the folder in which drafters are searched for
 
-Tables = dict[str, dict[str, Any]]  # name -> fields
+TomlTables = dict[str, dict[str, Any]]  # name -> fields
 
 
 # the fields that a model may have of its own
@@ -351,7 +351,7 @@ class ModelSettingsFile:
         """Every name that the file gives to a model, with that of its table. Raises `ConfigError`."""
         return names_in(self.tables())
 
-    def tables(self) -> Tables:
+    def tables(self) -> TomlTables:
         """The fields of each model as they are written. Raises `ConfigError` with the line of a fault."""
         return self._read(self._text())
 
@@ -475,12 +475,12 @@ class ModelSettingsFile:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{self.path}: {error}") from None
 
-    def _read(self, text: str) -> Tables:
+    def _read(self, text: str) -> TomlTables:
         try:
             tables = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise syntax_error(error, self.path) from None
-        models: Tables = tables.get(TOP, {})
+        models: TomlTables = tables.get(TOP, {})
         elsewhere = [[key] for key in tables if key != TOP or not isinstance(models, dict)]
         elsewhere = elsewhere or [
             [TOP, name] for name, table in models.items() if not isinstance(table, dict)

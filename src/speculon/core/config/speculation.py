@@ -38,7 +38,7 @@ def known_policy(name: str) -> str:
 
 PolicyName = Annotated[str, AfterValidator(known_policy)]
 MemoryPolicy = Literal["allow", "fallback", "fail"]
-Acceptance = Literal["auto", "matching", "rejection", "block"]
+AcceptanceSetting = Literal["auto", "matching", "rejection", "block"]
 Quantization = Literal["auto", "none", "int8", "int4"]
 
 
@@ -122,7 +122,7 @@ class SpeculationConfig(Checked):
         description="most drafts in a row: others of K branch off, as a tree; 0: chains; None: under policy "
         "goodput, where that saves time",
     )
-    acceptance: Acceptance = Field(
+    acceptance: AcceptanceSetting = Field(
         "auto",
         description="test of sampled drafts: matching | rejection | block | auto (block without a seed)",
     )
@@ -231,7 +231,7 @@ class RequestSpeculation(Checked):
     method: str | None = None
     num_speculative_tokens: int | None = Field(None, ge=0, le=MAX_DRAFTS)
     policy: PolicyName | None = None
-    acceptance: Acceptance | None = None
+    acceptance: AcceptanceSetting | None = None
     chained_drafts: bool | None = None
     draft_depth: int | None = Field(None, ge=0, le=MAX_DRAFTS)
     prediction: str | tuple[int, ...] | None = Field(
@@ -247,7 +247,7 @@ class RequestSpeculation(Checked):
         None, description="for fields that are not set, where they have changed since the engine's start"
     )
 
-    def rule(self, started: Acceptance) -> Acceptance:
+    def rule(self, started: AcceptanceSetting) -> AcceptanceSetting:
         """The rule of acceptance; `started` is that of the engine's start."""
         return self.acceptance or (started if self.defaults is None else self.defaults.acceptance)
 

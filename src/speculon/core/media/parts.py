@@ -10,33 +10,33 @@ from speculon.core.errors import InvalidParameter
 from speculon.core.media.files import FEATURE, refusal
 
 IMAGE = "\U0010ffff"  # of an image in a text; no other text has it, since it is no character
-TextPart = Literal["text", "input_text", "output_text"]
+TextPartType = Literal["text", "input_text", "output_text"]
 ImagePart = Literal["image_url", "input_image", "image"]
 OtherPart = Literal[
     "input_audio", "audio_url", "audio", "video_url", "input_video", "video", "input_file", "file"
 ]
 AnswerPart = Literal["refusal", "thinking", "reasoning", "redacted_thinking"]  # of the assistant's messages
-PartType = TextPart | ImagePart | OtherPart | AnswerPart
+PartType = TextPartType | ImagePart | OtherPart | AnswerPart
 TEXT_PARTS, IMAGE_PARTS, OTHER_PARTS, ANSWER_PARTS = map(
-    get_args, (TextPart, ImagePart, OtherPart, AnswerPart)
+    get_args, (TextPartType, ImagePart, OtherPart, AnswerPart)
 )
 
 
-class Source(NamedTuple):
+class ImageSource(NamedTuple):
     """An image as it was sent."""
 
     name: str  # of the field that has it
     image: Any
 
 
-def read_messages(messages: Seq[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Source]]:
+def read_messages(messages: Seq[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[ImageSource]]:
     """Messages whose contents are texts, with `IMAGE` for each image, and the images in their order. Thinking
     in the parts of an answer becomes the `reasoning_content` of its message, and a `refusal` the content of
     one that has no other.
 
     Raises `InvalidParameter` by the name of the field, `messages.0.content.1.image_url` say.
     """
-    read, sources = list[dict[str, Any]](), list[Source]()
+    read, sources = list[dict[str, Any]](), list[ImageSource]()
     if isinstance(messages, str | Mapping) or not isinstance(messages, Seq):
         raise InvalidParameter("messages", messages, "a list of {'role': ..., 'content': ...}, not empty")
     for i, message in enumerate(messages):
@@ -61,7 +61,7 @@ def marks(message: Mapping[str, Any]) -> str:
     return IMAGE * content.count(IMAGE) if isinstance(content, str) else ""
 
 
-def read_content(content: Any, name: str, answer: bool = False) -> tuple[Any, list[Source]]:
+def read_content(content: Any, name: str, answer: bool = False) -> tuple[Any, list[ImageSource]]:
     """The text of a content, with `IMAGE` for each image, and these. `name` is its field, and `answer` says
     whether it may have the parts of an answer.
 
@@ -69,7 +69,7 @@ def read_content(content: Any, name: str, answer: bool = False) -> tuple[Any, li
     """
     if not isinstance(content, list | tuple):
         return content, []
-    text, sources = "", list[Source]()
+    text, sources = "", list[ImageSource]()
     for i, part in enumerate(content):
         field = f"{name}.{i}"
         part_type = part.get("type") if isinstance(part, Mapping) else None
@@ -108,7 +108,7 @@ def thinking_in(content: Any) -> str:
     return "".join(texts)
 
 
-def image_of(part: Mapping[str, Any], field: str) -> Source:
+def image_of(part: Mapping[str, Any], field: str) -> ImageSource:
     """The URL of an image, also as a table, or what the part has as its `image`."""
     if part.get("file_id") is not None:
         raise refusal(f"{field}.file_id", part["file_id"], "no files are stored: send image_url")
@@ -117,7 +117,7 @@ def image_of(part: Mapping[str, Any], field: str) -> Source:
             url = value.get("url") if isinstance(value, Mapping) else value
             if url is None:
                 raise refusal(f"{field}.{key}.url", None, "is needed")
-            return Source(f"{field}.{key}", url)
+            return ImageSource(f"{field}.{key}", url)
     raise InvalidParameter(f"{field}.image_url", None, "is needed").about(FEATURE)
 
 

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from speculon.core.errors import InvalidParameter, ModelError, QueueFull, TooLong
 from speculon.core.images import ImageInput
 from speculon.core.media.files import FEATURE, ImageLimits, Picture, check_count, read_image, refusal
-from speculon.core.media.parts import Source, read_messages
+from speculon.core.media.parts import ImageSource, read_messages
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -29,7 +29,7 @@ OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids",
 # of a prompt of messages, how its answer begins
 OF_MESSAGES = ("continue_final_message", "add_generation_prompt")
 
-Prompt = tuple[list[int], tuple[ImageInput, ...]]  # token ids, and the images at their placeholders
+ImagePrompt = tuple[list[int], tuple[ImageInput, ...]]  # token ids, and the images at their placeholders
 
 
 class Prepared(NamedTuple):
@@ -125,7 +125,7 @@ class Images:
                 except ModelError as error:
                     self._why = str(error)
 
-    def processor(self, sources: Seq[Source]) -> Processor:
+    def processor(self, sources: Seq[ImageSource]) -> Processor:
         """That for these images. Raises `InvalidParameter` where the model takes none, or not so many."""
         self.load()
         if self._processor is None:
@@ -142,13 +142,15 @@ class Images:
 
         return cls(load, ImageLimits(0, 0, 0))
 
-    def template(self, sources: Seq[Source]) -> Any:
+    def template(self, sources: Seq[ImageSource]) -> Any:
         """What writes a conversation with these images: the processor's template, or templates by name, or
         where it has none the tokenizer's (""); None without images.
         """
         return (self.processor(sources).chat_template or "") if sources else None
 
-    def read(self, prompt: Mapping[str, Any], tokenizer: Tokenizer, max_context: int | None = None) -> Prompt:
+    def read(
+        self, prompt: Mapping[str, Any], tokenizer: Tokenizer, max_context: int | None = None
+    ) -> ImagePrompt:
         """A prompt as a table: `{"prompt": text, "images": [...]}` or `{"messages": [...]}`, as `prompt`.
 
         A table of messages may have `continue_final_message` and `add_generation_prompt`.
@@ -168,17 +170,17 @@ class Images:
         if not isinstance(given, str):
             raise InvalidParameter("prompt", given, "must be a string, with a placeholder for each image")
         images = images if isinstance(images, list | tuple) else [images]
-        sources = [Source(f"images.{i}", image) for i, image in enumerate(images)]
+        sources = [ImageSource(f"images.{i}", image) for i, image in enumerate(images)]
         return self.prompt(given, sources, tokenizer.encode, max_context=max_context)
 
     def prompt(
         self,
         text: str,
-        sources: Seq[Source],
+        sources: Seq[ImageSource],
         encode: Callable[[str], list[int]],
         name: str = "prompt",
         max_context: int | None = None,
-    ) -> Prompt:
+    ) -> ImagePrompt:
         """Token ids of a text with a placeholder for each image, and the images, in their order.
 
         `name` is the field of the text. Raises `InvalidParameter` for images that are refused and for
@@ -205,7 +207,7 @@ class Images:
 
     def _placed(
         self, ids: list[int], prepared: list[Prepared], digests: list[str], name: str, processor: Processor
-    ) -> Prompt:
+    ) -> ImagePrompt:
         """The placeholder tokens of a prompt, given to its images in order."""
         places = [i for i, token in enumerate(ids) if token == processor.image_id]
         if len(places) != (rows := sum(one.rows for one in prepared)):

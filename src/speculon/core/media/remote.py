@@ -109,11 +109,11 @@ def ask(parts: SplitResult, limits: Remote, deadline: float) -> bytes | str:
 def cut_at(deadline: float, link: socket.socket) -> Iterator[None]:
     """Ends a connection at the deadline: a server that sends a byte now and then would hold the thread."""
 
-    def cut() -> None:
+    def abandon() -> None:
         with suppress(OSError):
             socket.socket.shutdown(link, socket.SHUT_RDWR)  # of TLS, too, without its own farewell
 
-    watch = threading.Timer(max(0.0, deadline - monotonic()), cut)
+    watch = threading.Timer(max(0.0, deadline - monotonic()), abandon)
     watch.daemon = True
     watch.start()
     try:

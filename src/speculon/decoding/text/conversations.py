@@ -23,9 +23,9 @@ FURTHER_ON = "put it at the beginning, or send its text as the user's"
 OPENING = "put its text into the first message of the user"
 OTHERWISE = "send it in another role, or leave it out"
 
-Message = dict[str, Any]
-Named = tuple[str, Message]  # a message, and the field of the client that it comes from
-Write = Callable[[list[Message]], str]
+ChatMessage = dict[str, Any]
+Named = tuple[str, ChatMessage]  # a message, and the field of the client that it comes from
+Write = Callable[[list[ChatMessage]], str]
 
 
 # which template
@@ -109,7 +109,7 @@ def written(
         raise InvalidParameter(CONTINUE, continued, limit) from error
 
 
-def plain_form(message: Mapping[str, Any]) -> Message:
+def plain_form(message: Mapping[str, Any]) -> ChatMessage:
     """A message with a text as its content, without empty lists, with objects as the arguments of calls."""
     form = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
     form["content"] = message.get("content") or ""
@@ -171,7 +171,7 @@ def neighbours_joined(messages: list[Named]) -> list[Named]:
     return joined
 
 
-def join(messages: list[Message]) -> Message:
+def join(messages: list[ChatMessage]) -> ChatMessage:
     """Messages of one role as one: texts with blank lines between them, and the calls of all."""
     both = dict(messages[0])
     for key in ("content", *REASONING):
@@ -226,10 +226,10 @@ def refusal(messages: list[Named], write: Write, reason: str) -> InvalidRequest:
     return refused
 
 
-def refused_at(messages: list[Message], write: Write, reason: str) -> int | None:
+def refused_at(messages: list[ChatMessage], write: Write, reason: str) -> int | None:
     """The first message that a template refuses for a reason; None where it refuses them all together."""
 
-    def refuses(some: list[Message]) -> bool:
+    def refuses(some: list[ChatMessage]) -> bool:
         try:
             write(some)
         except Exception as error:
@@ -247,7 +247,7 @@ def refused_at(messages: list[Message], write: Write, reason: str) -> int | None
     return None if alone else refused - 1
 
 
-def plain(messages: list[Named]) -> list[Message]:
+def plain(messages: list[Named]) -> list[ChatMessage]:
     """As templates take them, which know no developer."""
     return [
         {**message, "role": "system"} if message["role"] == "developer" else message

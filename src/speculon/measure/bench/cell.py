@@ -62,10 +62,12 @@ class Cell:
 
 
 Repeats = list[list[Measurement]]  # repeat -> group
-Runs = dict[str, Repeats]  # by mode
+RepeatsByMode = dict[str, Repeats]  # by mode
 
 
-def summarise(workload: str, concurrency: int, mode: Mode, runs: Runs, cases: list[Case], llm: LLM) -> Cell:
+def summarise(
+    workload: str, concurrency: int, mode: Mode, runs: RepeatsByMode, cases: list[Case], llm: LLM
+) -> Cell:
     repeats, plain = runs[mode.label], runs[OFF]
     measurements, stats = flat(repeats), RequestStats()
     for measurement in measurements:
@@ -157,7 +159,7 @@ def ratios_of(
     return [mine / base for mine, base in pairs if mine and base]
 
 
-def noise_of(runs: Runs) -> tuple[float, float]:
+def noise_of(runs: RepeatsByMode) -> tuple[float, float]:
     """The range of half of the pairs of plain decoding with itself, extended to 1."""
     low, high = quartiles(ratios_of(runs[AGAIN], runs[OFF]))
     return min(1.0, low), max(1.0, high)
@@ -194,10 +196,12 @@ def tie_gap(llm: LLM, case: Case, mine: list[int], base: list[int]) -> float | N
     at = next((i for i, (m, b) in enumerate(zip(mine, base, strict=False)) if m != b), None)
     if at is None or not case.params.greedy:
         return None
-    ask = SamplingParams(temperature=0, max_tokens=1, logprobs=min(TIE_TOP, llm.engine.target.vocab_size))
+    top = min(TIE_TOP, llm.engine.runtime.facts.vocab_size)
+    ask = SamplingParams(temperature=0, max_tokens=1, logprobs=top)
     output = llm.generate([[*case.prompt, *base[:at]]], ask, speculation={"method": OFF})[0]
-    top = dict(output.logprobs[0].top) if output.logprobs else {}
-    return abs(top[mine[at]] - top[base[at]]) if mine[at] in top and base[at] in top else None
+    likeliest = dict(output.logprobs[0].top) if output.logprobs else {}
+    known = {mine[at], base[at]} <= likeliest.keys()
+    return abs(likeliest[mine[at]] - likeliest[base[at]]) if known else None
 
 
 def ms_by_rows(measurements: list[Measurement]) -> dict[int, tuple[float, int]]:

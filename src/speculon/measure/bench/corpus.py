@@ -60,7 +60,7 @@ def read_source(relative_path: str, root: Path | None = None) -> str | None:
 
 
 @dataclass(frozen=True)
-class Function:
+class CorpusFunction:
     """One function of the corpus, moved to the left margin."""
 
     path: str
@@ -79,7 +79,7 @@ def bound_names(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
     return {name for name in names if name not in KEYWORD_LIKE and not name.startswith("__")}
 
 
-def functions_in(source: str, path: str = "") -> Iterator[Function]:
+def functions_in(source: str, path: str = "") -> Iterator[CorpusFunction]:
     """Functions and methods of a module that still parse when moved to the left margin, in source order."""
     try:
         tree = ast.parse(source)
@@ -96,10 +96,10 @@ def functions_in(source: str, path: str = "") -> Iterator[Function]:
             continue
         identifiers = tuple(sorted(bound_names(node)))
         if identifiers and "```" not in text:
-            yield Function(path, node.name, text, identifiers)
+            yield CorpusFunction(path, node.name, text, identifiers)
 
 
-def held_out_functions(root: Path | None = None) -> Iterator[Function]:
+def held_out_functions(root: Path | None = None) -> Iterator[CorpusFunction]:
     """The functions of the held-out files, in path and source order."""
     for path in stdlib_files(root, held_out=True):
         source = read_source(path, root)

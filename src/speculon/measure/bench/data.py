@@ -35,7 +35,7 @@ PLAIN_NAME = re.compile(r"[^\w./+-]+")  # what a workload's name has instead: no
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class DataPrompt:
     """A line of the file: a text that is continued, or a chat that is answered."""
 
     place: str  # file and line
@@ -51,7 +51,7 @@ class PromptFile:
 
     path: Path
     digest: str
-    prompts: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
+    prompts: Mapping[str, Sequence[DataPrompt]] = field(default_factory=dict)
 
     @property
     def workloads(self) -> dict[str, tuple[Builder, float | None]]:
@@ -77,7 +77,7 @@ def read_prompts(path: Path) -> PromptFile:
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise DataError(f"{path}:{line}: not UTF-8 ({error.reason})") from None
-    by_workload: dict[str, list[Prompt]] = {}
+    by_workload: dict[str, list[DataPrompt]] = {}
     # not splitlines(): JSON strings may contain other line separators
     for number, line_text in enumerate(text.split("\n"), 1):
         if line_text.strip():
@@ -88,7 +88,7 @@ def read_prompts(path: Path) -> PromptFile:
     return PromptFile(path, hashlib.sha256(raw).hexdigest(), by_workload)
 
 
-def read_line(line: str, place: str, stem: str) -> tuple[str, list[Prompt]]:
+def read_line(line: str, place: str, stem: str) -> tuple[str, list[DataPrompt]]:
     """The workload of a line, and its prompts: one for each turn."""
     try:
         record = json.loads(line)
@@ -106,7 +106,7 @@ def read_line(line: str, place: str, stem: str) -> tuple[str, list[Prompt]]:
     number = place.rpartition(":")[2]
     name = str(record.get("task_id", record.get("question_id", f"line {number}")))
     return f"{DATA}:{workload}", [
-        Prompt(place, f"{name} turn {turn}" if turn > 1 else name, content, options, follows=turn > 1)
+        DataPrompt(place, f"{name} turn {turn}" if turn > 1 else name, content, options, follows=turn > 1)
         for turn, content in enumerate(contents, 1)
     ]
 
@@ -156,7 +156,7 @@ READERS = {"turns": turns_of, "messages": chat, "prompt": plain}
 
 
 def cases(
-    path: Path, name: str, prompts: Sequence[Prompt], tokenizer: Tokenizer, size: Size
+    path: Path, name: str, prompts: Sequence[DataPrompt], tokenizer: Tokenizer, size: Size
 ) -> Iterator[Case]:
     """The prompts that fit the context. Raises `BenchError` where they are fewer than run at once."""
     params, fitting = SamplingParams(max_tokens=size.max_tokens), 0
@@ -172,7 +172,9 @@ def cases(
         )
 
 
-def answered(prompts: Mapping[str, Sequence[Prompt]], llm: LLM, max_tokens: int) -> dict[str, list[Prompt]]:
+def answered(
+    prompts: Mapping[str, Sequence[DataPrompt]], llm: LLM, max_tokens: int
+) -> dict[str, list[DataPrompt]]:
     """Later turns with the turns before them, which the target answers greedily, without speculation.
 
     Turns after one that leaves no room for `max_tokens` are left out.
@@ -194,9 +196,9 @@ def answered(prompts: Mapping[str, Sequence[Prompt]], llm: LLM, max_tokens: int)
     return {name: list(chain(*some)) for name, some in chats.items()}
 
 
-def conversations(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
+def conversations(prompts: Sequence[DataPrompt]) -> list[list[DataPrompt]]:
     """The turns of each line."""
-    chats: list[list[Prompt]] = []
+    chats: list[list[DataPrompt]] = []
     for prompt in prompts:
         if prompt.follows:
             chats[-1].append(prompt)
@@ -205,7 +207,7 @@ def conversations(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
     return chats
 
 
-def encode(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+def encode(prompt: DataPrompt, tokenizer: Tokenizer) -> list[int]:
     if isinstance(prompt.content, str):
         return tokenizer.encode(prompt.content)
     if not tokenizer.has_chat_template:

@@ -20,7 +20,7 @@ GRAM, WINDOW = 16, 64  # tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class MeasuredStep:
     """One target call."""
 
     rows: int
@@ -46,7 +46,7 @@ class Measurement:
     token_ids: list[list[int]]
     texts: list[str]
     stats: RequestStats = field(default_factory=RequestStats)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[MeasuredStep] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -64,7 +64,7 @@ class Measurement:
         return sum(step.tokens for step in steps) / ms * 1e3 if ms else None
 
 
-def decoding(measurements: Iterable[Measurement]) -> list[Step]:
+def decoding(measurements: Iterable[Measurement]) -> list[MeasuredStep]:
     """The steps without prompt tokens."""
     return [step for measurement in measurements for step in measurement.steps if step.decoding]
 
@@ -89,9 +89,9 @@ def measure(llm: LLM, cases: list[Case], speculation: Mapping[str, Any], time: s
 
 
 @contextmanager
-def recording(engine: Engine) -> Iterator[list[Step]]:
+def recording(engine: Engine) -> Iterator[list[MeasuredStep]]:
     """Records every step by the engine's counters, which only grow; the engine is not changed."""
-    steps: list[Step] = []
+    steps: list[MeasuredStep] = []
     stepped, scheduler, counters = engine.step, engine.scheduler, engine.counters
 
     def step() -> list[Event]:
@@ -101,7 +101,7 @@ def recording(engine: Engine) -> Iterator[list[Step]]:
         if counters.steps > calls:
             tokens = sum(len(event.tokens) for event in events)
             profile = {part: ms - before[part] for part, ms in counters.profile.items()}
-            steps.append(Step(counters.rows - rows, len(events), tokens, decoding, profile))
+            steps.append(MeasuredStep(counters.rows - rows, len(events), tokens, decoding, profile))
         return events
 
     with in_place(engine, step=step):

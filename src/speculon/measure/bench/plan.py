@@ -15,7 +15,7 @@ from speculon.core.config import MAX_DRAFTS, USUAL_DRAFTS, EngineConfig
 from speculon.core.errors import InvalidParameter
 from speculon.measure.bench import workloads
 from speculon.measure.bench.data import DATA, PromptFile, read_prompts
-from speculon.measure.bench.workloads import Known, Size
+from speculon.measure.bench.workloads import BuilderTable, Size
 from speculon.speculation.proposers.registry import OFF, check_method
 
 AGAIN = "off again"  # the same as `off`: how far its ratio is from 1 is the noise
@@ -58,7 +58,7 @@ def numbers_of(value: Any) -> Any:
     return parts
 
 
-Words = Annotated[tuple[str, ...], BeforeValidator(parts_of)]
+NameList = Annotated[tuple[str, ...], BeforeValidator(parts_of)]
 Numbers = Annotated[tuple[int, ...], BeforeValidator(numbers_of)]
 LIST: dict[str, Any] = {"metavar": "LIST"}
 
@@ -66,7 +66,7 @@ LIST: dict[str, Any] = {"metavar": "LIST"}
 class BenchPlan(Checked):
     """What to compare. Raises `InvalidParameter` or `UnknownMethod` for what cannot be."""
 
-    workloads: Words = Field(
+    workloads: NameList = Field(
         tuple(workloads.WORKLOADS),
         description="of code, edit, prose, mixed, warm; NAME@T: at temperature T (default: all)",
         json_schema_extra=LIST,
@@ -77,7 +77,7 @@ class BenchPlan(Checked):
         "category is a workload, instead of the usual ones or beside those of --workloads",
         json_schema_extra={"metavar": "FILE"},
     )
-    modes: Words = Field(
+    modes: NameList = Field(
         MODES,
         description="METHOD:K/POLICY/RULE, of which only METHOD is required: auto, suffix:8, auto:8/solo, "
         "draft_model:4/block. Without POLICY a mode with K is fixed, and one without K runs under "
@@ -119,7 +119,7 @@ class BenchPlan(Checked):
             parse_mode(mode)
 
     @property
-    def more(self) -> Known:
+    def more(self) -> BuilderTable:
         """The workloads that are not built in."""
         return self.data.workloads if self.data else {}
 

@@ -16,18 +16,16 @@ if TYPE_CHECKING:
 
 
 def model_facts(llm: LLM) -> dict[str, Any]:
-    import torch
-
-    target, config = llm.engine.target, llm.config
+    facts, config = llm.engine.runtime.facts, llm.config
     return {
         "name": Path(config.model).name,  # not the folders above it
-        "parameters": target.num_parameters,
-        "layers": len(target.layers),
-        "vocab_size": target.vocab_size,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "parameters": facts.parameters,
+        "layers": facts.layers,
+        "vocab_size": facts.vocab_size,
+        "dtype": facts.form["dtype"],
         "quantization": config.quantization,
-        "device": str(target.device),
-        "threads": torch.get_num_threads(),
+        "device": facts.form["device"],
+        "threads": facts.form["threads"],
         "drafts": {
             method: Path(draft).name if isinstance(draft, str) else type(draft).__name__
             for method, draft in config.speculation.drafts.items()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from speculon.core.errors import InvalidParameter
 from speculon.measure.bench import workloads
-from speculon.measure.bench.cell import Cell, Runs, summarise
+from speculon.measure.bench.cell import Cell, RepeatsByMode, summarise
 from speculon.measure.bench.data import answered
 from speculon.measure.bench.measure import Measurement, in_place, measure
 from speculon.measure.bench.plan import AGAIN, BenchPlan, Mode, parse_mode
@@ -43,7 +43,7 @@ def run(
             for mode in modes:  # warm-up, discarded
                 write(groups[0], mode, f"warm-up of {name}, {count}")
                 advance(1)
-            runs: Runs = {mode.label: [[] for _ in range(plan.repeats)] for mode in modes}
+            runs: RepeatsByMode = {mode.label: [[] for _ in range(plan.repeats)] for mode in modes}
             for repeat, group, mode in alternate(plan.repeats, len(groups), modes):
                 measured = write(groups[group], mode, f"repeat {repeat} of {name}, {count}")
                 runs[mode.label][repeat].append(measured)

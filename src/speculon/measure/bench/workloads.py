@@ -61,10 +61,10 @@ class Size:
 
 T = TypeVar("T")
 Builder = Callable[[Tokenizer, Size], Iterator[Case]]
-Known = Mapping[str, tuple[Builder, float | None]]  # usual temperature; None: several
+BuilderTable = Mapping[str, tuple[Builder, float | None]]  # usual temperature; None: several
 
 
-def build(name: str, tokenizer: Tokenizer, size: Size, more: Known | None = None) -> list[Case]:
+def build(name: str, tokenizer: Tokenizer, size: Size, more: BuilderTable | None = None) -> list[Case]:
     """The first cases of a workload that fit the context; too few are an error.
 
     `more` are workloads that are not built in. They decide themselves how many are too few.
@@ -96,7 +96,7 @@ def groups_of(cases: list[Case], concurrency: int) -> list[list[Case]]:
     return [list(group) for row in rows for group in zip(*row, strict=True)]
 
 
-def parse(text: str, more: Known | None = None) -> tuple[Builder, float | None]:
+def parse(text: str, more: BuilderTable | None = None) -> tuple[Builder, float | None]:
     """The builder of `NAME` or `NAME@T`, and the temperature; None: each case has its own."""
     name, at_sign, number = text.partition("@")
     known = {**WORKLOADS, **(more or {})}
@@ -159,7 +159,7 @@ def warm(tokenizer: Tokenizer, size: Size) -> Iterator[Case]:
 
 
 def edit_of(
-    tokenizer: Tokenizer, size: Size, function: corpus.Function, source: str, old: str, new: str
+    tokenizer: Tokenizer, size: Size, function: corpus.CorpusFunction, source: str, old: str, new: str
 ) -> Case | None:
     """None where the answer is too short, or does not fit."""
     answer = corpus.edit_answer(source, old, new)
@@ -192,7 +192,7 @@ def mixed(tokenizer: Tokenizer, size: Size) -> Iterator[Case]:
             yield at(temperature, case, i)
 
 
-WORKLOADS: Known = {
+WORKLOADS: BuilderTable = {
     "code": (code, 0),
     "edit": (edit, 0),
     "prose": (prose, 1),

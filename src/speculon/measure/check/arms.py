@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from speculon.core.config import SamplingParams
 from speculon.core.telemetry import RequestStats, Stopwatch
 from speculon.core.types import TokenLogprobs, Verdict
-from speculon.decoding.sequence import Span
+from speculon.decoding.rounds import Drafted, Judged
 from speculon.decoding.verify import WITH_Q, judged_by
 from speculon.measure.bench.measure import in_place
 
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from speculon.engine.engine import Engine
     from speculon.engine.llm import LLM
     from speculon.engine.outputs import Completion
-    from speculon.runtimes.torch.kv.lease import Lease
-    from speculon.runtimes.torch.model.target import Output
+    from speculon.runtimes.base import Step
 
 Advance = Callable[[int], None]
 
@@ -76,10 +75,12 @@ def write(
     work.rounds, work.accepted, work.reasons = stats.rounds, stats.accepted, dict(stats.reasons)
     written = sum(len(completion.token_ids) for completion in completions)
     advance(sum((p.max_tokens or 0) * p.n for p in params) - written)
-    return Texts(list(map(whole, completions)), [completion.logprobs for completion in completions], work)
+    return Texts(
+        list(map(with_stop_token, completions)), [completion.logprobs for completion in completions], work
+    )
 
 
-def whole(completion: Completion) -> list[int]:
+def with_stop_token(completion: Completion) -> list[int]:
     """A text with the token that ended it: another stop is a difference, too."""
     stop = completion.stop
     return [*completion.token_ids, *([stop] if isinstance(stop, int) else [])]
@@ -88,52 +89,52 @@ def whole(completion: Completion) -> list[int]:
 @contextmanager
 def watched(engine: Engine, share: float, chance: random.Random) -> Iterator[ArmStats]:
     """Counts wrong drafts and rounds judged with q, and keeps `share` of the wrong drafts."""
-    work, ask_target = ArmStats(), engine.ask_target
+    work, judge = ArmStats(), engine.forward_and_verify
 
-    def ask(spans: list[Span], lease: Lease, watch: Stopwatch) -> Output:
-        out = ask_target(spans, lease, watch)
-        for span in spans:
-            work.by_q += span.samples and judged_by(span) in WITH_Q
-            if wrong_draft(span) is None:
+    def judge_and_plant(step: Step, drafted: list[Drafted], watch: Stopwatch) -> list[Judged]:
+        judged = judge(step, drafted, watch)
+        for i, one in enumerate(judged):
+            work.by_q += one.span.samples and judged_by(one.drafted) in WITH_Q
+            if wrong_draft(one) is None:
                 continue
             work.wrong += 1
             if chance.random() < share:
                 work.planted += 1
-                span.verdict = planted(span)
-        return out
+                judged[i] = Judged(one.drafted, planted(one))
+        return judged
 
-    with in_place(engine, ask_target=ask):
+    with in_place(engine, forward_and_verify=judge_and_plant):
         yield work
 
 
-def planted(span: Span) -> Verdict:
+def planted(judged: Judged) -> Verdict:
     """The verdict with the wrong draft in place of the round's last token.
 
     Under block verification with all drafts behind it, up to a stop token: alone it is often as likely as
     what replaced it, since the drafts behind it were the wrong ones.
     """
-    draft, at = span.draft.tokens, span.verdict.accepted
-    last = at + 1
-    while judged_by(span) == "block" and draft[last:] and draft[last] not in span.seq.request.ending.stop_ids:
+    draft, at = judged.draft.tokens, judged.verdict.accepted
+    last, stops = at + 1, judged.seq.request.ending.stop_ids
+    while judged_by(judged.drafted) == "block" and draft[last:] and draft[last] not in stops:
         last += 1
-    return replace(span.verdict, tokens=draft[:last], accepted=last - 1)
+    return replace(judged.verdict, tokens=draft[:last], accepted=last - 1)
 
 
-def wrong_draft(span: Span) -> int | None:
+def wrong_draft(judged: Judged) -> int | None:
     """The draft that the round's last token replaced; None where there is none, as in a tree, or the text
     ends.
 
     Block verification may put the same token in its place.
     """
-    draft, verdict = span.draft.tokens, span.verdict
+    draft, verdict = judged.draft.tokens, judged.verdict
     at = verdict.accepted
     if (
-        span.draft.parents is not None
-        or not span.samples
+        judged.draft.parents is not None
+        or not judged.span.samples
         or verdict.finish
         or at == len(draft)
         or len(verdict.tokens) != at + 1
     ):
         return None
-    same = {*span.seq.request.ending.stop_ids, verdict.tokens[-1]}
+    same = {*judged.seq.request.ending.stop_ids, verdict.tokens[-1]}
     return None if draft[at] in same else draft[at]

@@ -13,17 +13,13 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from speculon.core.config import MAX_LOGPROBS, SamplingParams
-from speculon.decoding.sampling import Row
-from speculon.decoding.sequence import Span
-from speculon.decoding.verify import verify
+from speculon.decoding.sampling import ScoredRow
 from speculon.measure.check.arms import Advance, ArmStats, Texts, write
 from speculon.measure.check.plan import CheckPlan
 from speculon.measure.check.regret import TOP, at_or_none, first_difference, movement, tie_limit, token_regret
-from speculon.runtimes.torch.batch import Batch
 from speculon.speculation.proposers.registry import OFF
 
 if TYPE_CHECKING:
@@ -106,7 +102,7 @@ def greedy(
     llm: LLM, plan: CheckPlan, prompts: list[list[int]], advance: Advance
 ) -> tuple[Margin, list[ExactResult]]:
     """Plain at batch size 1 against: plain batched, speculation at batch size 1 and batched, the control."""
-    top = min(TOP, MAX_LOGPROBS, llm.engine.target.vocab_size)
+    top = min(TOP, MAX_LOGPROBS, llm.engine.runtime.facts.vocab_size)
     params = [SamplingParams(temperature=0, max_tokens=plan.max_tokens)] * len(prompts)
     scored = [params[0].model_copy(update={"logprobs": top})] * len(prompts)
 
@@ -115,9 +111,9 @@ def greedy(
 
     plain, batched = run(scored, PLAIN, alone=True), run(scored, PLAIN)
     moved = [nats for texts in (plain, batched) for nats in movements(llm, prompts, texts, top)]
-    target = llm.engine.target
-    half = target.dtype.itemsize < 4 and not target.batch_invariant
-    margin = Margin(moved, half=half, invariant=target.batch_invariant)
+    facts = llm.engine.runtime.facts
+    half = facts.form["dtype"] != "float32" and not facts.batch_invariant
+    margin = Margin(moved, half=half, invariant=facts.batch_invariant)
     planted = run(params, NO_POOL, share=plan.control, chance=plan.chance("greedy"))
     arms = {
         ("greedy, plain batched", "plain"): batched,
@@ -193,27 +189,14 @@ def judge(
         yield Divergence(i, at, other, token, *(regrets if known else (None, None)))
 
 
-@torch.inference_mode()
 def row_after(
     engine: Engine, prompt: list[int], output: list[int], sampled: tuple[SamplingParams, int] | None
-) -> tuple[Tensor, Row]:  # [V]
+) -> tuple[Tensor, ScoredRow]:  # [V]
     """The logits of the token after an output, from forwards over prompt and output without a cache."""
     params, sample = sampled or (SamplingParams(temperature=0), 0)
     params = params.model_copy(update={"max_tokens": len(output) + 1})
     seq = engine.admission.admit("judge", prompt, params, PLAIN, output, prefix_cache=False)[sample]
-    engine.pool.attach(seq)
-    try:
-        while True:
-            span = Span(seq, seq.committed, engine.pool.chunk(seq, engine.config.max_batch_tokens))
-            with engine.leases.reserve([span]) as lease:
-                batch = Batch.pack([span], engine.target.device)
-                logits = engine.target.forward(batch, lease.view(batch)).logits
-                if span.samples:  # not committed: the noise of the row is that of the next position
-                    return logits[-1], Row(seq, seq.request.rules)
-                verify(batch, logits)
-                lease.commit()
-    finally:
-        engine.pool.release(seq)
+    return engine.logits_after(seq), ScoredRow(seq, seq.request.rules)
 
 
 def movements(llm: LLM, prompts: list[list[int]], texts: Texts, top: int) -> Iterator[float]:

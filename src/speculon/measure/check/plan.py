@@ -11,7 +11,7 @@ from pydantic import Field
 from speculon.core.checked import Checked
 from speculon.core.config import IN_PYTHON, MAX_SAMPLES, SamplingParams
 from speculon.core.errors import InvalidParameter
-from speculon.measure.bench.data import Prompt
+from speculon.measure.bench.data import DataPrompt
 
 Q = 0.05  # false discoveries among the rejected cells of a comparison
 OVERALL = 0.01  # level of the test of all cells together
@@ -58,7 +58,7 @@ QUICK: dict[str, Any] = {
 class CheckPlan(Checked):
     """The sizes of a check. Raises `InvalidParameter` for what cannot be."""
 
-    prompts: tuple[str | Prompt, ...] = PROMPTS
+    prompts: tuple[str | DataPrompt, ...] = PROMPTS
     samplers: tuple[SamplingParams, ...] = SAMPLERS
     max_tokens: int = Field(64, description="of a greedy or seeded completion")
     runs: int = Field(192, description="sampled completions per arm, prompt and sampler")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from speculon.core.config import SamplingParams
 from speculon.core.types import TokenLogprobs, shared_length
-from speculon.decoding.sampling import NEVER, SMALLEST, Row, adjust, keep_likely, row_noise
+from speculon.decoding.sampling import NEVER, SMALLEST, ScoredRow, adjust, keep_likely, row_noise
 
 TIE_NATS = 1e-4  # fp32, law 6 of docs/architecture.md
 TOP = 8  # guess: the second best token of a batch is among so many of another
@@ -46,7 +46,7 @@ def at_or_none(tokens: Seq[int], at: int) -> int | None:
 
 
 @torch.inference_mode()
-def token_regret(logits: Tensor, row: Row, token: int, limit: float = 0.0) -> float:
+def token_regret(logits: Tensor, row: ScoredRow, token: int, limit: float = 0.0) -> float:
     """The regret of `token` in nat, by the target's raw logits [V] of its row; infinite where p = 0.
 
     Logits may be wrong by `limit` nat. So tokens at the edge of a filter do not count as better, and `token`

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from speculon.core.errors import InvalidParameter, TooLong
-from speculon.measure.bench.data import Prompt, answered, encode
+from speculon.measure.bench.data import DataPrompt, answered, encode
 from speculon.measure.check.arms import Advance
 from speculon.measure.check.exact import Divergence, ExactResult, Margin, greedy, seeded
 from speculon.measure.check.plan import CheckPlan, named
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from speculon.engine.llm import LLM
 
 WIDEST = 1.0  # guess, in nat: beyond it nearly any token would count as a tie
-Outcome = Literal["passed", "failed", "inconclusive"]
+CheckOutcome = Literal["passed", "failed", "inconclusive"]
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Findings:
     gaps: list[str]
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> CheckOutcome:
         return "failed" if self.problems else "inconclusive" if self.gaps else "passed"
 
 
@@ -44,7 +44,7 @@ def check(llm: LLM, plan: CheckPlan, advance: Advance = lambda n: None) -> Findi
     Raises `InvalidParameter` where nothing would draft.
     """
     check_drafter(llm)
-    texts = [Prompt("prompt", text, text) if isinstance(text, str) else text for text in plan.prompts]
+    texts = [DataPrompt("prompt", text, text) if isinstance(text, str) else text for text in plan.prompts]
     prompts = [encode(text, llm.tokenizer) for text in answered({"": texts}, llm, plan.max_tokens)[""]]
     check_room(llm, plan, prompts)
     margin, exact = greedy(llm, plan, prompts, advance)

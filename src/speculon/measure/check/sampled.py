@@ -73,14 +73,16 @@ class Comparison:
 
 
 @dataclass(slots=True)
-class Arm:
+class SampledArm:
     """The texts of each block (prompt, sampler), [runs, positions]."""
 
     blocks: list[Tensor]
     work: ArmStats
 
-    def __add__(self, other: Arm) -> Arm:
-        return Arm([torch.cat(pair) for pair in zip(self.blocks, other.blocks, strict=True)], self.work)
+    def __add__(self, other: SampledArm) -> SampledArm:
+        return SampledArm(
+            [torch.cat(pair) for pair in zip(self.blocks, other.blocks, strict=True)], self.work
+        )
 
 
 class Sampled:
@@ -109,10 +111,10 @@ class Sampled:
             comparisons += [first, self.compare(f"{rule}, planted errors", "control", both, planted)]
         return comparisons
 
-    def plain(self, name: str) -> tuple[Arm, Arm]:
+    def plain(self, name: str) -> tuple[SampledArm, SampledArm]:
         return self.write(name.format(1), PLAIN), self.write(name.format(2), PLAIN)
 
-    def write(self, arm: str, speculation: Any, share: float = 0.0) -> Arm:
+    def write(self, arm: str, speculation: Any, share: float = 0.0) -> SampledArm:
         """Every block's runs. The seeds depend on the arm's name: no two arms share one."""
         plan, prompts, params = self.plan, [], []
         for prompt, sampler in plan.sampled:
@@ -126,10 +128,10 @@ class Sampled:
         filled = torch.full((len(texts.tokens), plan.positions), ENDED)
         for row, tokens in zip(filled, texts.tokens, strict=True):
             row[: len(tokens)] = torch.tensor(tokens[: plan.positions])
-        return Arm(list(filled.split(plan.runs)), texts.work)
+        return SampledArm(list(filled.split(plan.runs)), texts.work)
 
     def compare(
-        self, label: str, role: str, base: Arm, other: Arm, among: Comparison | None = None
+        self, label: str, role: str, base: SampledArm, other: SampledArm, among: Comparison | None = None
     ) -> Comparison:
         """A permutation test of every cell and of all; of `among`'s rejected cells alone if it has any."""
         runs = len(base.blocks[0]), len(other.blocks[0])

@@ -9,7 +9,7 @@ from time import monotonic
 
 from speculon.core.telemetry import EngineCounters, RequestStats
 from speculon.engine.client import EngineClient
-from speculon.operations.admin.schemas import Counts, Engine, MethodCounts, Overview
+from speculon.operations.admin.schemas import EngineStatus, MethodCounts, Overview, RoundCounts
 
 INTERVAL = 1.0  # seconds between two snapshots
 MOST_PAUSE = 5.0  # seconds; after a longer one the charts begin anew
@@ -67,15 +67,15 @@ def point(before: Overview, after: Overview, seconds: float) -> Point:
     )
 
 
-def generated(counts: Counts) -> int:
+def generated(counts: RoundCounts) -> int:
     return counts.emitted + counts.stop_tokens
 
 
-def engine_view(engine: EngineClient) -> Engine | None:
+def engine_view(engine: EngineClient) -> EngineStatus | None:
     facts, load, counters = engine.facts, engine.load, engine.counters
     if facts is None:
         return None
-    return Engine(
+    return EngineStatus(
         **dict(sum_counts([counters])),
         sequences_running=load.running,
         sequences_waiting=load.waiting,
@@ -89,14 +89,14 @@ def engine_view(engine: EngineClient) -> Engine | None:
     )
 
 
-def sum_counts(engines: Iterable[EngineCounters]) -> Counts:
+def sum_counts(engines: Iterable[EngineCounters]) -> RoundCounts:
     """The sum over engines."""
     totals, proposals = RequestStats(), Counter[str]()
     for counters in engines:
         totals.add(counters.totals)
         proposals.update(counters.proposals)
     drafted, positions = totals.drafted_at.total(), sorted(totals.drafted_at)
-    return Counts(
+    return RoundCounts(
         emitted=totals.emitted,
         stop_tokens=totals.stop_tokens,
         target_calls=totals.target_calls,

@@ -20,7 +20,7 @@ WINDOW = 5.0  # seconds of a rate
 SAMPLES = 64
 
 
-class Row(NamedTuple):
+class KeptToken(NamedTuple):
     """A token as it is kept: `TokenRow` without its text."""
 
     id: int
@@ -38,7 +38,7 @@ class Entry:
     tokenizer: Tokenizer
     prompt: list[int]  # its beginning; empty: texts are not kept
     running: tuple[AccessRecord, Answer] | None  # until its end: they hold the whole texts
-    rows: dict[int, list[Row]] = field(default_factory=dict)  # of each choice
+    rows: dict[int, list[KeptToken]] = field(default_factory=dict)  # of each choice
     dropped: int = 0
     began: float = field(default_factory=time)
     ended: RequestView | None = None  # the account at its end
@@ -169,18 +169,18 @@ class RequestLog:
         )
 
 
-def token_rows(event: Event) -> list[Row]:
+def token_rows(event: Event) -> list[KeptToken]:
     """The tokens of an event: a correction has the position of the draft that it replaces."""
-    accepted, rows = len(event.sources), list[Row]()
+    accepted, rows = len(event.sources), list[KeptToken]()
     logprobs = event.logprobs or ()
     for i, (token, fate) in enumerate(zip(event.tokens, event.fates, strict=True)):
         source = event.sources[i] if i < accepted else None
         position = i if i < accepted or fate == "correction" else None
         logprob, rank = (logprobs[i].logprob, logprobs[i].rank) if i < len(logprobs) else (None, None)
-        rows.append(Row(token, fate, source, position, logprob, rank))
+        rows.append(KeptToken(token, fate, source, position, logprob, rank))
     return rows
 
 
-def with_texts(rows: list[Row], tokenizer: Tokenizer) -> list[TokenRow]:
+def with_texts(rows: list[KeptToken], tokenizer: Tokenizer) -> list[TokenRow]:
     """With the texts of the tokens."""
     return [TokenRow(text=tokenizer.token_text(row.id), **row._asdict()) for row in rows]

@@ -10,12 +10,12 @@ from starlette.middleware import Middleware
 
 from speculon.operations.admin.auth import AdminGate
 from speculon.operations.admin.schemas import (
-    Change,
-    Drafter,
+    DrafterFit,
     LogLine,
     ModelView,
     Overview,
     RequestView,
+    SettingsChange,
     TokenView,
 )
 from speculon.operations.admin.service import Admin
@@ -67,7 +67,7 @@ def add_routes(router: APIRouter, admin: Admin, state: AppState) -> None:
         return await admin.models()
 
     @router.get("/drafters/{model:path}")
-    async def drafters(model: str, checkpoint: str | None = None) -> list[Drafter]:
+    async def drafters(model: str, checkpoint: str | None = None) -> list[DrafterFit]:
         """Drafters that a model has, those that fit it, and why others do not; or of one checkpoint."""
         return await admin.drafters_for(model, checkpoint)
 
@@ -87,7 +87,7 @@ def add_routes(router: APIRouter, admin: Admin, state: AppState) -> None:
         return await admin.model(model)
 
     @router.patch("/models/{model:path}")
-    async def change(model: str, body: Change) -> ModelView:
+    async def change(model: str, body: SettingsChange) -> ModelView:
         """Change settings of a model."""
         # a change that has begun is not cut off in the middle by its client
         return await asyncio.shield(admin.change(model, body.changes))

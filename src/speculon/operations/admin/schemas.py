@@ -20,7 +20,7 @@ class MethodCounts(BaseModel):
     tokens_per_target_call: float | None  # in these rounds
 
 
-class Counts(BaseModel):
+class RoundCounts(BaseModel):
     """What rounds gave, those of running sequences too."""
 
     emitted: int  # tokens
@@ -38,7 +38,7 @@ class Counts(BaseModel):
     plain_rounds: dict[str, int]  # reason -> rounds
 
 
-class Engine(Counts):
+class EngineStatus(RoundCounts):
     """What the process of a model tells."""
 
     sequences_running: int
@@ -61,7 +61,7 @@ class ModelOverview(BaseModel):
     tokens: int  # sent to clients since the server's start
     tokens_per_second: float  # of the last seconds
     held_bytes: int
-    engine: Engine | None  # None: no process has told yet
+    engine: EngineStatus | None  # None: no process has told yet
 
 
 class DeviceMemory(BaseModel):
@@ -77,7 +77,7 @@ class Overview(BaseModel):
     version: str
     draining: bool
     memory: dict[str, DeviceMemory]  # by device; empty: not limited by the server
-    totals: Counts  # of all models
+    totals: RoundCounts  # of all models
     models: list[ModelOverview]
 
 
@@ -113,7 +113,7 @@ class ModelView(BaseModel):
     settings: list[FieldView]
 
 
-class Change(BaseModel, extra="forbid"):
+class SettingsChange(BaseModel, extra="forbid"):
     """Fields to set; null takes a field out of the file."""
 
     changes: dict[str, Any] = Field(min_length=1)
@@ -157,7 +157,7 @@ class TokenView(BaseModel):
     dropped: int  # tokens beyond the limit of what is kept
 
 
-class Drafter(BaseModel):
+class DrafterFit(BaseModel):
     """A checkpoint that may draft for a model."""
 
     name: str

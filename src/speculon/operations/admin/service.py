@@ -30,7 +30,7 @@ from speculon.operations.admin.figures import Figures, engine_view, sum_counts
 from speculon.operations.admin.requests import RequestLog
 from speculon.operations.admin.schemas import (
     DeviceMemory,
-    Drafter,
+    DrafterFit,
     FieldView,
     LogLine,
     ModelOverview,
@@ -151,7 +151,7 @@ class Admin:
             settings=field_views(settings, self._file.methods),
         )
 
-    async def drafters_for(self, name: str, checkpoint: str | None = None) -> list[Drafter]:
+    async def drafters_for(self, name: str, checkpoint: str | None = None) -> list[DrafterFit]:
         """Drafters of this model's engine, those that fit it beside its folder, and those of its settings and
         of the models' folder, which may not fit. With a checkpoint, that one alone.
 
@@ -163,7 +163,7 @@ class Admin:
         fits = await asyncio.to_thread(self._pool.loader.drafters, model.config, named)
         loaded = {path: method for method, path in model.drafters.items()}
         views = {
-            fit.path: Drafter(
+            fit.path: DrafterFit(
                 name=hub_id(fit.path) or Path(fit.path).name,
                 method=loaded.get(fit.path, fit.method),
                 checkpoint=fit.path,

@@ -26,7 +26,7 @@ from speculon.operations.cluster.router import PrefixRouter, routing_of
 from speculon.server.app import create_app
 from speculon.server.app_state import AppState
 from speculon.server.pool.catalogue import Catalogue
-from speculon.server.pool.loader import Loader
+from speculon.server.pool.loader import ModelLoader
 from speculon.server.pool.pool import ModelPool
 
 HEALTH_SECONDS = 1.0  # between two checks; three that fail end a replica
@@ -47,7 +47,7 @@ class DeployedReplica(Replica):
         await self.stop()
 
 
-class ReplicaLoader(Loader):
+class ReplicaLoader(ModelLoader):
     """Its engines are the replicas that run already."""
 
     def __init__(self, replicas: Replicas):

@@ -141,7 +141,7 @@ class ReplicatedEngine(EngineClient):
         try:
             while tries > 0:
                 tries -= 1
-                reading = Reading(add, queue, self.routing)
+                reading = ReplicaStream(add, queue, self.routing)
                 try:
                     return await reading.run(self._replicas.generate(add))
                 except ReplicaLost as lost:
@@ -214,7 +214,7 @@ class ReplicatedEngine(EngineClient):
                 self.settled.clear()
 
 
-class Reading:
+class ReplicaStream:
     """One request at one replica."""
 
     def __init__(self, add: Add, queue: OutputQueue, routing: Routing):

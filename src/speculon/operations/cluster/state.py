@@ -18,7 +18,7 @@ POOLS, POLICIES = "pools-*.jsonl", "policies-*.jsonl"
 
 log = logging.getLogger("speculon")
 
-Pool = tuple[float, list[int]]  # when it was last used, and its answers
+PoolLine = tuple[float, list[int]]  # when it was last used, and its answers
 
 
 def claim(folder: Path, model: str) -> tuple[Path, FileLock]:
@@ -75,10 +75,10 @@ def merge(own: Path, others: list[Path]) -> None:
                 save(own / name, *latest)
 
 
-def merged_pools(found: list[Lines]) -> dict[tuple[str, str], Pool]:
+def merged_pools(found: list[Lines]) -> dict[tuple[str, str], PoolLine]:
     """By method and key, in the order of their last use; of an answer that several have, one is kept."""
     every = [(at, method, key, tokens) for lines in found for method, (key, at, tokens) in lines]
-    pools: dict[tuple[str, str], Pool] = {}
+    pools: dict[tuple[str, str], PoolLine] = {}
     for at, method, key, tokens in sorted(every, key=lambda one: one[0]):
         _, older = pools.pop((method, key), (0.0, []))
         pools[method, key] = at, joined(older, tokens)

@@ -126,7 +126,7 @@ class MemoryEstimate:
         return f"{estimate}; memory_policy {self.policy}: {self.action}"
 
 
-class Budget:
+class MemoryBudget:
     """The memory of one engine, measured when only its target is loaded.
 
     `held` and `free` are bytes that are expected instead, of a process that has not been started.

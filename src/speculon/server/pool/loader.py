@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from speculon.checkpoints.processors import images_of
@@ -14,6 +12,7 @@ from speculon.core.media.prompts import Images
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.async_engine import AsyncEngine
 from speculon.engine.client import EngineClient
+from speculon.runtimes.registry import backend
 
 if TYPE_CHECKING:
     from speculon.runtimes.torch.drafters.choose import Fit
@@ -28,7 +27,7 @@ class Share(NamedTuple):
     settings: dict[str, Any]
 
 
-class Loader:
+class ModelLoader:
     """Makes the parts of models; those that import torch are called in a thread."""
 
     def engine(self, settings: dict[str, Any], on_stage: Callable[[str], None]) -> EngineClient:
@@ -51,42 +50,22 @@ class Loader:
 
     def drafters(self, config: EngineConfig, drafts: Iterable[str]) -> list[Fit]:
         """What fits around a model, then each of `drafts`; none of a model that is not there."""
-        from speculon.runtimes.torch.drafters.choose import fits
-
         try:
-            return fits(config, drafts)
+            return backend().fits(config, drafts)
         except SpeculonError:
             return []
 
     def device(self, config: EngineConfig) -> str:
         """Whose memory an engine of these settings takes. Raises `ConfigError` for a missing device."""
-        from speculon.runtimes.torch.loading.load import pick_device
-
-        device = pick_device(config.device)
-        return f"cuda:{device.index or 0}" if device.type == "cuda" else device.type
+        return backend().device_name(config)
 
     def free_memory(self, config: EngineConfig) -> int:
         """Free bytes of the device of these settings."""
-        from speculon.runtimes.torch.budget import free_memory
-        from speculon.runtimes.torch.loading.load import pick_device
-
-        device = pick_device(config.device)
-        if device.type == "cpu":
-            return free_memory(device)
-        # in a process of its own: a look at an accelerator takes hundreds of its megabytes until the end
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:
-            return other.submit(free_memory, device).result()
+        return backend().free_bytes(config)
 
     def share(self, settings: dict[str, Any], total: int) -> Share:
         """What the model of `settings` takes, if it may take `total` bytes. Raises what loading would."""
-        from speculon.runtimes.torch.drafters.choose import check_drafts, with_drafts
-        from speculon.runtimes.torch.drafters.needs import drafter_needs
-        from speculon.runtimes.torch.loading.memory import largest_step, process_memory
-
-        config = with_drafts(EngineConfig(**settings))
-        check_drafts(config)
-        step = largest_step(config)
-        memory, pool = process_memory(config, step, drafter_needs(config, step), total)
+        config, memory, pool = backend().memory_needed(settings, total)
         limit = config.speculation.memory_limit_gb
         size = memory.total if limit is None else int(limit * GB)
         limits: dict[str, Any] = {}

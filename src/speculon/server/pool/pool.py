@@ -25,7 +25,7 @@ from speculon.core.errors import (
 )
 from speculon.server.answer import ABORT_SECONDS
 from speculon.server.pool.catalogue import Catalogue
-from speculon.server.pool.loader import GB, Loader
+from speculon.server.pool.loader import GB, ModelLoader
 from speculon.server.pool.pooled import OnStage, PooledModel
 
 RESERVE = 0.1  # guess: share of free memory that is left to the server itself and to other programs
@@ -40,8 +40,10 @@ class ModelPool:
     A server with one model loads it at once, ends with its engine, and lets it measure free memory itself.
     """
 
-    def __init__(self, catalogue: Catalogue, loader: Loader | None = None, on_stage: OnStage | None = None):
-        self.catalogue, self.loader = catalogue, loader or Loader()
+    def __init__(
+        self, catalogue: Catalogue, loader: ModelLoader | None = None, on_stage: OnStage | None = None
+    ):
+        self.catalogue, self.loader = catalogue, loader or ModelLoader()
         self.config = EngineConfig(**catalogue.settings).serve
         for name in self.config.pin:
             if name not in catalogue.paths:

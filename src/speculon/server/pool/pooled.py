@@ -18,13 +18,13 @@ from speculon.engine.async_engine import MAX_PAUSE, STEADY_SECONDS
 from speculon.engine.messages import Ready
 from speculon.server.answer import ABORT_SECONDS
 from speculon.server.model import ServedModel, defaults_differ
-from speculon.server.pool.loader import Loader
+from speculon.server.pool.loader import ModelLoader
 from speculon.server.request import GenerationRequest
 
-State = Literal["unloaded", "loading", "loaded", "draining", "failed"]
+LoadState = Literal["unloaded", "loading", "loaded", "draining", "failed"]
 OnStage = Callable[[str, str], None]  # what is loaded, and how far it is
 
-IN_MEMORY: tuple[State, ...] = ("loading", "loaded", "draining")
+IN_MEMORY: tuple[LoadState, ...] = ("loading", "loaded", "draining")
 
 log = logging.getLogger("speculon.server")
 
@@ -36,7 +36,7 @@ class PooledModel:
         self,
         name: str,
         own: ModelSettings,
-        loader: Loader,
+        loader: ModelLoader,
         on_stage: OnStage | None = None,
         pinned: bool = False,
         alone: bool = False,
@@ -55,7 +55,7 @@ class PooledModel:
         self.steady = asyncio.Event()
         self.steady.set()
         self._ending = False  # whether a process that failed may still hold its share
-        self.state: State = "unloaded"
+        self.state: LoadState = "unloaded"
         self.since, self.stage = time(), ""  # of the state; how far a load is
         self.error: SpeculonError | None = None  # why it failed last
         self.drafters: dict[str, str] = {}  # checkpoints by method, as the engine found them
@@ -126,7 +126,7 @@ class PooledModel:
         return self.served
 
     @property
-    def shown_state(self) -> State:
+    def shown_state(self) -> LoadState:
         """`loading`, too, while its process is started again."""
         return "loading" if self.state == "loaded" and self.engine.restarting else self.state
 
@@ -237,7 +237,7 @@ class PooledModel:
                     await asyncio.sleep(0.02)
         return self.drained
 
-    def enter(self, state: State) -> None:
+    def enter(self, state: LoadState) -> None:
         self.state, self.since, self.stage = state, time(), ""
         self._tell({"model": self.name, "state": state})
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from speculon.speculation.control.trees import Shape, best_tree
+from speculon.speculation.control.trees import DraftShape, best_tree
 
 POSITIONS = 16  # the most drafts of a round under policy goodput
 # of a draft, by the tokens before it that agree: matched by a lookup, or drafted; from 8 on four an octave
@@ -30,9 +30,11 @@ LATER = 17  # that of the second child of a node, where the first was not accept
 SIBLINGS = 4  # a later child counts as the last
 LATER_PRIOR = 0.3  # of a second choice: between EAGLE-3 heads and draft models (docs/benchmarks/trees)
 Weight = Annotated[float, Field(ge=0, le=1e9)]
-Place = tuple[Annotated[int, Field(ge=0, lt=LATER + SIBLINGS - 1)], Weight, Weight]
+PlaceState = tuple[Annotated[int, Field(ge=0, lt=LATER + SIBLINGS - 1)], Weight, Weight]
 # by class and method
-STATE: TypeAdapter[dict[str, dict[str, list[Place]]]] = TypeAdapter(dict[str, dict[str, list[Place]]])
+STATE: TypeAdapter[dict[str, dict[str, list[PlaceState]]]] = TypeAdapter(
+    dict[str, dict[str, list[PlaceState]]]
+)
 
 
 @dataclass(slots=True)
@@ -62,7 +64,7 @@ class Acceptance:
         self._at: defaultdict[int, Beta] = defaultdict(Beta)
         # by shift, until the next observation
         self._survivals: dict[int, tuple[float, ...]] = {}
-        self._trees: dict[tuple[int, int], Shape] = {}
+        self._trees: dict[tuple[int, int], DraftShape] = {}
         self.seen = 0.0  # judged drafts, not discounted
 
     def chance(self, place: int = ANY) -> float:
@@ -95,7 +97,7 @@ class Acceptance:
         """Of the second, third, .. child of a node, where no better one was accepted."""
         return [self.chance(place) for place in range(LATER, LATER + SIBLINGS - 1)]
 
-    def nodes(self, shift: int, depth: int) -> Shape:
+    def nodes(self, shift: int, depth: int) -> DraftShape:
         """Of the best tree of at most this depth: what `survival` is for chains."""
         if (shift, depth) not in self._trees:
             survival = self.survival(shift)[:depth]
@@ -122,11 +124,11 @@ class Acceptance:
             for place in (ANY, at):
                 self._at[place].observe(float(i < accepted), 1.0, self._prior(place), self._fade)
 
-    def state(self) -> list[Place]:
+    def state(self) -> list[PlaceState]:
         # ANY before the places whose prior it is
         return sorted(((place, beta.hits, beta.tries) for place, beta in self._at.items()), reverse=True)
 
-    def restore(self, state: list[Place]) -> None:
+    def restore(self, state: list[PlaceState]) -> None:
         for place, hits, tries in state:
             self._at[place].observe(min(hits, tries), tries, self._prior(place), self._fade)
         self.seen = self._at[ANY].tries

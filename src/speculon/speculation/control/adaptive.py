@@ -5,8 +5,9 @@ from __future__ import annotations
 from math import floor
 
 from speculon.core.config import AdaptiveConfig
-from speculon.core.types import Load, Timing
-from speculon.decoding.sequence import Sequence, Span
+from speculon.core.types import Decision, Load, Timing
+from speculon.decoding.rounds import Budget, Judged
+from speculon.decoding.sequence import Sequence
 from speculon.speculation.control.fixed import ask_all
 from speculon.speculation.control.policy import Policy
 
@@ -66,15 +67,14 @@ class Adaptive(Policy):
         self.config, self.shared = config or AdaptiveConfig(), shared
         self.lookaheads: dict[int, AdaptiveLookahead] = {}  # sequence id -> its own
 
-    def decide(self, spans: list[Span], load: Load) -> None:
-        for span in spans:
-            span.decision = ask_all(span, self._lookahead(span.seq).lookahead)
+    def decide(self, budgets: list[Budget], load: Load) -> list[Decision]:
+        return [ask_all(budget, self._lookahead(budget.seq).lookahead) for budget in budgets]
 
-    def observe(self, spans: list[Span], timing: Timing) -> None:
+    def observe(self, judged: list[Judged], timing: Timing) -> None:
         known = [
-            (self.lookaheads[span.seq.id], len(span.draft.tokens), span.verdict.accepted)
-            for span in spans
-            if span.seq.id in self.lookaheads
+            (self.lookaheads[one.seq.id], len(one.draft.tokens), one.verdict.accepted)
+            for one in judged
+            if one.seq.id in self.lookaheads
         ]
         # all judged before any is observed
         for lookahead, drafted, accepted in [values for values in known if counts(*values)]:

@@ -9,8 +9,8 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, TypeAdapter
 
-from speculon.core.types import Proposal, Timing, ceil_div
-from speculon.decoding.sequence import Span
+from speculon.core.types import CallCost, Timing, ceil_div
+from speculon.decoding.rounds import Judged
 
 NOISE = 0.01  # variance of one measurement, relative: a standard deviation of 10 %; not measured
 DRIFT = 0.004  # standard deviation per measurement by which a part may change, relative: 10 % in 600 steps
@@ -24,8 +24,8 @@ PROPOSAL = (1.0, 0.3, 0.1, 0.03)
 STEP = (*PROPOSAL, 0.03, 0.01, 0.1, 0.03, 0.03)
 
 Features = tuple[float, ...]
-Part = Annotated[float, Field(ge=-1e9, le=1e9)]
-STATE: TypeAdapter[dict[str, tuple[Part, ...]]] = TypeAdapter(dict[str, tuple[Part, ...]])
+CostPart = Annotated[float, Field(ge=-1e9, le=1e9)]
+STATE: TypeAdapter[dict[str, tuple[CostPart, ...]]] = TypeAdapter(dict[str, tuple[CostPart, ...]])
 MAX_SIZES = 32  # of the curve that is shown, and sent with all statistics
 
 
@@ -185,21 +185,21 @@ class Costs:
         """How often a method was measured."""
         return self._proposals[method].measured if method in self._proposals else 0
 
-    def observe(self, spans: list[Span], timing: Timing) -> None:
-        """What a round took; `spans` are those that decoded."""
-        drafts = [len(span.draft.tokens) for span in spans]
-        if spans:
-            self._context = sum(len(span.seq.tokens) for span in spans) / len(spans) / 1000
-        if spans and timing.target_ms is not None:
-            branches = sum(span.draft.branches for span in spans)
-            self.observe_step(len(spans), sum(map(bool, drafts)), sum(drafts), timing.target_ms, branches)
-        for method, call in timing.proposals.items():
+    def observe(self, judged: list[Judged], timing: Timing) -> None:
+        """What a round took; `judged` are those that decoded."""
+        drafts = [len(one.draft.tokens) for one in judged]
+        if judged:
+            self._context = sum(len(one.seq.tokens) for one in judged) / len(judged) / 1000
+        if judged and timing.target_ms is not None:
+            branches = sum(one.draft.branches for one in judged)
+            self.observe_step(len(judged), sum(map(bool, drafts)), sum(drafts), timing.target_ms, branches)
+        for method, call in timing.calls.items():
             self.observe_proposal(method, call)
 
     def observe_step(self, sequences: int, drafting: int, rows: int, ms: float, branches: int = 0) -> None:
         self._step.observe(self._features(sequences, drafting, rows, branches), (sequences, drafting > 0), ms)
 
-    def observe_proposal(self, method: str, call: Proposal) -> None:
+    def observe_proposal(self, method: str, call: CallCost) -> None:
         features = (1.0, call.k, call.k * call.sequences, call.unread)
         self._proposals[method].observe(features, call.sequences, call.ms)
 

@@ -4,52 +4,38 @@ from __future__ import annotations
 
 from speculon.core.config import MAX_DRAFTS
 from speculon.core.types import Ask, Decision, Load, Reason
-from speculon.decoding.sequence import Span
+from speculon.decoding.rounds import Budget
 from speculon.speculation.control.policy import Policy
 
 
 def ask_all(
-    span: Span, limit: int = MAX_DRAFTS, unused: Reason = Reason.COST, chained: bool = True
+    budget: Budget, limit: int = MAX_DRAFTS, unused: Reason = Reason.COST, chained: bool = True
 ) -> Decision:
     """Each method of a sequence in turn, `limit` drafts at most; or why none is asked.
 
     Where the request allows chained drafts, lookups continue a draft that ends early, unless `chained` is
     False.
     """
-    if (why := unable(span)) is not None:
-        return Decision.plain(why)
-    ks = {method: min(limit, span.max_drafts(method)) for method in span.seq.methods}
-    depth = span.seq.request.depth or 0
-    depths = {method: depth for method in span.seq.branching if chained}
+    if budget.reason is not None:
+        return Decision.plain(budget.reason)
+    request = budget.seq.request
+    ks = {method: min(limit, k) for method, k in budget.max_drafts.items()}
+    depths = dict.fromkeys(budget.seq.branching if chained else (), request.depth or 0)
     asks = [Ask(method, k, depths.get(method, 0)) for method, k in ks.items() if k]
-    return Decision.of(asks, unused, max(ks.values()) if chained and span.seq.request.chained else 0)
-
-
-def unable(span: Span) -> Reason | None:
-    """Why nothing may draft for a sequence under any policy."""
-    if span.seq.off:
-        return span.seq.off
-    # the last token needs no draft: the target's own one is enough
-    if span.seq.room <= 1:
-        return Reason.MAX_TOKENS
-    limited = span.seq.request.max_context and not any(map(span.max_drafts, span.seq.methods))
-    return Reason.CONTEXT_LIMIT if limited else None
+    return Decision.of(asks, unused, max(ks.values()) if chained and request.chained else 0)
 
 
 class Fixed(Policy):
     """The policy `fixed`: the same K in every round, as far as max_tokens lets it."""
 
-    def decide(self, spans: list[Span], load: Load) -> None:
-        for span in spans:
-            span.decision = ask_all(span)
+    def decide(self, budgets: list[Budget], load: Load) -> list[Decision]:
+        return [ask_all(budget) for budget in budgets]
 
 
 class Solo(Fixed):
     """The policy `solo`: as `fixed` while no other sequence runs or waits, plain decoding in a batch."""
 
-    def decide(self, spans: list[Span], load: Load) -> None:
-        super().decide(spans, load)
+    def decide(self, budgets: list[Budget], load: Load) -> list[Decision]:
         if load.running + load.waiting > 1:
-            for span in spans:
-                if span.decision.asks:
-                    span.decision = Decision.plain(Reason.SOLO)
+            return [Decision.plain(budget.reason or Reason.SOLO) for budget in budgets]
+        return super().decide(budgets, load)

@@ -30,7 +30,7 @@ a model out of use gets single proposals, for a fixed share of all time.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -46,15 +46,16 @@ from speculon.core.types import (
     Reason,
     SpanOutcome,
     Timing,
+    Verdict,
     shared_length,
 )
-from speculon.decoding.sequence import Sequence, Span
+from speculon.decoding.rounds import Budget, Drafted, Judged
+from speculon.decoding.sequence import Sequence
 from speculon.speculation.control.acceptance import POSITIONS, STATE, Acceptance
 from speculon.speculation.control.cost import BENDS, OF_LATE, Costs
-from speculon.speculation.control.fixed import unable
 from speculon.speculation.control.policy import Policy
 from speculon.speculation.control.statistics import Added, PromptClass, Running, class_of, parts
-from speculon.speculation.control.trees import Shape, forks
+from speculon.speculation.control.trees import DraftShape, forks
 
 COLD = 2  # proposals before a cost is believed, drafts of a probe
 LONGEST_GAP = 16  # rounds between two proposals of a lookup that finds nothing
@@ -78,7 +79,7 @@ class RoundPrices:
     lookups: dict[str, float] = field(default_factory=dict)  # method -> price of a proposal
     # method -> the sequences it may draft for
     models: dict[str, list[Running]] = field(default_factory=dict)
-    probe: Span | None = None  # whose draft is a probe
+    probe: Budget | None = None  # whose draft is a probe
 
     def with_forks(self, prices: list[float], forks: Seq[bool]) -> list[float]:
         """The prices of rows, of which some begin a branch."""
@@ -97,30 +98,29 @@ class Goodput(Policy):
 
     # before the drafts
 
-    def decide(self, spans: list[Span], load: Load) -> None:
+    def decide(self, budgets: list[Budget], load: Load) -> list[Decision]:
         if not self.costs.known:
-            for span in spans:
-                span.decision = Decision.plain(unable(span) or Reason.COLD)
-            return
-        running = [self._stats(span) for span in spans]
-        now = self._now = self._begin(running, max(len(spans), load.running))
-        offers: dict[Span, Ask] = {}
+            return [Decision.plain(budget.reason or Reason.COLD) for budget in budgets]
+        running = [self._stats(budget) for budget in budgets]
+        now = self._now = self._begin(running, max(len(budgets), load.running))
+        offers: dict[Budget, Ask] = {}
         if self._refused is None or now.number % WEIGH_GAP == 0:
             self._refused = self._offer(now, offers)
         plain = Decision.plain(self._refused or Reason.COOLDOWN)
         for stats in running:
-            stats.span.decision = self._decision(now, stats, offers.get(stats.span), plain)
+            stats.decision = self._decision(now, stats, offers.get(stats.budget), plain)
+        return [stats.decision for stats in running]
 
-    def _stats(self, span: Span) -> Running:
+    def _stats(self, budget: Budget) -> Running:
         """A sequence begins with what its class had on average: the last rounds of a text are its best."""
-        seq = span.seq
+        seq = budget.seq
         if stats := self._running.get(seq.id):
-            stats.span = span
+            stats.budget = budget
             return stats
         cls = self._classes.setdefault(class_of(seq.request), PromptClass(self._methods))
         # lookups are asked at first: it may repeat what they know
         added = replace(cls.added, gain=max(OF_LATE, cls.added.gain))
-        return self._running.setdefault(seq.id, Running(span, cls, added))
+        return self._running.setdefault(seq.id, Running(budget, cls, added))
 
     def _begin(self, running: list[Running], batch: int) -> RoundPrices:
         """The prices, and who may draft for whom."""
@@ -131,9 +131,7 @@ class Goodput(Policy):
         # rows of prompts, and of other policies' sequences, are in the step, too
         now.rows = BENDS[-1] if batch > len(running) else 0
         for stats in running:
-            methods = stats.seq.methods if unable(stats.span) is None else ()
-            stats.max_drafts = {method: stats.span.max_drafts(method) for method in methods}
-            for method, k in stats.max_drafts.items():
+            for method, k in stats.budget.max_drafts.items():
                 if not k:
                     continue
                 if method not in stats.seq.request.lookups:
@@ -146,9 +144,9 @@ class Goodput(Policy):
         first, branch = rate * self.costs.first(batch), rate * self.costs.branch(batch)
         return RoundPrices(self._now.number + 1, batch, rate, first, branch)
 
-    def _offer(self, now: RoundPrices, offers: dict[Span, Ask]) -> Reason | None:
+    def _offer(self, now: RoundPrices, offers: dict[Budget, Ask]) -> Reason | None:
         """Adds what the best model is to draft, and a probe of another; returns why no model gains."""
-        best, used, refused, asks = 0.0, "", Reason.COOLDOWN, dict[Span, Ask]()
+        best, used, refused, asks = 0.0, "", Reason.COOLDOWN, dict[Budget, Ask]()
         for method, group in now.models.items():
             weighed, gain = self._weigh(now, method, group) if self.costs.calls(method) >= COLD else ({}, 0.0)
             if gain > best:
@@ -162,17 +160,17 @@ class Goodput(Policy):
 
     def _weigh(
         self, now: RoundPrices, method: str, group: list[Running], sure: bool = False
-    ) -> tuple[dict[Span, Ask], float]:
+    ) -> tuple[dict[Budget, Ask], float]:
         """The drafts of each in one proposal at its best, chains or trees, and the tokens that they gain
         (`sure`: if all are accepted).
         """
         price = self.costs.prices(method, len(group))
         call, depth = now.rate * price.call, now.rate * price.depth
-        bounds = [min(stats.max_drafts[method], stats.span.reserved) for stats in group]
+        bounds = [stats.budget.max_drafts[method] for stats in group]
         rows = self.costs.rows(now.batch, now.rows, len(group), max(bounds))
         prices = [now.rate * (row + price.draft) for row in rows]
         reads = [now.rate * price.unread * stats.unread(method) / stats.left() for stats in group]
-        asks, best_gain = dict[Span, Ask](), 0.0
+        asks, best_gain = dict[Budget, Ask](), 0.0
         for shapes in self._shapes(method, group, sure):
             gains = [
                 draft_gains(shape.values[:bound], now.with_forks(prices, shape.forks), now.first, read)
@@ -185,21 +183,24 @@ class Goodput(Policy):
                 if (gain := gain - call - depth * deepest) > best_gain:
                     best_gain = gain
                     asks = {
-                        stats.span: Ask(method, end, shape.depths[end - 1] * shape.tree)
+                        stats.budget: Ask(method, end, shape.depths[end - 1] * shape.tree)
                         for stats, shape, some, end in zip(group, shapes, gains, ends, strict=True)
                         if any(some)
                     }
         return asks, best_gain
 
-    def _shapes(self, method: str, group: list[Running], sure: bool) -> Iterator[list[Shape]]:
+    def _shapes(self, method: str, group: list[Running], sure: bool) -> Iterator[list[DraftShape]]:
         """What all drafts of a proposal may be: chains, then trees where any sequence may have one."""
         if sure:
-            yield [Shape((1.0,) * POSITIONS)] * len(group)
+            yield [DraftShape((1.0,) * POSITIONS)] * len(group)
             return
         limits = [stats.depth(method) for stats in group]
-        chains, found = list[Shape](), [(stats.cls.of(method), stats.own[method].shift) for stats in group]
+        chains, found = (
+            list[DraftShape](),
+            [(stats.cls.of(method), stats.own[method].shift) for stats in group],
+        )
         for (acceptance, shift), limit in zip(found, limits, strict=True):
-            chains.append(Shape(acceptance.survival(shift)[: limit or POSITIONS]))
+            chains.append(DraftShape(acceptance.survival(shift)[: limit or POSITIONS]))
         yield chains
         if any(limits):
             yield [
@@ -215,10 +216,10 @@ class Goodput(Policy):
             return Reason.LOAD if self._now.batch > 1 else Reason.COST
         return Reason.LOW_ACCEPTANCE if self._weigh(alone, method, [best], sure=True)[1] else Reason.COST
 
-    def _probe(self, now: RoundPrices, method: str, offers: dict[Span, Ask]) -> None:
+    def _probe(self, now: RoundPrices, method: str, offers: dict[Budget, Ask]) -> None:
         """A proposal of a model out of use, for the sequence that accepts most of it, once time was saved."""
         stats = min(now.models[method], key=lambda stats: (-stats.own[method].shift, stats.unread(method)))
-        k = min(COLD, stats.max_drafts[method])
+        k = min(COLD, stats.budget.max_drafts[method])
         ms = (
             self.costs.proposal(method, 1, k, stats.unread(method))
             + self.costs.step(now.batch, 1, k)
@@ -229,13 +230,13 @@ class Goodput(Policy):
         new = self.costs.calls(method) < COLD or self._methods[method].seen < TRIED
         if now.probe is None and (self._budget_ms >= ms or new):
             self._budget_ms -= 0.0 if new else ms
-            now.probe, offers[stats.span] = stats.span, Ask(method, k)
+            now.probe, offers[stats.budget] = stats.budget, Ask(method, k)
 
     def _decision(self, now: RoundPrices, stats: Running, offer: Ask | None, plain: Decision) -> Decision:
-        span, seq, probe = stats.span, stats.seq, now.probe is stats.span
-        if (why := unable(span)) is not None:
-            return Decision.plain(why)
-        ks = stats.max_drafts
+        budget, seq, probe = stats.budget, stats.seq, now.probe is stats.budget
+        if budget.reason is not None:
+            return Decision.plain(budget.reason)
+        ks = budget.max_drafts
         asks = [
             Ask(method, k) for method, k in ks.items() if k and not probe and self._due(now, stats, method)
         ]
@@ -265,19 +266,18 @@ class Goodput(Policy):
 
     # after the lookups, and after the drafts
 
-    def confirm(self, method: str, spans: list[Span]) -> None:
+    def confirm(self, method: str, asks: Mapping[Budget, Ask]) -> Mapping[Budget, Ask]:
         """The model is weighed again, for the sequences that lookups left."""
-        now = self._now
-        if method in now.models and now.probe not in spans:
-            asks, _ = self._weigh(now, method, [self._running[span.seq.id] for span in spans])
-            for span in spans:
-                ask = asks.get(span, Ask(method, 0))
-                span.k = min(span.k, ask.k)
-                span.depth = min(ask.depth, span.k)
+        now, none = self._now, Ask(method, 0)
+        if method not in now.models or now.probe in asks:
+            return asks
+        weighed, _ = self._weigh(now, method, [self._running[budget.seq.id] for budget in asks])
+        again = {budget: weighed.get(budget, none) for budget in asks}
+        return {budget: replace(ask, k=min(ask.k, asks[budget].k)) for budget, ask in again.items()}
 
-    def trim(self, method: str, span: Span) -> int:
+    def trim(self, method: str, budget: Budget, draft: Draft) -> tuple[int, Estimate | None]:
         """The part of a draft that is verified."""
-        now, seq, draft, stats = self._now, span.seq, span.draft, self._running[span.seq.id]
+        now, seq, stats = self._now, budget.seq, self._running[budget.seq.id]
         curve = stats.curve(method, draft)
         prices = [now.rate * ms for ms in self.costs.rows(now.batch, now.rows, 1, len(curve))]
         if draft.parents is not None:
@@ -287,19 +287,18 @@ class Goodput(Policy):
         if from_request and method not in stats.rejected:
             verified = max(verified, draft.unchained(seq.methods))
         now.rows += verified
-        span.estimate = (
-            Estimate(sum(curve[:verified]), now.first + sum(prices[:verified])) if verified else None
-        )
-        return verified
+        if not verified:
+            return 0, None
+        return verified, Estimate(sum(curve[:verified]), now.first + sum(prices[:verified]))
 
     def _verified(
         self, now: RoundPrices, stats: Running, method: str, curve: list[float], prices: list[float]
     ) -> int:
         """The part of a draft that gains most; all of a probe's, and none where the model gains more."""
-        span, least = stats.span, 0.0
-        if now.probe is span:
+        if now.probe is stats.budget:
             return len(curve)
-        model = next((ask.method for ask in span.decision.asks if ask.method in now.models), None)
+        least, asks = 0.0, stats.decision.asks
+        model = next((ask.method for ask in asks if ask.method in now.models), None)
         if method in now.lookups and model is not None:  # what it would gain if nobody else asked it
             least = self._weigh(now, model, [stats])[1]
         nets = accumulate(
@@ -310,14 +309,13 @@ class Goodput(Policy):
 
     # afterwards
 
-    def observe(self, spans: list[Span], timing: Timing) -> None:
+    def observe(self, judged: list[Judged], timing: Timing) -> None:
         self._budget_ms += PROBE_SHARE * (timing.target_ms or 0.0)
-        row_ms = self._row_ms([span.draft for span in spans])
-        for span in spans:
-            if stats := self._running.get(span.seq.id):
-                self._judge(stats, span)
-                self._book(stats, span, row_ms, timing)
-                stats.span = Span(span.seq, span.start, span.length)  # the round's has q [K, V]
+        row_ms = self._row_ms([one.draft for one in judged])
+        for one in judged:
+            if stats := self._running.get(one.seq.id):
+                self._judge(stats, one.drafted, one.verdict)
+                self._book(stats, one.drafted, one.verdict, row_ms, timing)
         self._now.probe = None
 
     def _row_ms(self, drafts: list[Draft]) -> float:
@@ -328,38 +326,41 @@ class Goodput(Policy):
         branches = sum(draft.branches for draft in drafts)
         return max(0.0, self.costs.step(batch, drafting, rows, branches) - self.costs.step(batch)) / rows
 
-    def _judge(self, stats: Running, span: Span) -> None:
+    def _judge(self, stats: Running, drafted: Drafted, verdict: Verdict) -> None:
         """Learns from the drafts that were verified; others are compared with the tokens of the round."""
-        draft, verdict = span.draft, span.verdict
-        for method, _, proposed in span.proposals:
+        draft = drafted.draft
+        for method, _, proposed in drafted.proposals:
             if not proposed.tokens and method not in stats.seq.request.lookups:
                 stats.learn(method, 1, 0)  # an empty proposal costs as much as a rejected one
-            elif not (draft.tokens and method == span.method):
+            elif not (draft.tokens and method == drafted.method):
                 accepted = shared_length(proposed.tokens, verdict.tokens)
                 judged = min(accepted + 1, len(proposed.tokens), len(verdict.tokens))
                 stats.learn(method, judged, accepted, proposed.match)
         if draft.parents is not None:
-            stats.learn_tree(span.method, span.proposals[-1][2].cut(len(draft.tokens)), verdict.tokens)
+            proposed = drafted.proposals[-1].draft
+            stats.learn_tree(drafted.method, proposed.truncated(len(draft.tokens)), verdict.tokens)
             return
         judged = min(verdict.accepted + (verdict.outcome is not SpanOutcome.STOP), len(draft.tokens))
         if verdict.accepted < judged:
             stats.rejected.add(draft.sources[verdict.accepted])
-        for name, before, count, match in parts(stats.seq, draft, span.method) if judged else ():
+        for name, before, count, match in parts(stats.seq, draft, drafted.method) if judged else ():
             if before < judged:
                 stats.learn(name, min(count, judged - before), min(count, verdict.accepted - before), match)
 
-    def _book(self, stats: Running, span: Span, row_ms: float, timing: Timing) -> None:
+    def _book(
+        self, stats: Running, drafted: Drafted, verdict: Verdict, row_ms: float, timing: Timing
+    ) -> None:
         """What drafting has added to the round for one sequence."""
         now, gain = self._now, 0.0 if stats.looked else stats.added.gain
-        if not span.draft.tokens:
+        if not drafted.draft.tokens:
             return stats.book(Added(0.0, 0.0, 0.0, gain))
-        ms = row_ms * len(span.draft.tokens)
-        lookup = span.method in now.lookups
-        if not lookup and (call := timing.proposals.get(span.method)):
-            ms += self.costs.proposal(span.method, call.sequences, call.k) / call.sequences
-        gained = max(0, len(span.verdict.tokens) - 1)  # -1: it ended with this round
-        if lookup and span.estimate is not None:
-            gain = span.estimate.tokens - span.estimate.price
+        ms = row_ms * len(drafted.draft.tokens)
+        lookup = drafted.method in now.lookups
+        if not lookup and (call := timing.calls.get(drafted.method)):
+            ms += self.costs.proposal(drafted.method, call.sequences, call.k) / call.sequences
+        gained = max(0, len(verdict.tokens) - 1)  # -1: it ended with this round
+        if lookup and drafted.estimate is not None:
+            gain = drafted.estimate.tokens - drafted.estimate.price
         stats.book(Added(gained, ms, (1 + gained) * lookup, gain))
 
     def forget(self, seq: Sequence) -> None:

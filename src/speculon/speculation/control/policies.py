@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from typing import Any
+from typing import Any, TypeVar
 
 from speculon.core.config import SpeculationConfig
-from speculon.core.types import Load, Timing
-from speculon.decoding.sequence import Sequence, Span
+from speculon.core.types import Ask, Decision, Draft, Estimate, Load, Timing
+from speculon.decoding.rounds import Budget, Judged
+from speculon.decoding.sequence import Sequence
 from speculon.speculation.control.adaptive import Adaptive
 from speculon.speculation.control.cost import Costs
 from speculon.speculation.control.fixed import Fixed, Solo
 from speculon.speculation.control.goodput import Goodput
 from speculon.speculation.control.policy import Policy
 from speculon.speculation.control.shadow import ShadowPolicy
+
+OfSequence = TypeVar("OfSequence", Budget, Judged)
 
 COSTS = "costs"  # the name of their line in what is kept across restarts
 
@@ -36,26 +39,30 @@ class Policies:
         self._config = config
         self._made: dict[str, Policy] = {}
 
-    def decide(self, spans: list[Span], load: Load) -> None:
-        for policy, group in self._by_policy(spans):
-            policy.decide(group, load)
+    def decide(self, budgets: list[Budget], load: Load) -> list[Decision]:
+        decided = dict[Budget, Decision]()
+        for policy, group in self._by_policy(budgets):
+            decided.update(zip(group, policy.decide(group, load), strict=True))
+        return [decided[budget] for budget in budgets]
 
-    def confirm(self, method: str, spans: list[Span]) -> None:
-        for policy, group in self._by_policy(spans):
-            policy.confirm(method, group)
+    def confirm(self, method: str, asks: Mapping[Budget, Ask]) -> Mapping[Budget, Ask]:
+        confirmed = dict[Budget, Ask]()
+        for policy, group in self._by_policy(asks):
+            confirmed |= policy.confirm(method, {budget: asks[budget] for budget in group})
+        return confirmed
 
-    def trim(self, method: str, span: Span) -> int:
-        return self.of(span.seq.request.policy).trim(method, span)
+    def trim(self, method: str, budget: Budget, draft: Draft) -> tuple[int, Estimate | None]:
+        return self.of(budget.seq.request.policy).trim(method, budget, draft)
 
-    def observe(self, spans: list[Span], timing: Timing) -> None:
-        self.costs.observe(spans, timing)
-        for policy, group in self._by_policy(spans):
+    def observe(self, judged: list[Judged], timing: Timing) -> None:
+        self.costs.observe(judged, timing)
+        for policy, group in self._by_policy(judged):
             policy.observe(group, timing)
 
-    def _by_policy(self, spans: list[Span]) -> list[tuple[Policy, list[Span]]]:
-        groups: dict[str, list[Span]] = {}
-        for span in spans:
-            groups.setdefault(span.seq.request.policy, []).append(span)
+    def _by_policy(self, some: Iterable[OfSequence]) -> list[tuple[Policy, list[OfSequence]]]:
+        groups: dict[str, list[OfSequence]] = {}
+        for one in some:
+            groups.setdefault(one.seq.request.policy, []).append(one)
         return [(self.of(name), group) for name, group in groups.items()]
 
     def forget(self, seq: Sequence) -> None:

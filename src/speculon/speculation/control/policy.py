@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
-from speculon.core.types import Load, Timing
-from speculon.decoding.sequence import Sequence, Span
+from speculon.core.types import Ask, Decision, Draft, Estimate, Load, Timing
+from speculon.decoding.rounds import Budget, Judged
+from speculon.decoding.sequence import Sequence
 
 
 class Policy(Protocol):
     """decide -> (confirm, trim)* -> observe in each round, for those that chose it; forget at their end."""
 
-    def decide(self, spans: list[Span], load: Load) -> None:
-        """Sets each span's `decision`: K of each method, at most `Span.max_drafts`, or why nothing drafts."""
+    def decide(self, budgets: list[Budget], load: Load) -> list[Decision]:
+        """K of each method for each sequence, at most that of its budget, or why nothing drafts."""
         ...
 
-    def confirm(self, method: str, spans: list[Span]) -> None:
-        """May reduce the `k` of spans that a model is about to draft for (0: none); not for lookups."""
-        return None
+    def confirm(self, method: str, asks: Mapping[Budget, Ask]) -> Mapping[Budget, Ask]:
+        """The same asks of a model that is about to draft, some with fewer tokens (0: none)."""
+        return asks
 
-    def trim(self, method: str, span: Span) -> int:
-        """How many of the span's drafts are verified, without those that cost more than they gain; after 0
-        the next method is asked. A policy that weighs a draft sets the span's `estimate`.
+    def trim(self, method: str, budget: Budget, draft: Draft) -> tuple[int, Estimate | None]:
+        """How many tokens of a draft are verified, without those that cost more than they gain, and what
+        they are expected to bring, if the policy weighs drafts. After 0 the next method is asked.
         """
-        return len(span.draft.tokens)
+        return len(draft.tokens), None
 
-    def observe(self, spans: list[Span], timing: Timing) -> None:
+    def observe(self, judged: list[Judged], timing: Timing) -> None:
         """Learns from the verdicts of the round."""
         return None
 

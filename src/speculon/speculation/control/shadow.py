@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from speculon.core.config import MAX_DRAFTS
-from speculon.core.types import Load, Reason, Timing, shared_length
-from speculon.decoding.sequence import Sequence, Span
+from speculon.core.types import Decision, Draft, Load, Reason, Timing, shared_length
+from speculon.decoding.rounds import Budget, Judged
+from speculon.decoding.sequence import Sequence
 from speculon.speculation.control.fixed import ask_all
 from speculon.speculation.control.policy import Policy
 
@@ -15,7 +16,7 @@ WATCHED = MAX_DRAFTS
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class WatchedDraft:
     """What became of a draft that was watched; its tokens beyond the text's end are as if never drafted."""
 
     method: str
@@ -62,9 +63,9 @@ class Shadow:
             watch.leader = start
         watch.drafts[start] = tokens
 
-    def judge(self, seq: Sequence, ended: bool = False) -> list[Judged]:
+    def judge(self, seq: Sequence, ended: bool = False) -> list[WatchedDraft]:
         """The drafts whose fate the committed tokens tell, all of an ended text; each is returned once."""
-        judged: list[Judged] = []
+        judged: list[WatchedDraft] = []
         if seq.id not in self._texts:
             return judged
         for method, watch in self._texts[seq.id].items():
@@ -80,7 +81,7 @@ class Shadow:
                 del watch.drafts[start]
                 drafted = len(tokens) if differs else len(written)
                 if drafted:
-                    judged.append(Judged(method, drafted, accepted, accepted + differs, not leads))
+                    judged.append(WatchedDraft(method, drafted, accepted, accepted + differs, not leads))
         return judged
 
     def forget(self, seq: Sequence) -> None:
@@ -93,17 +94,16 @@ class ShadowPolicy(Policy):
     def __init__(self) -> None:
         self.shadow = Shadow()
 
-    def decide(self, spans: list[Span], load: Load) -> None:
-        for span in spans:
-            span.decision = ask_all(span, unused=Reason.SHADOW, chained=False)
+    def decide(self, budgets: list[Budget], load: Load) -> list[Decision]:
+        return [ask_all(budget, unused=Reason.SHADOW, chained=False) for budget in budgets]
 
-    def trim(self, method: str, span: Span) -> int:
-        self.shadow.watch(span.seq, method, span.draft.tokens)
-        return 0
+    def trim(self, method: str, budget: Budget, draft: Draft) -> tuple[int, None]:
+        self.shadow.watch(budget.seq, method, draft.tokens)
+        return 0, None
 
-    def observe(self, spans: list[Span], timing: Timing) -> None:
-        for span in spans:
-            self._account(span.seq)
+    def observe(self, judged: list[Judged], timing: Timing) -> None:
+        for one in judged:
+            self._account(one.seq)
 
     def forget(self, seq: Sequence) -> None:
         self._account(seq, ended=True)
@@ -111,6 +111,6 @@ class ShadowPolicy(Policy):
 
     def _account(self, seq: Sequence, ended: bool = False) -> None:
         """Counts what verification would have met; overlapping drafts it would not have."""
-        for judged in self.shadow.judge(seq, ended):
-            if not judged.overlaps:
-                seq.stats.watch(judged.method, judged.drafted, judged.accepted)
+        for draft in self.shadow.judge(seq, ended):
+            if not draft.overlaps:
+                seq.stats.watch(draft.method, draft.drafted, draft.accepted)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 
-from speculon.core.types import Draft
-from speculon.decoding.sequence import Request, Sequence, Span
+from speculon.core.types import UNDECIDED, Decision, Draft
+from speculon.decoding.rounds import Budget
+from speculon.decoding.sequence import Request, Sequence
 from speculon.speculation.control.acceptance import POSITIONS, PRIOR, Acceptance, SequenceAcceptance
 from speculon.speculation.control.cost import OF_LATE
 from speculon.speculation.control.trees import judged_nodes, node_values
@@ -48,11 +49,11 @@ class PromptClass:
 class Running:
     """Statistics of one sequence."""
 
-    span: Span  # of its latest round
+    budget: Budget  # of its latest round
     cls: PromptClass
     added: Added
+    decision: Decision = UNDECIDED  # of this round
     # by method
-    max_drafts: dict[str, int] = field(default_factory=dict)  # in this round, before pages are reserved
     own: defaultdict[str, SequenceAcceptance] = field(default_factory=lambda: defaultdict(SequenceAcceptance))
     mean: Added = field(default_factory=lambda: Added(gain=0.0))  # of its rounds
     rounds: int = 0
@@ -61,16 +62,16 @@ class Running:
 
     @property
     def seq(self) -> Sequence:
-        return self.span.seq
+        return self.budget.seq
 
     def unread(self, method: str) -> int:
-        return len(self.seq.tokens) - self.seq.begin(method) - 1
+        return self.budget.unread.get(method, 0)
 
     def left(self) -> float:
         """Tokens that it may yet generate without lookups."""
-        usual = self.cls.length if self.cls.ended else self.seq.room
+        usual = self.cls.length if self.cls.ended else self.seq.tokens_left
         share = 1 - self.added.copied / (1 + self.added.tokens)  # of tokens that lookups have no part in
-        return max(1.0, share * min(self.seq.room, max(usual / 2, usual - self.seq.num_output)))
+        return max(1.0, share * min(self.seq.tokens_left, max(usual / 2, usual - self.seq.num_output)))
 
     def book(self, added: Added) -> None:
         self.rounds += 1

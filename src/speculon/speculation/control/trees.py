@@ -16,7 +16,7 @@ from speculon.core.tree import ROOT, Parents
 from speculon.core.types import Draft
 
 
-class Shape(NamedTuple):
+class DraftShape(NamedTuple):
     """What drafts may be, in the order in which they are taken."""
 
     values: Sequence[float]
@@ -25,7 +25,7 @@ class Shape(NamedTuple):
     tree: bool = False
 
 
-def best_tree(chances: Sequence[float], later: Sequence[float], count: int) -> Shape:
+def best_tree(chances: Sequence[float], later: Sequence[float], count: int) -> DraftShape:
     """The best nodes that a tree can have, by `chances` c_1.., which is as deep as they are many, and by
     `later` h_2...
     """
@@ -41,7 +41,7 @@ def best_tree(chances: Sequence[float], later: Sequence[float], count: int) -> S
             none *= 1 - (later[rank - 1] if rank else chances[depth])
             heappush(heap, (-above * none * later[rank], depth, rank + 1, above, none))
     expected, levels, others = zip(*found, strict=True)
-    return Shape(expected, [*accumulate(levels, max)], others, tree=True)
+    return DraftShape(expected, [*accumulate(levels, max)], others, tree=True)
 
 
 def node_values(parents: Parents, chances: Sequence[float], later: Sequence[float]) -> list[float]:

@@ -1,6 +1,4 @@
-"""Drafting token by token with a model, whatever it reads: the loop over draft positions, and the rows it
-lags behind.
-"""
+"""Drafting token by token with a model, whatever it reads: the loop over draft positions."""
 
 from __future__ import annotations
 
@@ -10,23 +8,22 @@ from typing import TYPE_CHECKING
 import torch
 
 from speculon.core.types import Draft, Stop
-from speculon.decoding.sampling import NEVER, Row, pick, round_stream, weigh
+from speculon.decoding.sampling import NEVER, ScoredRow, pick, round_stream, weigh
 from speculon.decoding.sequence import Sequence
 from speculon.decoding.text.grammar import LookAheadMatchers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Piece = tuple[Sequence, int, int]  # a sequence, and the positions from one up to another
 # (which sequences, all drafts so far) -> logits [len(which), V]
-Forward = Callable[[list[int], list[list[int]]], "Tensor"]
+DraftForward = Callable[[list[int], list[list[int]]], "Tensor"]
 
 
 def draft_chain(
     method: str,
     seqs: list[Sequence],
-    budgets: list[int],
-    forward: Forward,
+    ks: list[int],
+    forward: DraftForward,
     min_confidence: float,
     chances: Callable[[], list[float]] | None = None,
 ) -> list[Draft]:
@@ -45,7 +42,7 @@ def draft_chain(
         logits = forward(active, drafts)  # [len(active), V]
         bans = ahead.forbid(active, logits.device)
         rows = [
-            Row(seqs[i], seqs[i].request.rules, tuple(drafts[i]), round_stream(seqs[i]), bans.get(i))
+            ScoredRow(seqs[i], seqs[i].request.rules, tuple(drafts[i]), round_stream(seqs[i]), bans.get(i))
             for i in active
         ]
         weights = weigh(logits, rows)
@@ -60,7 +57,7 @@ def draft_chain(
             sure[i].append(share)
             if seqs[i].request.needs_q:
                 probs[i].append(weights[row].softmax(-1))
-            stops[i] = why_stop(len(drafts[i]) == budgets[i], ahead.go_on(i, token), share >= min_confidence)
+            stops[i] = why_stop(len(drafts[i]) == ks[i], ahead.go_on(i, token), share >= min_confidence)
         active = [i for i in active if stops[i] is None]
     return [
         Draft(tuple(d), (method,) * len(d), torch.stack(q) if q else None, tuple(c), stop=stop)
@@ -76,8 +73,8 @@ def without_choice(weights: Tensor) -> list[int]:
 def draft_at_once(
     method: str,
     seqs: list[Sequence],
-    budgets: list[int],
-    logits: Tensor,  # [sum of budgets, V]
+    ks: list[int],
+    logits: Tensor,  # [sum of ks, V]
     min_confidence: float,
     chances: list[float] | None = None,
 ) -> list[Draft]:
@@ -87,15 +84,15 @@ def draft_at_once(
     """
     # the tokens before a row count, and no more than that
     rows = [
-        Row(seq, seq.request.rules, (0,) * i, round_stream(seq))
-        for seq, k in zip(seqs, budgets, strict=True)
+        ScoredRow(seq, seq.request.rules, (0,) * i, round_stream(seq))
+        for seq, k in zip(seqs, ks, strict=True)
         for i in range(k)
     ]
     weights = weigh(logits, rows)
     tokens = pick(weights, rows)
     sure = chances if chances is not None else shares(logits, tokens)
     drafts, start = [], 0
-    for seq, budget in zip(seqs, budgets, strict=True):
+    for seq, budget in zip(seqs, ks, strict=True):
         unsure = (i + 1 for i in range(budget - 1) if sure[start + i] < min_confidence)
         end = start + next(unsure, budget)
         stop = why_stop(end - start == budget, True, False)
@@ -124,34 +121,3 @@ def why_stop(full: bool, allowed: bool, sure: bool) -> Stop | None:
     if not allowed:
         return Stop.GRAMMAR
     return None if sure else Stop.CONFIDENCE
-
-
-def catch_up(
-    method: str, seqs: list[Sequence], max_rows: int, read: Callable[[list[Piece]], object], first: int = 0
-) -> list[Piece]:
-    """Reads what `method` has not seen, in calls of at most `max_rows` rows, until one more call can take the
-    rest.
-
-    Returns that rest, which holds each sequence's last token; positions below `first` are never read, nor
-    those whose pages are released.
-    """
-    while True:
-        rest = [(seq, seq.begin(method, first), len(seq.tokens)) for seq in seqs]
-        room, pieces = max_rows, []
-        if sum(end - start for _, start, end in rest) <= max_rows:
-            return rest
-        for seq, start, end in rest:
-            stop = min(end - 1, start + room)  # the last token is for the call that is scored
-            pieces += [(seq, start, stop)] * (stop > start)
-            room -= max(0, stop - start)
-        if not pieces:
-            return rest
-        read(pieces)
-
-
-def mark(method: str, pieces: list[Piece]) -> None:
-    """Notes how far the drafter has read now."""
-    for seq, _, end in pieces:
-        if 0 < seq.released >= seq.drafted.get(method, 0):
-            seq.skipped.add(method)
-        seq.drafted[method] = end

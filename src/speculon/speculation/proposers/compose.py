@@ -8,91 +8,82 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from operator import index
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from speculon.core.config import SpeculationConfig
-from speculon.core.errors import MemoryExceeded
 from speculon.core.tree import ROOT
-from speculon.core.types import Draft, Proposal, Reason, Stop
-from speculon.decoding.sequence import Sequence, Span
-from speculon.runtimes.torch.needs import Needs
+from speculon.core.types import NO_DRAFT, CallCost, Draft, Reason, Stop
+from speculon.decoding.rounds import Judged
+from speculon.decoding.sequence import Sequence
 from speculon.speculation.proposers.base import (
     Branching,
     Extending,
     Proposer,
+    ReadsTokens,
     Remembering,
-    States,
     TargetFacts,
 )
 from speculon.speculation.proposers.registry import (
     AUTO,
     LOOKUPS,
-    OF_TARGET,
     OFF,
-    WITH_CHECKPOINT,
     check_method,
     find_factory,
+    has_weights,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from speculon.runtimes.torch.budget import MemoryEstimate
-    from speculon.runtimes.torch.kv.lease import Lease
-    from speculon.runtimes.torch.kv.store import View
 
 log = logging.getLogger("speculon")
 
 Result = TypeVar("Result")
 
 
-class Proposers:
-    """The proposers of one engine.
+class DraftRequest(NamedTuple):
+    """What a method is asked for: at most `k` tokens, as a tree at most `depth` deep (0: as a chain)."""
 
-    Those that own layers are built here, before the page pool is sized; others when asked for.
+    seq: Sequence
+    k: int
+    depth: int = 0
+    chained: int = 0  # drafts in all, where a lookup may continue a chain of this method; 0: none may
+
+
+class DraftCall(NamedTuple):
+    """One call of a method for several sequences."""
+
+    proposed: list[Draft]  # of each sequence; empty where the method has failed
+    drafts: list[Draft]  # the same, as lookups continue them
+    took: CallCost
+
+
+class Refusal(NamedTuple):
+    """Why a method with weights was not loaded."""
+
+    reason: Reason
+    why: str
+
+
+class Proposers:
+    """The proposers of one engine: those with weights, which its runtime has loaded, and lookups, which are
+    made when they are first asked for.
     """
 
     def __init__(
         self,
         config: SpeculationConfig,
         target: TargetFacts,
-        estimate_memory: Callable[[list[Needs]], MemoryEstimate] | None = None,
+        with_weights: Mapping[str, Proposer] | None = None,
+        refusals: Mapping[str, Refusal] | None = None,
     ):
-        self._config, self._facts, self._estimate_memory = config, target, estimate_memory
+        self._config, self._facts = config, target
+        self._with_weights, self.refusals = dict(with_weights or {}), dict(refusals or {})
         self._built: dict[str, Proposer] = {}
         # of these; to ask a protocol each time takes as long as a lookup
         self._extending: dict[str, Extending] = {}
+        self._reading = {m: each for m, each in self._with_weights.items() if isinstance(each, ReadsTokens)}
         self._lacking: dict[str, Reason] = {}  # methods that were refused for good, and why
-        self.refusals: dict[str, str] = {}  # of those that did not fit into memory: the estimate
-        self._first_layer: dict[str, int] = {}  # where a method's own layers lie in the page store
         self._admitted: dict[int, dict[str, None]] = defaultdict(dict)  # sequence id -> methods that know it
-        self._closed = False
         self.default = check_method(config.method)
         for method in dict.fromkeys([*config.drafts, *self.chain(self.default)]):
             self._build(check_method(method))
-        self._closed = True  # the page pool is sized now: what owns layers comes too late
-
-    @property
-    def needs(self) -> list[Needs]:
-        """Of those that own layers or weights, in the order of their layers."""
-        return [self._built[method].needs for method in self._first_layer]
-
-    @property
-    def needs_of_states(self) -> dict[str, Needs]:
-        """Of those that keep recurrent states, by method."""
-        needs = {method: self._built[method].needs for method in self._first_layer}
-        return {method: its for method, its in needs.items() if its.states}
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """The target's layers whose states any of them reads."""
-        return tuple(sorted({layer for needs in self.needs for layer in needs.taps}))
-
-    def keep(self, taps: Mapping[int, Tensor], view: View) -> None:
-        """Writes the states [T, D] of a target forward, by layer, to the pages of drafters that read them."""
-        for method, first in self._first_layer.items():
-            if layers := self._built[method].needs.taps:
-                view.keep(first, [taps[layer] for layer in layers])
 
     def chain(self, name: str) -> tuple[str, ...]:
         """The methods behind a name, asked in turn until one has a draft; none for plain decoding."""
@@ -108,24 +99,33 @@ class Proposers:
     def max_drafts(self, method: str, k: int) -> int:
         """`k`, or the most drafts that the method can make in a round, where that is fewer."""
         proposer = self._built.get(method)
-        limit = None if proposer is None else proposer.needs.max_drafts
+        limit = None if proposer is None else proposer.limits.max_drafts
         return k if limit is None else min(k, limit)
 
     def max_context(self, methods: Iterable[str]) -> dict[str, int]:
         """Of these methods, the tokens of those whose context is limited."""
-        limits = {m: self._built[m].needs.max_context for m in methods if m in self._built}
+        limits = {m: self._built[m].limits.max_context for m in methods if m in self._built}
         return {m: limit for m, limit in limits.items() if limit is not None}
 
     def branching(self, methods: Iterable[str]) -> frozenset[str]:
         """Of these methods, those that can draft trees: not where a rejected branch would change a state."""
-        if self._facts.model is not None and self._facts.model.recurrent:
+        if not self._facts.branches:
             return frozenset()
         built = {m: self._built[m] for m in methods if m in self._built}
-        return frozenset(m for m, p in built.items() if isinstance(p, Branching) and not p.needs.states)
+        return frozenset(m for m, p in built.items() if isinstance(p, Branching) and p.limits.branches)
 
     def lookups(self, methods: tuple[str, ...]) -> frozenset[str]:
         """Of these methods, those that are built and have no weights."""
-        return frozenset(m for m in methods if m in self._built and m not in self._first_layer)
+        return frozenset(m for m in methods if m in self._built and m not in self._with_weights)
+
+    def unread(self, seq: Sequence) -> dict[str, int]:
+        """Of its methods that compute its tokens themselves: how many these have not read, but the last."""
+        return {m: self._reading[m].unread(seq) for m in seq.methods if m in self._reading}
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether any drafts from the target's states."""
+        return any(proposer.limits.reads_states for proposer in self._with_weights.values())
 
     def lacking(self, name: str) -> Reason | None:
         """Why nothing can draft under this name; None when something can."""
@@ -168,52 +168,44 @@ class Proposers:
                 raise ValueError(f"{name} remembers nothing")
             memory.pools.restore(pool for method, pool in state if method == name)
 
-    def ask(self, method: str, spans: list[Span], lease: Lease | None) -> Proposal:
-        """The drafts of one method for these spans, at most `k` of each; returns what its call took.
+    def ask(self, method: str, requests: list[DraftRequest]) -> DraftCall:
+        """The drafts of one method for some sequences, in one call.
 
-        Lookups continue those drafts whose decision allows it, and their time counts as the method's: without
-        its drafts nobody would have asked them. A method that fails leaves no draft; its sequences are marked
-        as failed and go on plainly.
+        The time of lookups that continue them counts as the method's: without its drafts nobody would have
+        asked them. A method that fails leaves no draft; its sequences are marked as failed and go on plainly.
         """
-        seqs, ks = [span.seq for span in spans], [span.k for span in spans]
-        proposer, reads = self._built[method], method in self._first_layer
-        unread = sum(len(seq.tokens) - seq.begin(method) - 1 for seq in seqs) if reads else 0
-        share: Any = None if lease is None else lease.of(self._first_layer.get(method, 0), method)
-
-        def propose() -> list[Draft]:
-            for seq in seqs:
-                self._admit(method, seq)
-            drafts = self._proposed(proposer, spans, share)
-            for span, draft in zip(spans, drafts, strict=True):
-                check_tree(method, draft, span.depth)
-            return [self._checked(method, d, k, seq) for d, k, seq in zip(drafts, ks, seqs, strict=True)]
-
+        seqs, reading = [request.seq for request in requests], self._reading.get(method)
+        unread = sum(map(reading.unread, seqs)) if reading is not None else 0
         began = perf_counter()
-        drafts: list[Draft] = guarded(method, seqs, propose, [])
-        for span, draft in zip(spans, drafts, strict=False):  # none where the method has failed
-            span.proposals.append((method, span.k, draft))
-            chained = span.decision.chained and draft.parents is None
-            span.draft = self._chained(method, draft, span) if chained else draft
-        positions = max(span.depth or span.k for span in spans)
-        return Proposal(len(seqs), positions, (perf_counter() - began) * 1e3, unread)
+        proposed: list[Draft] = guarded(method, seqs, partial(self._proposed, method, requests), [])
+        drafts = [
+            self._chained(method, draft, request) if request.chained and draft.parents is None else draft
+            for request, draft in zip(requests, proposed, strict=False)
+        ]
+        positions = max(request.depth or request.k for request in requests)
+        took = CallCost(len(seqs), positions, (perf_counter() - began) * 1e3, unread)
+        return DraftCall(proposed, drafts or [NO_DRAFT] * len(seqs), took)
 
-    def _proposed(self, proposer: Proposer, spans: list[Span], lease: Any) -> list[Draft]:
-        """Trees for the spans that may have one, chains for the others: two calls where there are both."""
-        drafts = dict[Span, Draft]()
-        trees = [span for span in spans if span.depth]
-        if trees:
+    def _proposed(self, method: str, requests: list[DraftRequest]) -> list[Draft]:
+        """Trees for the sequences that may have one, chains for the others: two calls if there are both."""
+        proposer, drafts = self._built[method], dict[int, Draft]()
+        for request in requests:
+            self._admit(method, request.seq)
+        if trees := [request for request in requests if request.depth]:
             assert isinstance(proposer, Branching)
-            seqs, ks = [span.seq for span in trees], [span.k for span in trees]
-            found = proposer.propose_trees(seqs, ks, [span.depth for span in trees], lease)
-            drafts |= zip(trees, found, strict=True)
-        if chains := [span for span in spans if not span.depth]:
-            found = proposer.propose([span.seq for span in chains], [span.k for span in chains], lease)
-            drafts |= zip(chains, found, strict=True)
-        return [drafts[span] for span in spans]
+            seqs, ks, depths = ([getattr(x, name) for x in trees] for name in ("seq", "k", "depth"))
+            found = proposer.propose_trees(seqs, ks, depths)
+            drafts |= {x.seq.id: draft for x, draft in zip(trees, found, strict=True)}
+        if chains := [request for request in requests if not request.depth]:
+            found = proposer.propose([x.seq for x in chains], [x.k for x in chains])
+            drafts |= {x.seq.id: draft for x, draft in zip(chains, found, strict=True)}
+        for request in requests:
+            check_tree(method, drafts[request.seq.id], request.depth)
+        return [self._checked(method, drafts[x.seq.id], x.k, x.seq) for x in requests]
 
-    def _chained(self, method: str, draft: Draft, span: Span) -> Draft:
+    def _chained(self, method: str, draft: Draft, request: DraftRequest) -> Draft:
         """The draft of a method, continued at its end by the first other lookup of the sequence that can."""
-        seq, room = span.seq, min(span.decision.chained, span.reserved) - len(draft.tokens)
+        seq, room = request.seq, request.chained - len(draft.tokens)
         for name in seq.methods if draft.tokens and room > 0 else ():
             if name == method or name not in self._extending:
                 continue
@@ -228,16 +220,16 @@ class Proposers:
         tail = self._checked(name, tail, room, seq, draft.tokens)
         return draft.chain(tail) if tail.tokens else draft
 
-    def observe(self, spans: list[Span], taps: States) -> None:
+    def observe(self, judged: list[Judged]) -> None:
         """Reports the round to each method that knows the sequences for which any was asked."""
-        known: dict[str, list[Span]] = defaultdict(list)
-        for span in spans:
-            if span.asked and not span.seq.failed:
-                for method in self._admitted[span.seq.id]:
-                    known[method].append(span)
+        known: dict[str, list[Judged]] = defaultdict(list)
+        for one in judged:
+            if one.drafted.asked and not one.seq.failed:
+                for method in self._admitted[one.seq.id]:
+                    known[method].append(one)
         for method, group in known.items():
-            seqs, verdicts = [span.seq for span in group], [span.verdict for span in group]
-            guarded(method, seqs, partial(self._built[method].observe, seqs, verdicts, taps), None)
+            seqs, verdicts = [one.seq for one in group], [one.verdict for one in group]
+            guarded(method, seqs, partial(self._built[method].observe, seqs, verdicts), None)
 
     def release(self, seq: Sequence) -> None:
         for method in self._admitted.pop(seq.id, ()):
@@ -246,40 +238,16 @@ class Proposers:
     def _build(self, method: str) -> None:
         if method in self._built or method in self._lacking:
             return
-        missing = method in WITH_CHECKPOINT and method not in self._config.drafts
-        if missing or (self._closed and method in OF_TARGET):
+        if method in self.refusals:
+            self._lacking[method] = self.refusals[method].reason
+        elif method in self._with_weights:
+            self._built[method] = self._with_weights[method]
+        elif has_weights(method):
             self._lacking[method] = Reason.NO_DRAFTER
-            return
-        proposer = find_factory(method)(self._config, self._facts)
-        if proposer.needs.layers or proposer.needs.bytes_fixed or proposer.needs.states:
-            if self._closed or not self._has_room(method, proposer):
-                self._lacking[method] = Reason.NO_DRAFTER if self._closed else Reason.MEMORY
-                return
-            self._first_layer[method] = self._facts.num_layers + sum(
-                len(needs.layers) for needs in self.needs
-            )
-        self._built[method] = proposer
-        if isinstance(proposer, Extending):
-            self._extending[method] = proposer
-
-    def _has_room(self, method: str, proposer: Proposer) -> bool:
-        """Judged by the forecast before anything of it is loaded, and again by what was loaded."""
-        if not self._granted(method, proposer):
-            return False
-        if proposer.needs.bytes_fixed:
-            proposer.load()
-        return self._granted(method, proposer)
-
-    def _granted(self, method: str, proposer: Proposer) -> bool:
-        if self._estimate_memory is None:
-            return True
-        memory = self._estimate_memory([*self.needs, proposer.needs])
-        if memory.action == "refuse":
-            raise MemoryExceeded(method, memory)
-        if memory.action == "plain":
-            self.refusals[method] = str(memory)
-        log.log(logging.INFO if memory.fits else logging.WARNING, "%s: %s", method, memory)
-        return memory.action == "use"
+        else:
+            proposer = self._built[method] = find_factory(method)(self._config, self._facts)
+            if isinstance(proposer, Extending):
+                self._extending[method] = proposer
 
     def _admit(self, method: str, seq: Sequence) -> None:
         if method not in self._admitted[seq.id]:
@@ -334,4 +302,4 @@ def fit(draft: Draft, k: int, seq: Sequence, ahead: tuple[int, ...] = ()) -> Dra
         allowed = max(0, seq.grammar.allows(ahead + tokens) - len(ahead))
         if allowed < len(tokens):
             tokens, stop = tokens[:allowed], Stop.GRAMMAR
-    return draft.cut(len(tokens), stop)
+    return draft.truncated(len(tokens), stop)

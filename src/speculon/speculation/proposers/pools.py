@@ -19,7 +19,7 @@ BITS = 21  # of a token id within a slot number
 SLOTS = 2**16  # most of one text
 PROMPT = 512  # tokens that name the pool of a request without a key
 
-Found = list[tuple[int, Sequence[int]]]
+TextMatches = list[tuple[int, Sequence[int]]]
 
 
 class Trail:
@@ -50,14 +50,14 @@ class Trail:
             latest[slot] = place
         self.end, self._seed = self.end + len(new), seed
 
-    def after(self, tail: Sequence[int], k: int, ahead: Sequence[int] = ()) -> Found:
+    def after(self, tail: Sequence[int], k: int, ahead: Sequence[int] = ()) -> TextMatches:
         """(length of match, up to `k` tokens that followed) of the newest places where the end of `tail`
         stands.
 
         Newest first. A match that reaches the text's end repeats itself; no match or continuation crosses an
         END. `ahead` is what of that end is not written here.
         """
-        matches: Found = []
+        matches: TextMatches = []
         tokens, first = self.tokens, self.end - len(self.tokens)
         whole = array("i", tail)
         seed = 0
@@ -94,7 +94,7 @@ class Trail:
 
 
 @dataclass(slots=True)
-class Pool:
+class AnswerPool:
     trail: Trail
     used: float
 
@@ -120,7 +120,7 @@ class Pools:
             clock,
         )
         self._date = date  # which goes on between two processes
-        self._pools: dict[str, Pool] = {}  # the least recently used first
+        self._pools: dict[str, AnswerPool] = {}  # the least recently used first
         self._lock = Lock()
 
     @property
@@ -134,14 +134,14 @@ class Pools:
         with self._lock:
             self._write(key, [*answer, END], self._clock())
 
-    def after(self, key: str, tail: Sequence[int], k: int) -> Found:
+    def after(self, key: str, tail: Sequence[int], k: int) -> TextMatches:
         """`Trail.after` of one pool; reading is a use."""
         with self._lock:
             self._expire()
             pool = self._pools.pop(key, None)
             if pool is None:
                 return []
-            self._pools[key] = Pool(pool.trail, self._clock())
+            self._pools[key] = AnswerPool(pool.trail, self._clock())
             return pool.trail.after(tail, k)
 
     def forget(self, tenant: str, name: str | None = None) -> int:
@@ -181,9 +181,9 @@ class Pools:
         raise ValueError(f"{said!r:.80} is no pool")
 
     def _write(self, key: str, tokens: Sequence[int], used: float) -> None:
-        pool = self._pools.pop(key, None) or Pool(Trail(self._tokens), used)
+        pool = self._pools.pop(key, None) or AnswerPool(Trail(self._tokens), used)
         pool.trail.extend(tokens)
-        self._pools[key] = Pool(pool.trail, used)
+        self._pools[key] = AnswerPool(pool.trail, used)
         self._expire()
         while len(self._pools) > self.max_pools:
             del self._pools[next(iter(self._pools))]

@@ -90,7 +90,7 @@ def common(a: str, b: str) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-class Prediction(Lookup):
+class PredictionLookup(Lookup):
     """Drafts from `Sequence.prediction`."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Prediction(Lookup):
         self._latest: tuple[tuple[int, ...], str] = ((), "")  # the samples of a request share one spelling
 
     @classmethod
-    def build(cls, config: SpeculationConfig, target: TargetFacts) -> Prediction:
+    def build(cls, config: SpeculationConfig, target: TargetFacts) -> PredictionLookup:
         return cls()
 
     def admit(self, seq: Sequence) -> None:

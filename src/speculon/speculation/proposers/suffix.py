@@ -12,7 +12,7 @@ from speculon.core.config import SpeculationConfig
 from speculon.core.types import Draft, Stop, no_draft
 from speculon.decoding.sequence import Sequence as Text
 from speculon.speculation.proposers.base import Lookup, TargetFacts
-from speculon.speculation.proposers.pools import LONGEST, Found, Pools, Trail, key_of
+from speculon.speculation.proposers.pools import LONGEST, Pools, TextMatches, Trail, key_of
 
 NAME = "suffix"
 NO_MATCH = no_draft(Stop.NO_MATCH)
@@ -21,15 +21,15 @@ LEAD = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """How far places are believed."""
+class Cutoffs:
+    """Where the draft of a match ends."""
 
     factor: float = 4.0  # drafts per matched token
     min_probability: float = 0.1  # of the whole draft, by counts
     min_hits: int = 1
 
 
-def choose(matches: Found, min_hits: int) -> tuple[int, list[Sequence[int]]]:
+def choose(matches: TextMatches, min_hits: int) -> tuple[int, list[Sequence[int]]]:
     """The longest match after which some token came `min_hits` times: its length, and what followed it
     wherever it stands.
     """
@@ -41,15 +41,15 @@ def choose(matches: Found, min_hits: int) -> tuple[int, list[Sequence[int]]]:
 
 
 def descend(
-    length: int, following: list[Sequence[int]], k: int, limits: Limits
+    length: int, following: list[Sequence[int]], k: int, cutoffs: Cutoffs
 ) -> tuple[list[int], list[float], Stop]:
     """Down the tree of what followed, to the child most often taken, the newest among equals: tokens,
     confidences, stop.
     """
     tokens: list[int] = []
     confidence: list[float] = []
-    fewest = max(limits.min_hits, limits.min_probability * len(following))
-    max_tokens = min(k, max(1, int(limits.factor * length)))
+    fewest = max(cutoffs.min_hits, cutoffs.min_probability * len(following))
+    max_tokens = min(k, max(1, int(cutoffs.factor * length)))
     stop = Stop.LIMIT if max_tokens == k else Stop.FACTOR
     for i in range(max_tokens):
         # all agree to the end: 22 us a lookup instead of 28
@@ -65,7 +65,7 @@ def descend(
         if token is None or counts[token] < fewest:
             few = (
                 Stop.MIN_HITS
-                if token is not None and counts[token] < limits.min_hits
+                if token is not None and counts[token] < cutoffs.min_hits
                 else Stop.MIN_PROBABILITY
             )
             stop = Stop.SOURCE_END if token is None else few
@@ -97,9 +97,9 @@ class Suffix(Lookup):
     same prompt.
     """
 
-    def __init__(self, limits: Limits, pools: Pools):
+    def __init__(self, cutoffs: Cutoffs, pools: Pools):
         self.pools = pools
-        self._limits = limits
+        self._cutoffs = cutoffs
         # sequence id -> its text and the key of its pool
         self.trails: dict[int, tuple[Trail, str | None]] = {}
 
@@ -107,9 +107,9 @@ class Suffix(Lookup):
     def build(
         cls, config: SpeculationConfig, target: TargetFacts, clock: Callable[[], float] = monotonic
     ) -> Suffix:
-        limits = Limits(config.suffix_max_factor, config.suffix_min_probability, config.suffix_min_hits)
+        cutoffs = Cutoffs(config.suffix_max_factor, config.suffix_min_probability, config.suffix_min_hits)
         return cls(
-            limits,
+            cutoffs,
             Pools(
                 config.suffix_pools,
                 config.suffix_pool_tokens,
@@ -138,10 +138,10 @@ class Suffix(Lookup):
         matches = trail.after(tail, k, ahead)
         if key is not None:
             matches += self.pools.after(key, tail, k)
-        length, following = choose(matches, self._limits.min_hits)
+        length, following = choose(matches, self._cutoffs.min_hits)
         if not following:
             return no_draft(Stop.MIN_HITS, max(match for match, _ in matches)) if matches else NO_MATCH
-        tokens, confidence, stop = descend(length, following, k, self._limits)
+        tokens, confidence, stop = descend(length, following, k, self._cutoffs)
         if not tokens:
             return no_draft(stop, length)
         return Draft(tuple(tokens), (NAME,) * len(tokens), None, tuple(confidence), length, stop)

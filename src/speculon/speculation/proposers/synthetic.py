@@ -8,18 +8,13 @@ load twice.
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
 
 from speculon.core.config import SpeculationConfig
 from speculon.core.types import Draft, Stop, no_draft
 from speculon.decoding.sequence import Sequence
-from speculon.runtimes.torch.needs import Needs
 from speculon.speculation.proposers.base import Proposer, TargetFacts
 
-if TYPE_CHECKING:
-    from speculon.runtimes.torch.kv.lease import DraftLease
-
-Key = tuple[tuple[int, ...], int, int]
+TextKey = tuple[tuple[int, ...], int, int]
 
 
 class Synthetic(Proposer):
@@ -28,10 +23,9 @@ class Synthetic(Proposer):
     """
 
     def __init__(self, acceptance: float, vocab_size: int, max_texts: int = 4096):
-        self.needs = Needs()
         self.acceptance, self.vocab_size, self.max_texts = acceptance, vocab_size, max_texts
-        self.truth: dict[Key, tuple[int, ...]] = {}
-        self.keys: dict[int, Key] = {}  # sequence id -> what its text is a function of
+        self.truth: dict[TextKey, tuple[int, ...]] = {}
+        self.keys: dict[int, TextKey] = {}  # sequence id -> what its text is a function of
         self._chance = random.Random(0)
 
     @classmethod
@@ -42,8 +36,8 @@ class Synthetic(Proposer):
         prompt = tuple(seq.tokens[: seq.request.prompt_len])
         self.keys[seq.id] = prompt, 0 if seq.request.params.greedy else seq.request.seed, seq.sample
 
-    def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
-        return [self._draft(seq, k) for seq, k in zip(seqs, budgets, strict=True)]
+    def propose(self, seqs: list[Sequence], ks: list[int]) -> list[Draft]:
+        return [self._draft(seq, k) for seq, k in zip(seqs, ks, strict=True)]
 
     def release(self, seq: Sequence) -> None:
         key, text = self.keys.pop(seq.id), tuple(seq.tokens[seq.request.prompt_len :])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from speculon.core.tree import ROOT, or_chain
 from speculon.core.types import Draft, Stop, ceil_div
-from speculon.decoding.sampling import NEVER, Row, perturbed, weigh
+from speculon.decoding.sampling import NEVER, ScoredRow, perturbed, weigh
 from speculon.decoding.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def children(
     parents: list[tuple[int, Node | None]], logits: Tensor, seqs: list[Sequence], trees: list[Growing]
 ) -> dict[int, list[Node]]:
     """The likeliest tokens after each parent, by tree, from logits [N, V]."""
-    rows = [Row(seqs[i], seqs[i].request.rules, node.prefix if node else ()) for i, node in parents]
+    rows = [ScoredRow(seqs[i], seqs[i].request.rules, node.prefix if node else ()) for i, node in parents]
     shares = perturbed(weigh(logits, rows), rows).log_softmax(-1).clamp_(max=0)
     width = min(WIDTH, max(tree.k for tree in trees), logits.shape[-1])
     values, tokens = shares.topk(width, -1)

@@ -9,24 +9,25 @@ from typing import Any
 
 from speculon.core.config import SamplingParams
 from speculon.core.telemetry import RequestStats
-from speculon.core.types import Draft, Load, Proposal, Reason, SpanOutcome, Timing, Verdict, shared_length
-from speculon.decoding.sequence import Ending, Request, Rules, Sequence, Span, share_rows
+from speculon.core.types import CallCost, Draft, Load, Reason, SpanOutcome, Timing, Verdict, shared_length
+from speculon.decoding.rounds import Budget, Judged, Span, grants
+from speculon.decoding.sequence import Ending, Request, Rules, Sequence
 from speculon.speculation.control.policies import Policies
 from speculon.speculation.drafting import Drafting
 from speculon.speculation.proposers.base import TargetFacts
 from speculon.speculation.proposers.compose import Proposers
 from speculon.speculation.vllm.requests import Requests, Seen
-from speculon.speculation.vllm.settings import Settings
-from speculon.speculation.vllm.statistics import Statistics
+from speculon.speculation.vllm.settings import VllmSettings
+from speculon.speculation.vllm.statistics import VllmStatistics
 
 
-class Drafter:
+class VllmDrafter:
     """Drafts for the rows of each step, and learns from the next step what became of them.
 
     The time between two calls is the step's. vLLM tells neither a request's parameters nor its end.
     """
 
-    def __init__(self, settings: Settings, clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(self, settings: VllmSettings, clock: Callable[[], float] = perf_counter) -> None:
         config = settings.speculation
         self.settings, self._clock, self._ids = settings, clock, count()
         self.proposers = Proposers(config, TargetFacts(settings.vocab_size, settings.max_len))
@@ -34,8 +35,8 @@ class Drafter:
             self.proposers.lacking(method)  # builds it
         self.policy = Policies(config)
         self.requests = Requests(self._admit, settings.eos_ids, settings.stages)
-        self._statistics = Statistics(settings.options.log_seconds, clock)
-        self._calls: dict[str, Proposal] = {}  # of the latest call, by method
+        self._statistics = VllmStatistics(settings.options.log_seconds, clock)
+        self._calls: dict[str, CallCost] = {}  # of the latest call, by method
         self._left = 0.0  # when it returned
         self._own_ms = 0.0  # what it took without its proposals
 
@@ -74,38 +75,34 @@ class Drafter:
 
     def _learn(self, seen: Seen, step_ms: float) -> None:
         """Tells policy and statistics of the step, and what became of each draft."""
-        spans = [known.span for known in seen.going_on if known.span is not None]
-        for known in seen.going_on:
-            if known.span is not None:
-                known.span.verdict = verdict_of(known.span.draft, known.new)
-        if spans:
-            self.policy.observe(spans, Timing(step_ms if seen.decoding_only else None, self._calls))
-            self._statistics.count(spans)
+        judged = [
+            Judged(known.drafted, verdict_of(known.drafted.draft, known.new))
+            for known in seen.going_on
+            if known.drafted is not None
+        ]
+        if judged:
+            self.policy.observe(judged, Timing(step_ms if seen.decoding_only else None, self._calls))
+            self._statistics.count(judged)
 
     def _draft(self, seen: Seen) -> list[list[int]]:
-        spans = []
-        for known in seen.rows:
-            if known is not None:
-                known.span = Span(known.seq, len(known.seq.tokens) - 1, 1)
-                spans.append(known.span)
-        self.policy.decide(spans, Load(len(spans), 0, 0))
+        decoding = [known for known in seen.rows if known is not None]
+        spans = [Span.of(known.seq, known.seq.committed, 1) for known in decoding]
+        wanted = [span.most_drafts for span in spans]
         # with more rows vLLM would leave requests out of a step
-        share_rows(spans, max(0, self.settings.max_rows - len(seen.rows)))
-        drafting = Drafting(self.proposers, self.policy, None, spans)
+        granted = grants(wanted, max(0, self.settings.max_rows - len(seen.rows)))
+        budgets = [*map(Budget.of, spans, granted)]
+        decisions = self.policy.decide(budgets, Load(len(spans), 0, 0))
+        drafting = Drafting(self.proposers, self.policy, budgets, decisions)
         drafting.ask_lookups()
         self._calls = drafting.calls
-        return [[*known.span.draft.tokens] if known and known.span else [] for known in seen.rows]
+        for known, drafted in zip(decoding, drafting.drafted, strict=True):
+            known.drafted = drafted
+        return [[*known.drafted.draft.tokens] if known and known.drafted else [] for known in seen.rows]
 
 
 def verdict_of(draft: Draft, new: list[int]) -> Verdict:
     """What a step of vLLM says of a draft. It may have verified fewer drafts than it was given."""
-    if not draft.tokens:
-        return Verdict(tuple(new))
     same = shared_length(draft.tokens, new)
-    if same == len(new):  # nothing was rejected: the last token is the target's own, and the draft had it
-        outcome = SpanOutcome.STOP
-    elif same == len(draft.tokens):
-        outcome = SpanOutcome.FULL
-    else:
-        outcome = SpanOutcome.TAIL if same == len(draft.tokens) - 1 else SpanOutcome.EARLY
-    return Verdict(tuple(new), same, outcome)
+    # nothing was rejected: the last token is the target's own, and the draft had it
+    stopped = same == len(new)
+    return Verdict(tuple(new), same, SpanOutcome.STOP if stopped else draft.outcome(same))

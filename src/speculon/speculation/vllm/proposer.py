@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from speculon.speculation.vllm.drafter import Drafter
-from speculon.speculation.vllm.settings import Settings
+from speculon.speculation.vllm.drafter import VllmDrafter
+from speculon.speculation.vllm.settings import VllmSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -22,9 +22,9 @@ class Proposer:
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        settings = Settings.of(vllm_config)
+        settings = VllmSettings.of(vllm_config)
         # vLLM takes the drafts of one rank and sends them to all: K follows that one's clock
-        self._drafter = Drafter(settings) if settings.drafts else None
+        self._drafter = VllmDrafter(settings) if settings.drafts else None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: lookups have no weights."""

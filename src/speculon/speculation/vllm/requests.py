@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from speculon.decoding.sequence import Sequence, Span
+from speculon.decoding.rounds import Drafted
+from speculon.decoding.sequence import Sequence
 
 ABSENT = 32  # calls after which a request without a row counts as ended; a preempted one may be back before
 NEVER = -(10**9)
 
 
 @dataclass(slots=True, eq=False)
-class Known:
+class KnownRequest:
     """A request, and when it was seen."""
 
     seq: Sequence
@@ -25,7 +26,7 @@ class Known:
     new: list[int] = field(default_factory=list)  # of these, the ones of the latest call
     call: int = NEVER  # the latest one that had new tokens of it
     end: int | None = None  # tokens before one that ends texts; vLLM may have been told to ignore it
-    span: Span | None = None  # of that call, with its draft
+    drafted: Drafted | None = None  # in that call
 
     def __post_init__(self) -> None:
         self.tokens = array("i", self.seq.tokens)
@@ -49,8 +50,8 @@ class Known:
 class Seen:
     """One call: its requests by row, None where a prompt is still computed."""
 
-    rows: list[Known | None]
-    going_on: list[Known]  # of these, the ones of the latest step
+    rows: list[KnownRequest | None]
+    going_on: list[KnownRequest]  # of these, the ones of the latest step
     ended: list[Sequence]
 
     @property
@@ -71,8 +72,8 @@ class Requests:
         self, admit: Callable[[list[int]], Sequence], eos_ids: Collection[int] = (), stages: int = 1
     ) -> None:
         self._admit, self._eos_ids, self._stages = admit, eos_ids, stages
-        self.rows: list[Known | None] = []
-        self._absent: list[Known] = []
+        self.rows: list[KnownRequest | None] = []
+        self._absent: list[KnownRequest] = []
         self._call = 0
 
     def read(self, new: list[list[int]], lengths: Any, table: Any) -> Seen:
@@ -87,7 +88,7 @@ class Requests:
         missing = self._missing(rows)
         strange = [i for i, tokens in enumerate(new) if tokens and rows[i] is None]
         if strange:
-            others = defaultdict[int, list[Known]](list)
+            others = defaultdict[int, list[KnownRequest]](list)
             for known in missing:
                 others[len(known.tokens)].append(known)
             for i in strange:
@@ -101,27 +102,27 @@ class Requests:
         self.rows, self._absent = rows, [known for known in missing if known not in ended]
         return Seen(rows, going_on, [closed(known) for known in ended])
 
-    def _at(self, row: int, tokens: Any, length: int) -> Known | None:
+    def _at(self, row: int, tokens: Any, length: int) -> KnownRequest | None:
         known = self.rows[row] if row < len(self.rows) else None
         return known if known is not None and known.is_in(tokens, length) else None
 
-    def _missing(self, rows: list[Known | None]) -> list[Known]:
+    def _missing(self, rows: list[KnownRequest | None]) -> list[KnownRequest]:
         """Known requests that are not among these."""
         if rows == self.rows and not self._absent:
             return []
         found = set(rows)
         return [known for known in (*self.rows, *self._absent) if known and known not in found]
 
-    def _elsewhere(self, tokens: Any, length: int, others: list[Known]) -> Known:
+    def _elsewhere(self, tokens: Any, length: int, others: list[KnownRequest]) -> KnownRequest:
         """One of the others, which is then taken out, or a new request."""
         for known in others:
             if known.is_in(tokens, length):
                 others.remove(known)
                 return known
-        return Known(self._admit(tokens[:length].tolist()))
+        return KnownRequest(self._admit(tokens[:length].tolist()))
 
 
-def closed(known: Known) -> Sequence:
+def closed(known: KnownRequest) -> Sequence:
     """Its sequence, as far as the token that ended it."""
     del known.seq.tokens[known.end or len(known.tokens) :]
     return known.seq

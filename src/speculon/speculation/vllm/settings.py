@@ -18,7 +18,7 @@ METHODS = (AUTO, OFF, *LOOKUPS)
 EXTERNAL = "external_launcher"
 
 
-class Options(Checked):
+class VllmOptions(Checked):
     """`[speculation.options]` inside vLLM."""
 
     lookups: tuple[str, ...] = Field(
@@ -31,9 +31,9 @@ class Options(Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class VllmSettings:
     speculation: SpeculationConfig
-    options: Options
+    options: VllmOptions
     methods: tuple[str, ...]  # asked in turn
     most: int  # drafts of a round
     max_len: int  # tokens of a request
@@ -44,7 +44,7 @@ class Settings:
     drafts: bool  # whether vLLM takes the drafts of this rank
 
     @classmethod
-    def of(cls, vllm: Any) -> Settings:
+    def of(cls, vllm: Any) -> VllmSettings:
         """Of a `VllmConfig`, the settings file and the environment. Raises `ConfigError`."""
         config = EngineConfig().speculation
         options = options_of(config)
@@ -69,14 +69,14 @@ class Settings:
         )
 
 
-def options_of(config: SpeculationConfig) -> Options:
+def options_of(config: SpeculationConfig) -> VllmOptions:
     try:
-        return Options(**config.options)
+        return VllmOptions(**config.options)
     except InvalidParameter as error:
         raise InvalidParameter(f"speculation.options.{error.name}", error.value, error.limit) from None
 
 
-def methods_of(config: SpeculationConfig, options: Options) -> tuple[str, ...]:
+def methods_of(config: SpeculationConfig, options: VllmOptions) -> tuple[str, ...]:
     if config.draft is not None:
         raise InvalidParameter("speculation.draft", config.draft, "inside vLLM only lookups draft")
     if config.method not in METHODS:

@@ -3,70 +3,65 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter as Counts
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 from prometheus_client import Counter
 
-from speculon.core.types import Reason
-from speculon.decoding.sequence import Span
+from speculon.core.telemetry import RequestStats
+from speculon.decoding.rounds import Judged
 
 log = logging.getLogger("vllm.speculon")  # below vLLM's own, which has the handler and the level
 
-DRAFTED, ACCEPTED, PLAIN, CALLS, TOKENS = "drafted", "accepted", "plain", "calls", "tokens"
+# by the field of `RequestStats` that they count
 # in the default registry; with PROMETHEUS_MULTIPROC_DIR in the folder that it names
 COUNTERS: dict[str, Counter] = {
-    DRAFTED: Counter("speculon_vllm_draft_tokens", "draft tokens given to vLLM", ["method"]),
-    ACCEPTED: Counter("speculon_vllm_accepted_tokens", "draft tokens that were accepted", ["method"]),
-    PLAIN: Counter("speculon_vllm_plain_rounds", "rounds of requests without a draft, by reason", ["reason"]),
-    CALLS: Counter("speculon_vllm_target_calls", "rounds of requests: each is a row of a step"),
-    TOKENS: Counter("speculon_vllm_output_tokens", "tokens of these rounds"),
+    "drafted_from": Counter("speculon_vllm_draft_tokens", "draft tokens given to vLLM", ["method"]),
+    "accepted_from": Counter("speculon_vllm_accepted_tokens", "draft tokens that were accepted", ["method"]),
+    "reasons": Counter(
+        "speculon_vllm_plain_rounds", "rounds of requests without a draft, by reason", ["reason"]
+    ),
+    "target_calls": Counter("speculon_vllm_target_calls", "rounds of requests: each is a row of a step"),
+    "emitted": Counter("speculon_vllm_output_tokens", "tokens of these rounds"),
 }
 
 
-class Statistics:
+class VllmStatistics:
     """Counts rounds, of which each has one or more new tokens, and writes a line every so many seconds."""
 
     def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
         self._seconds, self._clock = seconds, clock
         self._due = clock() + seconds
-        self._since = Counts[tuple[str, str]]()  # the latest line, by counter and label
+        self._since = RequestStats()  # the latest line
 
-    def count(self, spans: list[Span]) -> None:
-        """The rounds of one step. All new tokens of a round but its last are accepted drafts."""
-        now = Counts[tuple[str, str]]()
-        for span in spans:
-            sources, new = span.draft.sources, span.verdict.tokens
-            for method, n in Counts(sources).items():
-                now[DRAFTED, method] += n
-                now[ACCEPTED, method] += sources[: len(new) - 1].count(method)
-            if not sources:
-                now[PLAIN, span.reason or Reason.NO_MATCH] += 1
-            now[CALLS, ""] += 1
-            now[TOKENS, ""] += len(new)
-        for (name, label), n in now.items():
-            child: Any = COUNTERS[name].labels(label) if label else COUNTERS[name]
-            child.inc(n)
-        self._since.update(now)
+    def count(self, judged: list[Judged]) -> None:
+        """The rounds of one step."""
+        now = RequestStats()
+        for one in judged:
+            # the last token is the target's own, also where the draft had it and vLLM did not verify it
+            accepted = min(one.verdict.accepted, len(one.verdict.tokens) - 1)
+            verdict = replace(one.verdict, accepted=accepted)
+            now.record(one.draft, verdict, one.drafted.asked, one.drafted.reason)
+        for name, counter in COUNTERS.items():
+            counted = getattr(now, name)
+            if isinstance(counted, int):
+                counter.inc(counted)
+                continue
+            for label, n in counted.items():
+                counter.labels(label).inc(n)
+        self._since.add(now)
         if self._clock() >= self._due:
             log.info("%s", line(self._since))
-            self._since.clear()
+            self._since = RequestStats()
             self._due = self._clock() + self._seconds
 
 
-def line(counts: Counts[tuple[str, str]]) -> str:
+def line(stats: RequestStats) -> str:
     """`512 tokens, 2.31 per target call | suffix 71 % of 412 drafts | plain 103: no_match 80 cost 23`"""
-    calls, tokens = counts[CALLS, ""], counts[TOKENS, ""]
-    parts = [f"{tokens} tokens, {tokens / max(1, calls):.2f} per target call"]
-    for method, n in labelled(counts, DRAFTED):
-        parts.append(f"{method} {counts[ACCEPTED, method] / n:.0%} of {n} drafts")
-    if plain := labelled(counts, PLAIN):
-        reasons = " ".join(f"{reason} {n}" for reason, n in plain)
-        parts.append(f"plain {sum(n for _, n in plain)}: {reasons}")
+    parts = [f"{stats.emitted} tokens, {stats.tokens_per_target_call:.2f} per target call"]
+    for method, n in stats.drafted_from.most_common():
+        parts.append(f"{method} {stats.accepted_from[method] / n:.0%} of {n} drafts")
+    if stats.reasons:
+        reasons = " ".join(f"{reason} {n}" for reason, n in stats.reasons.most_common())
+        parts.append(f"plain {stats.reasons.total()}: {reasons}")
     return " | ".join(parts)
-
-
-def labelled(counts: Counts[tuple[str, str]], name: str) -> list[tuple[str, int]]:
-    """Labels of one counter, the most frequent first."""
-    return [(label, n) for (key, label), n in counts.most_common() if key == name]

@@ -10,7 +10,7 @@ from typing import Any
 from nicegui import ui
 
 from speculon.operations.admin.schemas import FieldView
-from speculon.operations.admin.ui.words import Words
+from speculon.operations.admin.ui.words import UiWords
 
 EXACT = 2**53  # beyond it a browser's numbers are not exact
 SWITCHED = {"": None, "on": True, "off": False}  # a switch that may be left to the server
@@ -41,7 +41,7 @@ class Number(ui.number):
         """It stays as it was typed: a value beyond its limits is refused, and not replaced."""
 
 
-def control_of(field: FieldView, words: Words) -> Control:
+def control_of(field: FieldView, words: UiWords) -> Control:
     control = empty(field, words)
     control.write(field.value)
     if not isinstance(control.shown, ui.switch):
@@ -49,7 +49,7 @@ def control_of(field: FieldView, words: Words) -> Control:
     return control
 
 
-def empty(field: FieldView, words: Words) -> Control:
+def empty(field: FieldView, words: UiWords) -> Control:
     (schema, optional), name = plain_schema(field.value_schema), field.name
     json_type = schema.get("type")
     if "enum" in schema:

@@ -9,22 +9,22 @@ from typing import Any
 from nicegui import ui
 
 from speculon.core.config.speculation import AUTO
-from speculon.operations.admin.schemas import Drafter, FieldView
+from speculon.operations.admin.schemas import DrafterFit, FieldView
 from speculon.operations.admin.ui.controls import Control
-from speculon.operations.admin.ui.shell import View
+from speculon.operations.admin.ui.shell import PageView
 
 
 @dataclass
-class Row:
-    drafter: Drafter
+class DrafterRow:
+    drafter: DrafterFit
     box: ui.checkbox
 
 
-class Drafters(Control):
+class DrafterBoxes(Control):
     """A box for each drafter, at most one of a method; or `auto`, which searches for them at each load."""
 
-    def __init__(self, field: FieldView, drafters: list[Drafter], model: str, view: View):
-        self._model, self._view, self._rows = model, view, list[Row]()
+    def __init__(self, field: FieldView, drafters: list[DrafterFit], model: str, view: PageView):
+        self._model, self._view, self._rows = model, view, list[DrafterRow]()
         ui.label(field.name)
         with ui.column().classes("gap-0 w-full").props("role=group") as self._list:
             self._list.props["aria-label"] = field.name
@@ -55,7 +55,7 @@ class Drafters(Control):
         for shown in (*(row.box for row in self._rows), self._path, self._button):
             shown.disable()
 
-    def _add(self, drafter: Drafter) -> None:
+    def _add(self, drafter: DrafterFit) -> None:
         words = self._view.words
         with self._list:
             with ui.row().classes("items-center gap-2"):
@@ -71,11 +71,11 @@ class Drafters(Control):
         box.props["aria-describedby"] = about.html_id
         if drafter.refusal:
             box.disable()
-        row = Row(drafter, box)
+        row = DrafterRow(drafter, box)
         self._rows.append(row)
         box.on_value_change(lambda: self._exclude(row))
 
-    def _exclude(self, chosen: Row) -> None:
+    def _exclude(self, chosen: DrafterRow) -> None:
         """Unchecks what cannot be together with one that was checked."""
         if not chosen.box.value:
             return
@@ -102,13 +102,13 @@ class Drafters(Control):
         return {row.drafter.method: row.drafter.checkpoint for row in self._rows if row.box.value}
 
 
-def with_set(drafters: list[Drafter], value: Any) -> list[Drafter]:
+def with_set(drafters: list[DrafterFit], value: Any) -> list[DrafterFit]:
     """`auto`, and what is set, each under the method that it is set for; then the others."""
     of_path = {path: method for method, path in value.items()} if isinstance(value, Mapping) else {}
     known = {drafter.checkpoint for drafter in drafters}
     unknown = [drafter for drafter in dict.fromkeys([AUTO, *paths_of(value)]) if drafter not in known]
     added = [
-        Drafter(name=drafter, method="", checkpoint=drafter, loaded=False, refusal=None, warnings=[])
+        DrafterFit(name=drafter, method="", checkpoint=drafter, loaded=False, refusal=None, warnings=[])
         for drafter in unknown
     ]
     return [

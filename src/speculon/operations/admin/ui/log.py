@@ -8,12 +8,12 @@ from nicegui import ui
 
 from speculon.operations.admin.schemas import LogLine
 from speculon.operations.admin.service import MOST_LINES
-from speculon.operations.admin.ui.shell import View
+from speculon.operations.admin.ui.shell import PageView
 
 SECONDS = 1.0
 
 
-async def build(view: View) -> None:
+async def build(view: PageView) -> None:
     ui.label(view.words("log.note", lines=MOST_LINES)).classes("text-sm opacity-80")
     shown = ui.log(max_lines=MOST_LINES).classes("w-full h-[70vh] text-xs").props("tabindex=0 role=log")
     last = 0

@@ -9,13 +9,13 @@ from nicegui import ui
 
 from speculon.core.errors import SpeculonError
 from speculon.operations.admin.schemas import ModelView
-from speculon.operations.admin.ui.settings import Settings
-from speculon.operations.admin.ui.shell import View
+from speculon.operations.admin.ui.settings import SettingsDialog
+from speculon.operations.admin.ui.shell import PageView
 
 SECONDS = 1.0
 
 
-async def build(view: View) -> None:
+async def build(view: PageView) -> None:
     dialogs = ui.element()  # a new list of models must not delete an open dialog
     lines: dict[str, ui.label] = {}  # by model: the stage of its load, or why a button did nothing
 
@@ -50,7 +50,7 @@ async def build(view: View) -> None:
     ui.timer(SECONDS, update)
 
 
-def card(model: ModelView, view: View, refresh: Any, dialogs: ui.element) -> ui.label:
+def card(model: ModelView, view: PageView, refresh: Any, dialogs: ui.element) -> ui.label:
     """Returns its line of text."""
     words, admin, pool = view.words, view.admin, view.admin.state.pool
     with ui.card().classes("sp-card").props(f"data-model={json.dumps(model.name)}"):
@@ -85,7 +85,7 @@ def card(model: ModelView, view: View, refresh: Any, dialogs: ui.element) -> ui.
 
             async def opened() -> None:
                 try:
-                    dialog = await Settings.of(model.name, view)
+                    dialog = await SettingsDialog.of(model.name, view)
                 except SpeculonError as error:
                     status.text = str(error)
                     return

@@ -7,10 +7,10 @@ from typing import Any
 from nicegui import ui
 
 from speculon.operations.admin.figures import INTERVAL, Figures, Point
-from speculon.operations.admin.schemas import Counts, Engine, MethodCounts, Overview
+from speculon.operations.admin.schemas import EngineStatus, MethodCounts, Overview, RoundCounts
 from speculon.operations.admin.ui.colours import GREY, PALETTE, SYMBOLS, colour_of, options, symbol_of
-from speculon.operations.admin.ui.shell import View
-from speculon.operations.admin.ui.words import Words
+from speculon.operations.admin.ui.shell import PageView
+from speculon.operations.admin.ui.words import UiWords
 
 NUMBERS = ("requests", "running", "rate", "tokens", "acceptance", "per_call", "saved", "memory")
 COLUMNS = ("method", "rounds", "drafted", "accepted", "acceptance", "per_call")
@@ -18,7 +18,7 @@ MB = 1e6
 NOT_KNOWN = "–"
 
 
-async def build(view: View) -> None:
+async def build(view: PageView) -> None:
     words, figures = view.words, view.admin.figures
     with ui.element("div").classes("sp-numbers"):
         labels = {name: number(words(f"overview.{name}")) for name in NUMBERS}
@@ -73,7 +73,7 @@ def chart(title: str, content: dict[str, Any]) -> ui.echart:
     return shown
 
 
-def numbers(now: Overview, figures: Figures, words: Words) -> dict[str, str]:
+def numbers(now: Overview, figures: Figures, words: UiWords) -> dict[str, str]:
     totals, engines = now.totals, [model.engine for model in now.models if model.engine is not None]
     running = sum(engine.sequences_running for engine in engines)
     waiting = sum(engine.sequences_waiting for engine in engines)
@@ -101,7 +101,7 @@ def row_of(counts: MethodCounts) -> dict[str, str]:
     }
 
 
-def megabytes(held: int, words: Words) -> str:
+def megabytes(held: int, words: UiWords) -> str:
     """A model alone has no share that the server knows."""
     return words("overview.megabytes", megabytes=f"{held / MB:,.0f}") if held else NOT_KNOWN
 
@@ -115,7 +115,7 @@ def decimal(value: float | None) -> str:
 
 
 def series_of(
-    points: list[Point], totals: Counts, words: Words
+    points: list[Point], totals: RoundCounts, words: UiWords
 ) -> dict[str, tuple[list[dict[str, Any]], list[str] | None]]:
     """Chart -> its series, and the categories of its axis where it has some."""
     shares = [round(100 * share, 1) for share in totals.per_position]
@@ -145,7 +145,7 @@ def of_method(method: str, points: list[Point], read: Any) -> dict[str, Any]:
 
 
 def series_of_engines(
-    engines: dict[str, Engine],
+    engines: dict[str, EngineStatus],
 ) -> dict[str, tuple[list[dict[str, Any]], list[str] | None]]:
     """Memory by part in MB, models side by side; and ms of a plain step by sequences."""
     parts = list(dict.fromkeys(part for engine in engines.values() for part in engine.memory_bytes))

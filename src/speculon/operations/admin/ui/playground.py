@@ -17,7 +17,7 @@ from speculon.decoding.sequence import Event
 from speculon.operations.admin.requests import token_rows, with_texts
 from speculon.operations.admin.schemas import TokenRow
 from speculon.operations.admin.ui.in_process import complete
-from speculon.operations.admin.ui.shell import View
+from speculon.operations.admin.ui.shell import PageView
 from speculon.operations.admin.ui.token_view import CSS, KEYS, html_of, legend
 from speculon.server.answer import Answer
 from speculon.server.errors import Failure
@@ -30,7 +30,7 @@ MOST = 2**31
 FIGURES = ("speed", "per_call", "drafted", "accepted")
 
 
-class Output:
+class ShownAnswer:
     """One answer as it arrives."""
 
     def __init__(self) -> None:
@@ -67,10 +67,10 @@ class Output:
         }
 
 
-class Side:
+class PlaygroundSide:
     """One setting, and the answer with it."""
 
-    def __init__(self, name: str, method: str, view: View):
+    def __init__(self, name: str, method: str, view: PageView):
         self._view, self._words = view, view.words
         with ui.card().classes("sp-card").props(f"data-side={name}"):
             ui.label(self._words(f"playground.{name}")).props("role=heading aria-level=2").classes("text-lg")
@@ -115,9 +115,9 @@ class Side:
         fields: dict[str, Any] = {"method": self.method.value, "pool": "", "explain": True}
         return fields if self.k.value is None else fields | {"num_speculative_tokens": int(self.k.value)}
 
-    async def run(self, body: dict[str, Any]) -> Output | None:
+    async def run(self, body: dict[str, Any]) -> ShownAnswer | None:
         """The whole answer; None where the server refused it or it ended early."""
-        state, output, due = self._view.admin.state, Output(), 0.0
+        state, output, due = self._view.admin.state, ShownAnswer(), 0.0
         self._say(self._words("playground.running"))
         try:
             async with aclosing(complete(state, body | {"speculation": self.speculation()})) as batches:
@@ -145,7 +145,7 @@ class Side:
         self._status.text = text
         self._status.props(f"role={'alert' if wrong else 'status'}")
 
-    def _show(self, output: Output) -> None:
+    def _show(self, output: ShownAnswer) -> None:
         """Adds the new tokens: full blocks stay as they are."""
         while self._shown < len(output.rows):
             if self._block is None or self._shown % BLOCK == 0:
@@ -162,7 +162,7 @@ class Side:
 class Playground:
     """The page's fields, and the run of both sides."""
 
-    def __init__(self, view: View):
+    def __init__(self, view: PageView):
         self._view, self._words, self._pool = view, view.words, view.admin.state.pool
         words, names = view.words, list(self._pool.models)
         self._task: asyncio.Task[Any] | None = None
@@ -184,7 +184,7 @@ class Playground:
         self._verdict = ui.label("").props("role=status data-verdict").classes("min-h-6")
         legend(words)
         with ui.element().classes("sp-grid"):
-            self._sides = (Side("left", OFF, view), Side("right", AUTO, view))
+            self._sides = (PlaygroundSide("left", OFF, view), PlaygroundSide("right", AUTO, view))
         self._offer()
 
     def _offer(self) -> None:
@@ -275,7 +275,7 @@ def at_least_0(value: Any) -> bool:
     return isinstance(value, int | float) and 0 <= value < float("inf")
 
 
-async def build(view: View) -> None:
+async def build(view: PageView) -> None:
     ui.add_css(CSS)
     page = Playground(view)
     ui.context.client.on_delete(page.cancel)

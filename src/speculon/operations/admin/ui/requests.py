@@ -9,14 +9,14 @@ from urllib.parse import quote
 from nicegui import ui
 
 from speculon.operations.admin.schemas import RequestView
-from speculon.operations.admin.ui.shell import View
-from speculon.operations.admin.ui.words import Words
+from speculon.operations.admin.ui.shell import PageView
+from speculon.operations.admin.ui.words import UiWords
 
 SECONDS = 1.0
 COLUMNS = ("model", "state", "started", "seconds", "tokens", "account")
 
 
-def account(view: RequestView, words: Words) -> str:
+def account(view: RequestView, words: UiWords) -> str:
     """Its main figures, so far while it runs; those of rounds only where there were some."""
     figures = view.speculation
     text = str(figures["method"])
@@ -29,7 +29,7 @@ def account(view: RequestView, words: Words) -> str:
     return text
 
 
-def row_of(request: RequestView, view: View) -> dict[str, Any]:
+def row_of(request: RequestView, view: PageView) -> dict[str, Any]:
     return {
         "id": request.id,
         "link": "/admin/tokens?id=" + quote(request.id, safe="") if request.explained else "",
@@ -42,7 +42,7 @@ def row_of(request: RequestView, view: View) -> dict[str, Any]:
     }
 
 
-async def build(view: View) -> None:
+async def build(view: PageView) -> None:
     words, admin = view.words, view.admin
     search = ui.input(words("requests.filter")).props("clearable outlined dense").classes("w-full")
     columns = [

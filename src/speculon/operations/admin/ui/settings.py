@@ -7,25 +7,25 @@ import asyncio
 from nicegui import ui
 
 from speculon.core.errors import SpeculonError
-from speculon.operations.admin.schemas import Drafter, FieldView, ModelView
+from speculon.operations.admin.schemas import DrafterFit, FieldView, ModelView
 from speculon.operations.admin.ui.controls import Control, control_of
-from speculon.operations.admin.ui.drafters import Drafters
-from speculon.operations.admin.ui.shell import View
+from speculon.operations.admin.ui.drafters import DrafterBoxes
+from speculon.operations.admin.ui.shell import PageView
 from speculon.server.errors import param_of
 
 DRAFT = "draft"  # the field of the drafter
 GROUPS = ("speculation", "sampling", "engine", "pool")
 
 
-class Settings:
+class SettingsDialog:
     """Only fields that were changed are sent."""
 
-    def __init__(self, model: ModelView, drafters: list[Drafter], view: View):
+    def __init__(self, model: ModelView, drafters: list[DrafterFit], view: PageView):
         self._model, self._drafters, self._view = model, drafters, view
         self._fields: dict[str, Field] = {}
 
     @classmethod
-    async def of(cls, name: str, view: View) -> Settings:
+    async def of(cls, name: str, view: PageView) -> SettingsDialog:
         """With the settings as they are now. Raises `ConfigError` where their file has a fault."""
         admin = view.admin
         return cls(await admin.model(name), await admin.drafters_for(name), view)
@@ -53,7 +53,7 @@ class Settings:
     def _field(self, field: FieldView) -> Field:
         with ui.column().classes("sp-card gap-0").props(f"data-field={field.name}"):
             if field.name == DRAFT:
-                control: Control = Drafters(field, self._drafters, self._model.name, self._view)
+                control: Control = DrafterBoxes(field, self._drafters, self._model.name, self._view)
             else:
                 control = control_of(field, self._view.words)
             if control.one_line:
@@ -88,7 +88,7 @@ class Settings:
 class Field:
     """One setting: its control, where its value comes from, and why it is locked or was refused."""
 
-    def __init__(self, view: FieldView, control: Control, locked: str | None, page: View):
+    def __init__(self, view: FieldView, control: Control, locked: str | None, page: PageView):
         self.control, self._words, self._locked = control, page.words, locked
         self._hint = ui.label().classes("text-xs opacity-80")
         self._fault = ui.label().props("role=alert").classes("text-sm text-negative")

@@ -9,7 +9,7 @@ from nicegui import ui
 from starlette.requests import Request
 
 from speculon.operations.admin.service import Admin
-from speculon.operations.admin.ui.words import LANGUAGES, Words, words_for
+from speculon.operations.admin.ui.words import LANGUAGES, UiWords, words_for
 
 THEMES: dict[str, bool | None] = {"auto": None, "light": False, "dark": True}
 THEME_ICONS = {"auto": "brightness_auto", "light": "light_mode", "dark": "dark_mode"}
@@ -38,10 +38,10 @@ body.desktop .q-hoverable:hover > .q-focus-helper { opacity: .08 !important }
 
 
 @dataclass(frozen=True)
-class View:
+class PageView:
     """What a page is built with."""
 
-    words: Words
+    words: UiWords
     theme: str
     admin: Admin
 
@@ -53,7 +53,7 @@ class Page:
     name: str
     route: str  # below /admin
     icon: str
-    build: Callable[[View], Awaitable[None]]
+    build: Callable[[PageView], Awaitable[None]]
 
 
 def add_page(page: Page, entries: tuple[Page, ...], admin: Admin) -> None:
@@ -67,12 +67,12 @@ def add_page(page: Page, entries: tuple[Page, ...], admin: Admin) -> None:
             await page.build(view)
 
 
-def view_for(request: Request, admin: Admin) -> View:
+def view_for(request: Request, admin: Admin) -> PageView:
     theme = request.cookies.get("speculon_theme", "auto")
-    return View(words_for(request), theme if theme in THEMES else "auto", admin)
+    return PageView(words_for(request), theme if theme in THEMES else "auto", admin)
 
 
-def frame(page: Page, entries: tuple[Page, ...], view: View) -> None:
+def frame(page: Page, entries: tuple[Page, ...], view: PageView) -> None:
     words = view.words
     ui.add_css(CSS)
     ui.run_javascript(f"document.documentElement.lang = {words.language!r}")
@@ -107,14 +107,14 @@ def link(entry: Page, text: str, *, current: bool) -> None:
         anchor.props("aria-current=page")
 
 
-def theme_button(view: View) -> None:
+def theme_button(view: PageView) -> None:
     names = list(THEMES)
     following = names[(names.index(view.theme) + 1) % len(names)]
     button = ui.button(icon=THEME_ICONS[view.theme], on_click=lambda: keep("theme", following))
     labelled(button.props("flat round color=white"), view.words(f"shell.theme_{view.theme}"))
 
 
-def language_menu(words: Words) -> None:
+def language_menu(words: UiWords) -> None:
     with ui.button(icon="translate").props("flat round color=white") as button:
         with ui.menu():
             for code, name in LANGUAGES.items():

@@ -10,8 +10,8 @@ from nicegui import ui
 
 from speculon.core.errors import SpeculonError
 from speculon.operations.admin.schemas import TokenRow, TokenView
-from speculon.operations.admin.ui.shell import View
-from speculon.operations.admin.ui.words import Words
+from speculon.operations.admin.ui.shell import PageView
+from speculon.operations.admin.ui.words import UiWords
 
 FATES = ("accepted", "correction", "bonus", "plain")
 MOST_SHOWN = 2000  # of one page: a reader's browser lays out each token
@@ -51,7 +51,7 @@ def visible(text: str) -> str:
     return text.translate(VISIBLE).replace("\n", "↵\n")
 
 
-def described(row: TokenRow, words: Words) -> str:
+def described(row: TokenRow, words: UiWords) -> str:
     parts = [repr(row.text), words(f"token_view.{row.fate}")]
     if row.source is not None:
         parts.append(words("token_view.source", source=row.source))
@@ -64,12 +64,12 @@ def described(row: TokenRow, words: Words) -> str:
     return " | ".join(parts)
 
 
-def html_of(rows: Sequence[TokenRow], words: Words) -> str:
+def html_of(rows: Sequence[TokenRow], words: UiWords) -> str:
     """Spans of tokens; every text in them is escaped."""
     return "".join(span(row, words, first=i == 0) for i, row in enumerate(rows))
 
 
-def span(row: TokenRow, words: Words, *, first: bool) -> str:
+def span(row: TokenRow, words: UiWords, *, first: bool) -> str:
     fate = row.fate if row.fate in FATES else "plain"
     label = escape(described(row, words), quote=True)
     return (
@@ -78,14 +78,14 @@ def span(row: TokenRow, words: Words, *, first: bool) -> str:
     )
 
 
-def legend(words: Words, fates: Iterable[str] = FATES) -> None:
+def legend(words: UiWords, fates: Iterable[str] = FATES) -> None:
     shown = "".join(
         f'<span class="sp-{fate}">{escape(words(f"token_view.{fate}"))}</span> &nbsp; ' for fate in fates
     )
     ui.html(shown, sanitize=False).classes("sp-tokens sp-legend text-sm")
 
 
-def tokens(rows: Sequence[TokenRow], words: Words) -> None:
+def tokens(rows: Sequence[TokenRow], words: UiWords) -> None:
     """Tokens in pages of `MOST_SHOWN`, and a line for the one that is pointed at or focused."""
     ui.add_css(CSS)
     pages = max(1, -(-len(rows) // MOST_SHOWN))
@@ -101,7 +101,7 @@ def tokens(rows: Sequence[TokenRow], words: Words) -> None:
     ui.run_javascript(f"({KEYS})(getHtmlElement({root.id}), getHtmlElement({detail.id}))")
 
 
-async def build(view: View) -> None:
+async def build(view: PageView) -> None:
     words, name = view.words, ui.context.client.request.query_params.get("id", "")
     try:
         shown: TokenView = view.admin.requests.tokens(name)

@@ -13,7 +13,7 @@ DEFAULT = "en"
 FOLDER = Path(__file__).with_name("locales")
 
 
-class Words:
+class UiWords:
     """The strings of one language."""
 
     def __init__(self, language: str):
@@ -34,10 +34,10 @@ def table() -> dict[str, dict[str, str]]:
     }
 
 
-def words_for(connection: HTTPConnection) -> Words:
+def words_for(connection: HTTPConnection) -> UiWords:
     """In the language of a browser."""
     chosen = connection.cookies.get("speculon_language")
-    return Words(language_of(chosen, connection.headers.get("accept-language", "")))
+    return UiWords(language_of(chosen, connection.headers.get("accept-language", "")))
 
 
 def language_of(chosen: str | None, accepted: str) -> str:

@@ -15,7 +15,7 @@ from speculon.core.errors import MissingWeights, ModelError, SpeculonError, Unsa
 from speculon.runtimes.torch.drafters.config import DTYPE_NAMES, DrafterConfig
 from speculon.runtimes.torch.drafters.dflash.config import CONTEXT_NORM, DFlashConfig, is_dflash, read_dflash
 from speculon.runtimes.torch.drafters.eagle3.config import Eagle3Config, read_eagle3
-from speculon.runtimes.torch.drafters.formats import FIRST_Q, Source, open_source
+from speculon.runtimes.torch.drafters.formats import FIRST_Q, DrafterSource, open_source
 from speculon.runtimes.torch.drafters.gemma4_assistant.config import (
     PARTS,
     TYPES,
@@ -52,7 +52,7 @@ class Family:
         return self if self.head is None else replace(self, summary=self.head.summary(num_layers))
 
 
-Test = Callable[[Source], bool]
+Test = Callable[[DrafterSource], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def any_of(*tests: Test) -> Test:
     return lambda source: any(test(source) for test in tests)
 
 
-def is_eagle1(source: Source) -> bool:
+def is_eagle1(source: DrafterSource) -> bool:
     """One hidden state and the embedding, joined before the layer instead of inside it."""
     if is_dflash(source):
         return False
@@ -114,13 +114,13 @@ def is_eagle1(source: Source) -> bool:
     return joined or (named and not is_eagle3(source))
 
 
-def is_tapless(source: Source) -> bool:
+def is_tapless(source: DrafterSource) -> bool:
     return has_wide_layer(source) and (
         "fc.weight" not in source.shapes or source.part("eagle_config").get("use_aux_hidden_state") is False
     )
 
 
-def is_eagle3(source: Source) -> bool:
+def is_eagle3(source: DrafterSource) -> bool:
     """`fc` takes several hidden states and yields half of what the first layer's queries take."""
     fc = source.shapes.get("fc.weight")
     return (
@@ -128,27 +128,27 @@ def is_eagle3(source: Source) -> bool:
     )
 
 
-def has_wide_layer(source: Source) -> bool:
+def has_wide_layer(source: DrafterSource) -> bool:
     """A first layer that takes an embedding and a hidden state side by side."""
     q, out = source.shapes.get(FIRST_Q), source.shapes.get("layers.0.self_attn.o_proj.weight")
     return q is not None and out is not None and len(q) == len(out) == 2 and q[1] == 2 * out[0]
 
 
-def claims_eagle3(source: Source) -> bool:
+def claims_eagle3(source: DrafterSource) -> bool:
     """Whether the config is an EAGLE-3 head's; enough to name it where its tensors cannot be read."""
     return named("eagle3")(source) or has_key("draft_vocab_size", "truncated_vocab_size", "eagle_config")(
         source
     )
 
 
-def is_pard(source: Source) -> bool:
+def is_pard(source: DrafterSource) -> bool:
     """A language model that drafts in one forward; encoders have a `mask_token_id`, too."""
     return has_key("pard_token", "ptd_token_id")(source) or (
         "spd_type" in source.config and "mask_token_id" in source.config
     )
 
 
-def claims_dflash(source: Source) -> bool:
+def claims_dflash(source: DrafterSource) -> bool:
     """The same for a DFlash or DSpark drafter's config."""
     return named("dflash", "dspark", "museglimmerassistant")(source) or has_key(
         "dflash_config", "markov_rank", "num_anchors"
@@ -270,7 +270,7 @@ def another(family: Family, what: str) -> UnsupportedModel:
     return UnsupportedModel(f"{family.path}: {family.refusal or f'{what}, but {what_it_is}'}")
 
 
-def missing_parts(source: Source, whose: str, needed: tuple[str, ...]) -> ModelError:
+def missing_parts(source: DrafterSource, whose: str, needed: tuple[str, ...]) -> ModelError:
     """Why the tensors of a drafter are missing that its config names."""
     if source.pickled:
         return UnsafeCheckpoint(

@@ -25,18 +25,18 @@ OLD_NAMES = {
     "logit_head.": "",
 }
 
-Shapes = dict[str, tuple[int, ...]]
+TensorShapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Source:
+class DrafterSource:
     """A drafter's config and the shapes of its tensors, under the names used here."""
 
     folder: Path
     files: tuple[Path, ...]
     pickled: bool
     config: dict[str, Any]
-    shapes: Shapes  # empty for pickles
+    shapes: TensorShapes  # empty for pickles
     names: dict[str, str]  # name here -> name in the files
     sizes: Counter[str]  # parameters by dtype
     twice: tuple[str, ...]  # pairs of names in the files that are one name here
@@ -71,11 +71,11 @@ class Source:
         return self.shapes[name]
 
 
-def open_source(folder: Path) -> Source:
+def open_source(folder: Path) -> DrafterSource:
     """Reads config and headers. Raises `ModelError` for damaged files."""
     config = read_config(folder)
     files, pickled = weight_files(folder)
-    shapes: Shapes = {}
+    shapes: TensorShapes = {}
     names: dict[str, str] = {}
     sizes: Counter[str] = Counter()
     twice = []
@@ -86,7 +86,7 @@ def open_source(folder: Path) -> Source:
             if ours in names:
                 twice.append(f"{names[ours]} and {theirs}")
             shapes[ours], names[ours] = tuple(tensor["shape"]), theirs
-    return Source(folder, files, pickled, config, shapes, names, sizes, tuple(twice))
+    return DrafterSource(folder, files, pickled, config, shapes, names, sizes, tuple(twice))
 
 
 def own_name(theirs: str) -> str:
@@ -110,7 +110,7 @@ STRETCHED = ("yarn", "llama3")  # types of RoPE that stretch an original length
 ROPES = ("default", "linear", "proportional", *STRETCHED)
 
 
-def common_fields(source: Source, hidden: int, notes: list[str]) -> dict[str, Any]:
+def common_fields(source: DrafterSource, hidden: int, notes: list[str]) -> dict[str, Any]:
     """Fields of `DrafterConfig` that are read alike, for a network of this width.
 
     Raises `ModelError` where tensors and config contradict each other.
@@ -147,14 +147,14 @@ def note_mismatch(name: str, configured: Any, stored: int, notes: list[str]) -> 
         notes.append(f"the config's {name} is {configured}, the tensors' {stored}")
 
 
-def count_layers(source: Source) -> int:
+def count_layers(source: DrafterSource) -> int:
     there = {int(name.split(".")[1]) for name in source.shapes if re.match(r"layers\.\d+\.", name)}
     if there != set(range(len(there))):
         raise MissingWeights(f"{source.folder}: has tensors of layers {sorted(there)}, not of those between")
     return len(there)
 
 
-def attention_sizes(source: Source, hidden: int, notes: list[str]) -> tuple[int, int, int]:
+def attention_sizes(source: DrafterSource, hidden: int, notes: list[str]) -> tuple[int, int, int]:
     """Width of a head, heads of q, heads of k and v."""
     body, q, k = source.body, source.shape(FIRST_Q)[0], source.shape("layers.0.self_attn.k_proj.weight")[0]
     normed = source.shapes.get("layers.0.self_attn.q_norm.weight")
@@ -180,7 +180,7 @@ def are_heads(q: int, k: int, head_dim: Any) -> bool:
     )
 
 
-def read_windows(source: Source, layers: int, types: Any, window: Any) -> tuple[int | None, ...]:
+def read_windows(source: DrafterSource, layers: int, types: Any, window: Any) -> tuple[int | None, ...]:
     """The window of each layer by `types` of layers. Raises `ModelError` for other types, or no window."""
     if len(types) < layers or set(types[:layers]) - TYPES:
         raise UnsupportedModel(
@@ -191,7 +191,7 @@ def read_windows(source: Source, layers: int, types: Any, window: Any) -> tuple[
     return tuple(window if kind == "sliding_attention" else None for kind in types[:layers])
 
 
-def checked_layers(source: Source, name: str, ids: Any) -> list[int]:
+def checked_layers(source: DrafterSource, name: str, ids: Any) -> list[int]:
     """The value of setting `name` as layers. Raises `ModelError` where it is something else."""
     if not isinstance(ids, list) or not ids or not all(type(j) is int for j in ids):
         raise ModelError(f"{source.folder}: {name} = {ids!r} is no list of layers")
@@ -200,7 +200,7 @@ def checked_layers(source: Source, name: str, ids: Any) -> list[int]:
     return ids
 
 
-def read_rope(source: Source) -> dict[str, Any]:
+def read_rope(source: DrafterSource) -> dict[str, Any]:
     """The drafter's own RoPE as transformers' `rope_parameters`; never the target's."""
     body, table = source.body, rope_table(source)
     rope_type = table.get("rope_type") or table.get("type") or "default"
@@ -222,7 +222,7 @@ def read_rope(source: Source) -> dict[str, Any]:
     return rope
 
 
-def rope_table(source: Source) -> Mapping[str, Any]:
+def rope_table(source: DrafterSource) -> Mapping[str, Any]:
     """The config's RoPE settings. Interleaved ones and those that differ between layers are refused."""
     body = source.body
     if body.get("is_neox_style") is False or body.get("rope_is_neox_style") is False:
@@ -233,20 +233,20 @@ def rope_table(source: Source) -> Mapping[str, Any]:
     return table
 
 
-def suggested_tokens(source: Source) -> int | None:
+def suggested_tokens(source: DrafterSource) -> int | None:
     methods = source.part("speculators_config").get("proposal_methods")
     first = methods[0] if isinstance(methods, list) and methods else {}
     tokens = first.get("speculative_tokens") if isinstance(first, dict) else None
     return tokens if isinstance(tokens, int) and tokens > 0 else None
 
 
-def verifier_architectures(source: Source) -> tuple[str, ...]:
+def verifier_architectures(source: DrafterSource) -> tuple[str, ...]:
     verifier = source.part("speculators_config").get("verifier")
     names = verifier.get("architectures") if isinstance(verifier, dict) else None
     return tuple(name for name in names or () if isinstance(name, str))
 
 
-def used_names(source: Source, known: re.Pattern[str]) -> tuple[dict[str, str], list[str]]:
+def used_names(source: DrafterSource, known: re.Pattern[str]) -> tuple[dict[str, str], list[str]]:
     """Tensors that a formula uses, by their names here; and the names in the files of unknown others."""
     names = {ours: theirs for ours, theirs in source.names.items() if known.fullmatch(ours)}
     others = [theirs for ours, theirs in source.names.items() if ours not in names and not UNUSED.match(ours)]
@@ -272,7 +272,7 @@ def refuse_missing_matrices(config: DrafterConfig) -> None:
         raise MissingWeights(f"{config.path}: no embed_tokens.weight; the target's are {widths}")
 
 
-def check_draft_vocabulary(source: Source, drafted: int | None, vocab: int | None) -> None:
+def check_draft_vocabulary(source: DrafterSource, drafted: int | None, vocab: int | None) -> None:
     """Raises `ModelError` where draft ids have no target ids."""
     if vocab is not None and drafted is not None and drafted > vocab:
         raise ModelError(f"{source.folder}: drafts from {drafted:,} tokens, but the vocabulary has {vocab:,}")
@@ -281,7 +281,9 @@ def check_draft_vocabulary(source: Source, drafted: int | None, vocab: int | Non
         raise MissingWeights(f"{source.folder}: drafts from {of} tokens, but no d2t says which")
 
 
-def check_shapes(source: Source, config: DrafterConfig, more: Shapes, optional: Shapes, inputs: int) -> None:
+def check_shapes(
+    source: DrafterSource, config: DrafterConfig, more: TensorShapes, optional: TensorShapes, inputs: int
+) -> None:
     """Raises `ModelError` where a tensor that the formula needs is missing or has another shape.
 
     `more` are needed beside those of layers; `inputs` is the width of what the first layer's attention reads.
@@ -294,7 +296,7 @@ def check_shapes(source: Source, config: DrafterConfig, more: Shapes, optional: 
             "d2t": (config.draft_vocab_size,),
             "t2d": (config.vocab_size,),
         }
-    needed: Shapes = {
+    needed: TensorShapes = {
         "fc.weight": (config.hidden, config.taps * config.target_hidden),
         "norm.weight": (config.hidden,),
         **more,
@@ -314,10 +316,10 @@ def check_shapes(source: Source, config: DrafterConfig, more: Shapes, optional: 
             raise MissingWeights(f"{source.folder}: layer {layer} has one of q_norm and k_norm")
 
 
-def layer_shapes(config: DrafterConfig, inputs: int) -> tuple[Shapes, Shapes]:
+def layer_shapes(config: DrafterConfig, inputs: int) -> tuple[TensorShapes, TensorShapes]:
     """Those of a layer whose attention reads rows of width `inputs`, and those that it may have."""
     h, q, kv = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
-    needed: Shapes = {
+    needed: TensorShapes = {
         "input_layernorm.weight": (h,),
         "self_attn.q_proj.weight": (q, inputs),
         "self_attn.k_proj.weight": (kv, inputs),
@@ -328,7 +330,7 @@ def layer_shapes(config: DrafterConfig, inputs: int) -> tuple[Shapes, Shapes]:
         "mlp.up_proj.weight": (config.intermediate, h),
         "mlp.down_proj.weight": (h, config.intermediate),
     }
-    optional: Shapes = {
+    optional: TensorShapes = {
         "self_attn.q_proj.bias": (q,),
         "self_attn.k_proj.bias": (kv,),
         "self_attn.v_proj.bias": (kv,),
@@ -339,7 +341,7 @@ def layer_shapes(config: DrafterConfig, inputs: int) -> tuple[Shapes, Shapes]:
     return needed, optional
 
 
-def check_draft_ids(source: Source) -> None:
+def check_draft_ids(source: DrafterSource) -> None:
     """Raises `CorruptWeights` where d2t and t2d name other tokens as those that are drafted."""
     if source.pickled or not {"d2t", "t2d"} <= source.names.keys():
         return

@@ -25,7 +25,7 @@ from speculon.core.errors import CorruptWeights, MissingWeights, UnsupportedMode
 from speculon.runtimes.torch.drafters.config import DrafterConfig, check_offsets
 from speculon.runtimes.torch.loading.quantization import BITS, HEAD_BITS, layer_bytes
 from speculon.runtimes.torch.model import block
-from speculon.runtimes.torch.model.block import Tables, rotation_tables
+from speculon.runtimes.torch.model.block import RotaryTables, rotation_tables
 from speculon.runtimes.torch.model.linear import Product, joined
 from speculon.runtimes.torch.model.quantized import fits, quantize
 
@@ -41,7 +41,7 @@ Bits = Mapping[int, int | None]  # of each linear layer, by its id; None: they s
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
-class Norm(nn.Module):
+class TrainedNorm(nn.Module):
     """RMSNorm in fp32, whatever the precision of products."""
 
     def __init__(self, width: int, eps: float):
@@ -69,18 +69,18 @@ class Joined:
 class JoinedNorm:
     """Norms of groups of heads as one: each of so many heads of [..., heads, D]."""
 
-    parts: list[Norm]
+    parts: list[TrainedNorm]
     counts: list[int]
 
     def __call__(self, heads: Tensor) -> Tensor:
         groups = zip(self.parts, heads.split(self.counts, -2), strict=True)
         return torch.cat([norm(group) for norm, group in groups], -2)
 
-    def frozen(self, _: Bits) -> block.Norm:
+    def frozen(self, _: Bits) -> block.FusedNorm:
         weights = [
             norm.weight.detach().expand(n, -1) for norm, n in zip(self.parts, self.counts, strict=True)
         ]
-        return block.Norm(torch.cat(weights), self.parts[0].eps)
+        return block.FusedNorm(torch.cat(weights), self.parts[0].eps)
 
 
 class SelfAttention(nn.Module):
@@ -98,8 +98,8 @@ class SelfAttention(nn.Module):
         self.v_proj = linear("v_proj", width, config.kv_heads * dim)
         self.o_proj = linear("o_proj", config.heads * dim, config.hidden)
         normed = config.has(f"{at}.q_norm")
-        self.q_norm = Norm(dim, config.eps) if normed else None
-        self.k_norm = Norm(dim, config.eps) if normed else None
+        self.q_norm = TrainedNorm(dim, config.eps) if normed else None
+        self.k_norm = TrainedNorm(dim, config.eps) if normed else None
 
 
 class MLP(nn.Module):
@@ -124,15 +124,15 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: DrafterConfig, number: int, width: int):
         super().__init__()
         self.number, self.head_dim, self.scaling = number, config.head_dim, config.head_dim**-0.5
-        self.input_layernorm = Norm(config.hidden, config.eps)
+        self.input_layernorm = TrainedNorm(config.hidden, config.eps)
         self.self_attn = SelfAttention(config, number, width)
-        self.post_attention_layernorm = Norm(config.hidden, config.eps)
+        self.post_attention_layernorm = TrainedNorm(config.hidden, config.eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, tables: Tables, attend: Attend) -> Tensor:  # [..., H] -> [..., H]
+    def forward(self, x: Tensor, tables: RotaryTables, attend: Attend) -> Tensor:  # [..., H] -> [..., H]
         return self.end(x, attend(*self.begin(x, tables), self.scaling))
 
-    def begin(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
+    def begin(self, x: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries and keys, and values, [..., heads, Dh] each."""
         raise NotImplementedError
 
@@ -171,7 +171,7 @@ class Network(nn.Module):
             x = layer.end(x, layer.attend(*layer.begin(x, tables), view))
         return self.end(x)
 
-    def begin(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tables]:
+    def begin(self, *args: Any, **kwargs: Any) -> tuple[Tensor, RotaryTables]:
         """What the first layer reads, and the rotary tables of all."""
         raise NotImplementedError
 
@@ -179,7 +179,7 @@ class Network(nn.Module):
         """What follows the last layer: its norm."""
         return self.norm(x)
 
-    def tables(self, x: Tensor, positions: Tensor) -> Tables:
+    def tables(self, x: Tensor, positions: Tensor) -> RotaryTables:
         """Rotary tables of `positions` [T] in the dtype of `x`."""
         cos, sin = self.rotary(x, positions[None])
         return rotation_tables(cos, sin, self.config.head_dim)
@@ -223,15 +223,15 @@ def freeze(network: nn.Module, quantization: Quantization = "auto") -> None:
                 setattr(module, name, value.frozen(bits))
     for module in modules:
         for name, child in [*module.named_children()]:
-            if isinstance(child, nn.Linear | Norm):
+            if isinstance(child, nn.Linear | TrainedNorm):
                 delattr(module, name)
                 if id(child) not in used:
                     setattr(module, name, frozen(child, bits))
 
 
-def frozen(part: nn.Linear | Norm, bits: Bits) -> Product:
-    if isinstance(part, Norm):
-        return block.Norm(part.weight.detach(), part.eps)
+def frozen(part: nn.Linear | TrainedNorm, bits: Bits) -> Product:
+    if isinstance(part, TrainedNorm):
+        return block.FusedNorm(part.weight.detach(), part.eps)
     return product([part], bits)
 
 

@@ -26,7 +26,7 @@ AUTO, ANOTHER = "auto", "another tokenizer"
 # distance from a target: in its folder or the named one, next to it, published for it and in the hub's cache,
 # another one in that cache
 WITHIN, BESIDE, PUBLISHED, CACHED = range(4)
-Known = Mapping[str, Iterable[str]]
+PublishedDrafters = Mapping[str, Iterable[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def is_search(draft: str) -> bool:
     return draft == AUTO or draft.startswith(f"{AUTO}:")
 
 
-def search(draft: str, target: Checkpoint, known: Known = MappingProxyType({})) -> Search:
+def search(draft: str, target: Checkpoint, known: PublishedDrafters = MappingProxyType({})) -> Search:
     """The best drafter for each method; `known` adds to the table of published ones.
 
     Raises `ConfigError` for a folder that does not exist.
@@ -85,7 +85,9 @@ def search(draft: str, target: Checkpoint, known: Known = MappingProxyType({})) 
     return Search({method: str(best.path) for method, best in taken.items()}, lines)
 
 
-def around(draft: str, target: Path, known: Known = MappingProxyType({})) -> Iterator[tuple[Path, int]]:
+def around(
+    draft: str, target: Path, known: PublishedDrafters = MappingProxyType({})
+) -> Iterator[tuple[Path, int]]:
     """Folders with a config, without the target's own, and the distance of each; the hub's cache is searched
     where no folder is named.
     """

@@ -16,20 +16,20 @@ from speculon.runtimes.torch.budget import scratch_bytes
 from speculon.runtimes.torch.drafters.config import DrafterConfig
 from speculon.runtimes.torch.drafters.layers import Network, rope_config, weight_bytes
 from speculon.runtimes.torch.kv.store import PageStore, View, end_to_end
-from speculon.runtimes.torch.model.block import CannotReplace, Tables
+from speculon.runtimes.torch.model.block import CannotReplace, RotaryTables
 from speculon.runtimes.torch.model.captured import (
     BUCKETS,
     RECORDERS,
+    CapturedPieces,
     CaptureSizes,
     Lengths,
-    Pieces,
     Recorder,
     copied,
     of_buckets,
 )
 from speculon.runtimes.torch.model.compare import alike
 from speculon.runtimes.torch.model.target import Runner, Target
-from speculon.runtimes.torch.model.trial import Step, compare_steps, refused
+from speculon.runtimes.torch.model.trial import TrialStep, compare_steps, refused
 from speculon.runtimes.torch.needs import LayerSpec, Needs
 
 SEEN = 5  # positions of a trial's sequence before its rows
@@ -91,7 +91,7 @@ def choose_run(network: Network, layers: tuple[LayerSpec, ...], target: Target, 
 # CUDA graphs between attentions
 
 
-class CapturedDraft(Pieces):
+class CapturedDraft(CapturedPieces):
     """A drafter's network whose pieces are captured. A call of more rows than any captured one runs it."""
 
     def __init__(self, network: Network, inputs: tuple[Tensor, ...], record: Recorder):
@@ -110,7 +110,7 @@ class CapturedDraft(Pieces):
         *_, after = self.replay(rows, view)
         return copied(after)
 
-    def start(self, rows: int) -> tuple[Tensor, Tables]:
+    def start(self, rows: int) -> tuple[Tensor, RotaryTables]:
         return self.network.begin(*(buffer[:rows] for buffer in self.inputs))
 
     def finish(self, x: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def trial_inputs(network: Network, ids: Tensor, positions: Tensor) -> tuple[Tens
 
 def draft_steps(
     network: Network, layers: tuple[LayerSpec, ...], target: Target, all_lengths: Iterable[Lengths]
-) -> Iterator[Step]:
+) -> Iterator[TrialStep]:
     """Steps of a network over sequences of so many rows; those that read states are written to pages."""
     for ids, positions, store, lengths in trials(layers, target, all_lengths):
         yield trial_inputs(network, ids, positions), trial_view(store, lengths, network.reads_states)

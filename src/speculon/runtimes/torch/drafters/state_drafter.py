@@ -1,7 +1,7 @@
 """What drafters over the target's own hidden states have in common.
 
 The states of every position lie in pages, as their own keys and values do, so a sequence may be preempted,
-start behind a cached prefix, or be computed again: nothing that they need is ever lost. `seq.drafted` says
+start behind a cached prefix, or be computed again: nothing that they need is ever lost. `Pages.drafted` says
 how far they have read; what is missing is computed with the next draft.
 """
 
@@ -12,26 +12,25 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import compress
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from speculon.checkpoints.locate import locate
 from speculon.core.config import SpeculationConfig
 from speculon.core.errors import ConfigError, UnsupportedModel
 from speculon.core.types import Draft, Stop, no_draft
 from speculon.decoding.sequence import Sequence
+from speculon.runtimes.torch.drafters.base import WeightedProposer
 from speculon.runtimes.torch.drafters.config import DrafterConfig, TargetShape, check_pair
+from speculon.runtimes.torch.drafters.host import DrafterHost
 from speculon.runtimes.torch.loading.quantization import BITS
 from speculon.runtimes.torch.model.quantized import supported
-from speculon.runtimes.torch.model.target import Runner, Target
-from speculon.runtimes.torch.needs import Needs
-from speculon.speculation.proposers.base import Proposer, TargetFacts
+from speculon.runtimes.torch.model.target import Target
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from speculon.runtimes.torch.kv.lease import DraftLease
+    from speculon.runtimes.torch.kv.draft_pages import DraftPages
 
 NOT_READY = no_draft(Stop.NOT_READY)
 TAPS = "taps"  # the option
@@ -42,45 +41,37 @@ AnyConfig = TypeVar("AnyConfig", bound=DrafterConfig)
 log = logging.getLogger("speculon")
 
 
-class StateDrafter(Proposer):
-    """A proposer that reads the target's states; how it drafts is up to `_propose` of each method.
+class StateDrafter(WeightedProposer):
+    """A drafter that reads the target's states; how it drafts is up to `_propose` of each method.
 
     It reads the prompt with the first draft, and computes rows of drafts again from committed states.
     """
 
-    method: ClassVar[str]
-    needs: Needs
-    runner: Runner
+    own: DraftPages  # without the first layer, which holds the states
 
-    def __init__(self, target: TargetFacts, min_confidence: float):
-        assert target.model is not None
-        self.target, self.min_confidence = target.model, min_confidence
-        self.vocab_size, self.max_rows = target.vocab_size, target.rows or sys.maxsize
-        self.compile = target.compile
+    def __init__(self, host: DrafterHost, min_confidence: float):
+        self.target, self.min_confidence = host.model, min_confidence
+        self.vocab_size, self.max_rows = host.model.vocab_size, host.rows or sys.maxsize
+        self.compile = host.compile
 
-    def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
-        return after_states(seqs, budgets, partial(self._propose, lease=lease))
+    def bind(self, pages: DraftPages) -> None:
+        super().bind(pages)
+        self.own = pages.after(1)
+
+    def propose(self, seqs: list[Sequence], ks: list[int]) -> list[Draft]:
+        return after_states(seqs, ks, self._propose)
 
     @abstractmethod
-    def _propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]: ...
+    def _propose(self, seqs: list[Sequence], ks: list[int]) -> list[Draft]: ...
 
 
-def after_states(
-    seqs: list[Sequence], budgets: list[Any], propose: Callable[..., list[Draft]]
-) -> list[Draft]:
+def after_states(seqs: list[Sequence], ks: list[Any], propose: Callable[..., list[Draft]]) -> list[Draft]:
     """What `propose` drafts; nothing after a single token, since there are no states before it."""
     able = [len(seq.tokens) > 1 for seq in seqs]
     if not any(able):
         return [NOT_READY] * len(seqs)
-    drafts = iter(propose([*compress(seqs, able)], [*compress(budgets, able)]))
+    drafts = iter(propose([*compress(seqs, able)], [*compress(ks, able)]))
     return [next(drafts) if yes else NOT_READY for yes in able]
-
-
-def required_target(method: str, target: TargetFacts) -> Target:
-    """The target whose states a drafter reads. Raises `ConfigError` where there is none."""
-    if target.model is None:
-        raise ConfigError(f"{method} reads the target's states, and there is no target")
-    return target.model
 
 
 def final_norm(target: Target) -> Callable[[Tensor], Tensor]:
@@ -127,7 +118,7 @@ class Overrides:
 def checked_config(
     method: str,
     config: SpeculationConfig,
-    target: TargetFacts,
+    model: Target,
     read: Callable[[Any], AnyConfig],
     overrides: Overrides,
 ) -> AnyConfig:
@@ -138,7 +129,6 @@ def checked_config(
     source = config.drafts.get(method)
     if not isinstance(source, str):
         raise ConfigError(f"{method} needs draft = a checkpoint's folder")
-    model = required_target(method, target)
     checkpoint = overrides.applied(read(locate(source)), config.options)
     setting = config.draft_quantization
     as_target = next((name for name, bits in BITS.items() if bits == model.layer_bits), setting)

@@ -1,13 +1,13 @@
 """Who owns which slot of a recurrent draft model's states. Integers only: `kv.states` has the bytes.
 
-Between steps a sequence holds one slot, whose state has seen its first `seq.drafted` tokens. Within a step
-the draft model reads on from there. The states after its calls are kept while there are slots, and at the end
-of the step the sequence goes on from the last one that has seen committed tokens alone.
+Between steps a sequence holds one slot, whose state has seen as many of its tokens as `Pages.drafted` says.
+Within a step the draft model reads on from there. The states after its calls are kept while there are slots,
+and at the end of the step the sequence goes on from the last one that has seen committed tokens alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from speculon.decoding.sequence import Sequence
@@ -79,25 +79,26 @@ class DraftSlots:
         chain.ids += ids
         chain.slots[chain.end], chain.written = chain.written, None
 
-    def roll_back(self, seq: Sequence) -> None:
-        """At the end of a step: keeps the state after the most committed tokens, and says how many these are.
+    def roll_back(self, seq: Sequence, committed: int) -> int:
+        """At the end of a step: keeps the state after the most committed tokens; returns how many these are.
 
         A state that has seen another token than the sequence has, whoever drafted that, is not kept.
         """
         chain = self.chains.get(seq.id)
-        if chain is None or (chain.written is None and not chain.ids):
-            return
-        pairs = zip(chain.ids, seq.tokens[chain.start : seq.committed], strict=False)
-        same = next((i for i, (a, b) in enumerate(pairs) if a != b), seq.committed - chain.start)
+        if chain is None:
+            return 0
+        if chain.written is None and not chain.ids:
+            return chain.start
+        pairs = zip(chain.ids, seq.tokens[chain.start : committed], strict=False)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), committed - chain.start)
         seen = max((tokens for tokens in chain.slots if tokens <= chain.start + same), default=0)
         slot = chain.slots.pop(seen, None)
         self._give_back(chain, holds_one=slot is not None)
         if slot is None:
             del self.chains[seq.id]
-            seq.drafted.pop(self.method, None)
         else:
             self.chains[seq.id] = Chain(seen, slots={seen: slot})
-            seq.drafted[self.method] = seen
+        return seen
 
     def release(self, seq: Sequence) -> None:
         """Takes its slots from a sequence; one without is left alone."""
@@ -108,13 +109,14 @@ class DraftSlots:
         self.spare += max(0, len(chain.held) + holds_one - PER_SEQUENCE)
         self.free += chain.held
 
-    def check_integrity(self, live: Iterable[Sequence]) -> None:
-        """Raises AssertionError unless every slot is free, or the one of a live sequence between steps."""
-        seqs = {seq.id: seq for seq in live}
+    def check_integrity(self, drafted: Mapping[int, int]) -> None:
+        """Raises AssertionError unless every slot is free, or the one of a live sequence between steps:
+        `drafted` has how many tokens of each the method has read.
+        """
         held = [slot for chain in self.chains.values() for slot in chain.held]
         assert sorted([*self.free, *held]) == list(range(self.count)), "a slot of a draft's states leaked"
         assert len(self.free) == self.count - len(self.chains), "a sequence holds more than one state"
         for number, chain in self.chains.items():
-            assert number in seqs, f"sequence {number} has ended and holds states of {self.method}"
-            seen = seqs[number].drafted.get(self.method)
+            assert number in drafted, f"sequence {number} has ended and holds states of {self.method}"
+            seen = drafted[number]
             assert list(chain.slots) == [seen], f"sequence {number}: state at {list(chain.slots)}, not {seen}"

@@ -100,7 +100,7 @@ class StateSlots:
         assert held.position == seq.committed, (seq.id, held.position, seq.committed)
         return held
 
-    def cut(self, seq: Sequence, end: int) -> tuple[int, int] | None:
+    def split_point(self, seq: Sequence, end: int) -> tuple[int, int] | None:
         """(position, slot) of a state to keep inside the span that goes on to `end`; None: there is none.
 
         The slot is a snapshot's, whose least recently used one is dropped where there are too many.
@@ -150,12 +150,12 @@ class StateSlots:
         if (slot := self.snapshot_slots.pop(page, None)) is not None:
             self._drop(slot)
 
-    def trim(self, seq: Sequence) -> None:
+    def trim(self, seq: Sequence, committed: int) -> None:
         """Gives back what the step has not kept; the slots, too, of a sequence without committed tokens."""
         if (held := self.held.get(seq.id)) is not None and held.cut is not None:
             self._drop(held.cut[1])
             held.cut = None
-        if not seq.committed:
+        if not committed:
             self.release(seq)
 
     def release(self, seq: Sequence) -> None:

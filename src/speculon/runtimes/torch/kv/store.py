@@ -4,7 +4,7 @@ sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from speculon.core.tree import branches
 from speculon.core.types import ceil_div
-from speculon.decoding.sequence import Sequence, Span
-from speculon.runtimes.torch.batch import as_tensor
+from speculon.decoding.sequence import Sequence
+from speculon.runtimes.torch.batch import PlacedSpan, as_tensor
+from speculon.runtimes.torch.kv.pages import Pages
 from speculon.runtimes.torch.kv.states import StateStep
 from speculon.runtimes.torch.needs import LayerSpec
 
@@ -61,31 +62,37 @@ class PageStore:
     def num_bytes(self) -> int:
         return sum(spec.bytes_per_token for spec in self.layers) * self.num_blocks * self.block_size
 
-    def view(self, spans: list[Span]) -> View:
-        """What one forward over `spans` writes and reads. Does not modify the store."""
-        return self.view_of([part for span in spans for part in self._branches(span)])
+    def view(self, placed: list[PlacedSpan], of: Callable[[Sequence], Pages]) -> View:
+        """What one forward over spans and their drafts writes and reads, in the pages `of` their sequences.
+        Does not modify the store.
+        """
+        return self.view_of([part for one in placed for part in self._branches(one, of(one.drafted.seq))])
 
-    def _branches(self, span: Span) -> list[SpanView]:
+    def _branches(self, placed: PlacedSpan, pages: Pages) -> list[SpanView]:
         """Each branch of a tree as a span of its own behind its ancestors, so that its rows see what those of
         a chain would, in the same order; a chain is one branch.
         """
-        seq, parents = span.seq, span.draft.parents
-        if any(block.stop > span.start for block in seq.request.images.blocks):
-            return [*self._blocks(span)]
+        drafted, row = placed
+        span, parents = drafted.span, drafted.draft.parents
+        if any(block.stop > span.start for block in span.seq.request.images.blocks):
+            return [*self._blocks(placed, pages)]
         if parents is None:
-            return [SpanView(span.row, span.row + span.rows, self.where_of(seq, span.end), span.end)]
-        first, begin_of, views = span.start + span.length, span.row + span.length, list[SpanView]()
+            return [SpanView(row, row + drafted.rows, self.where_of(pages, drafted.end), drafted.end)]
+        first_draft, views = row + span.length, list[SpanView]()
         for ancestors, begin, end in branches(parents):
-            rows = begin_of + begin if begin else span.row
-            where = self.path_of(seq, first, [*ancestors, *range(begin, end)])
-            views.append(SpanView(rows, begin_of + end, where, first + len(ancestors) + end - begin))
+            first = first_draft + begin if begin else row
+            where = self.path_of(pages, span.end, [*ancestors, *range(begin, end)])
+            views.append(SpanView(first, first_draft + end, where, span.end + len(ancestors) + end - begin))
         return views
 
-    def _blocks(self, span: Span) -> Iterator[SpanView]:
+    def _blocks(self, placed: PlacedSpan, pages: Pages) -> Iterator[SpanView]:
         """Rows of images that see each other in both directions, and those between them, as spans."""
-        for begin, stop, seen in span.seq.request.images.runs(span.start, span.end):
-            rows, end = slice(span.row + begin - span.start, span.row + stop - span.start), seen or stop
-            yield SpanView(rows.start, rows.stop, self.where_of(span.seq, end), end, both=bool(seen))
+        drafted, row = placed
+        start = drafted.span.start
+        for begin, stop, seen in drafted.seq.request.images.runs(start, drafted.end):
+            end = seen or stop
+            where = self.where_of(pages, end)
+            yield SpanView(row + begin - start, row + stop - start, where, end, both=bool(seen))
 
     def view_of(self, spans: list[SpanView], first_layer: int = 0) -> View:
         """The same for a model whose layers begin at `first_layer` of the store."""
@@ -107,16 +114,16 @@ class PageStore:
             pools[name] = torch.index_select(pool, 0, slots, out=room[: len(slots)])
         return pools["k"], pools["v"]
 
-    def where_of(self, seq: Sequence, end: int) -> Where:
-        """The slots of its positions up to `end`, from the first whose page it has."""
-        return self.where(seq.table[seq.released // self.block_size :], end - seq.released)
+    def where_of(self, pages: Pages, end: int) -> Where:
+        """The slots of a sequence's positions up to `end`, from the first whose page it has."""
+        return self.where(pages.table[pages.released // self.block_size :], end - pages.released)
 
-    def path_of(self, seq: Sequence, length: int, nodes: list[int]) -> Where:
+    def path_of(self, pages: Pages, length: int, nodes: list[int]) -> Where:
         """The slots of its positions up to `length`, then those of some nodes of a tree, which lie behind."""
         if nodes == list(range(len(nodes))):
-            return self.where_of(seq, length + len(nodes))
-        slots = as_index(self.where_of(seq, length + max(nodes) + 1), self.device)
-        first = length - seq.released
+            return self.where_of(pages, length + len(nodes))
+        slots = as_index(self.where_of(pages, length + max(nodes) + 1), self.device)
+        first = length - pages.released
         return torch.cat([slots[:first], slots[first:][nodes]])
 
     def move(self, slots: list[int], to: list[int]) -> None:
@@ -125,8 +132,8 @@ class PageStore:
         for pool in (*self.k, *self.v):
             pool[target] = pool[source]
 
-    def slot_of(self, seq: Sequence, position: int) -> int:
-        return seq.table[position // self.block_size] * self.block_size + position % self.block_size
+    def slot_of(self, pages: Pages, position: int) -> int:
+        return pages.table[position // self.block_size] * self.block_size + position % self.block_size
 
     def where(self, table: list[int], length: int) -> Where:
         """The slots of the first `length` positions in these pages."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from speculon.core.types import ceil_div
 from speculon.runtimes.torch.kv.store import PageStore, end_to_end
-from speculon.runtimes.torch.loading.load_check import Piece, run_pieces
+from speculon.runtimes.torch.loading.load_check import CheckedRows, run_pieces
 from speculon.runtimes.torch.model.attention import attend_written, eager_attention
 from speculon.runtimes.torch.model.grouping import KEY_BLOCK
 from speculon.runtimes.torch.model.target import Target
@@ -178,7 +178,7 @@ class TwoSequences:
 
     def run(self, *spans: tuple[int, int, int], scored: int | None = None) -> list[Tensor]:  # [rows, V] each
         """One forward over spans of (sequence, start, end); if given, one row alone is scored."""
-        pieces: list[Piece] = [(self.ids[i], self.tables[i], start, end) for i, start, end in spans]
+        pieces: list[CheckedRows] = [(self.ids[i], self.tables[i], start, end) for i, start, end in spans]
         return run_pieces(self.target, self.store, pieces, prompt_len=PROMPT, scored=scored)
 
 

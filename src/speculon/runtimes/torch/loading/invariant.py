@@ -28,7 +28,7 @@ from speculon.runtimes.torch.loading.batch_check import (
     uneven_keys,
 )
 from speculon.runtimes.torch.model.adapters import Adapted
-from speculon.runtimes.torch.model.block import Block, CannotReplace, Fused, Gated, Loop, between
+from speculon.runtimes.torch.model.block import CannotReplace, DecoderLayer, Fused, Gated, Loop, between
 from speculon.runtimes.torch.model.captured import Captured, captured_loop
 from speculon.runtimes.torch.model.grouping import PlanKey
 from speculon.runtimes.torch.model.linear import Product
@@ -37,12 +37,12 @@ from speculon.runtimes.torch.model.pieces import (
     CannotBeInvariant,
     InPieces,
     InvariantProducts,
-    Pieces,
+    ProductPieces,
     PromptsApart,
 )
 from speculon.runtimes.torch.model.remembered import once, passed, passes
 from speculon.runtimes.torch.model.taps import Taps
-from speculon.runtimes.torch.model.target import Run, Target
+from speculon.runtimes.torch.model.target import Target, TargetForward
 from speculon.runtimes.torch.needs import NO_PADDING, LayerSpec, Padding
 
 # of attention, the cheapest first; 512 is SDPA's block of keys
@@ -62,7 +62,7 @@ log = logging.getLogger("speculon")
 class InMode:
     """A forward of model code whose products run in pieces, wherever it makes them."""
 
-    run: Run
+    run: TargetForward
     mode: InvariantProducts
 
     def __call__(self, batch: Batch, view: View, taps: Taps | None = None) -> Tensor | None:  # [R, V]
@@ -128,7 +128,7 @@ def obstacle(target: Target) -> str | None:
 
 def put_products_in_pieces(target: Target, undo: ExitStack) -> None:
     """Those of fused layers one by one; where other modules are left, a mode finds theirs."""
-    pieces, dtype, width = Pieces(), target.dtype, target.hidden_size
+    pieces, dtype, width = ProductPieces(), target.dtype, target.hidden_size
     loop = target.runner.run
     loop = loop.loop if isinstance(loop, Captured) else loop
     blocks, differ = list(fused_blocks(target.model)), False
@@ -159,7 +159,9 @@ def put_products_in_pieces(target: Target, undo: ExitStack) -> None:
             target.model.set_experts_implementation("eager")  # others depend on the rows of all experts
 
 
-def put_mlp_in_pieces(block: Block, mlp: Gated, pieces: Pieces, target: Target, undo: ExitStack) -> bool:
+def put_mlp_in_pieces(
+    block: DecoderLayer, mlp: Gated, pieces: ProductPieces, target: Target, undo: ExitStack
+) -> bool:
     """Whether prompts take other products: then they run through all of it, since its inner rows are wide."""
     width, dtype, whole = target.hidden_size, target.dtype, Gated(mlp.gate_up, mlp.down, mlp.gating)
     both = num_outputs(mlp.gate_up, width, target)
@@ -193,11 +195,11 @@ def capture_again(captured: Captured, target: Target, undo: ExitStack) -> None:
     put(undo, target.runner, "run", made)
 
 
-def fused_blocks(model: nn.Module) -> Iterator[Block]:
+def fused_blocks(model: nn.Module) -> Iterator[DecoderLayer]:
     """The fused layers of a model."""
     for module in model.modules():
         block = getattr(module, "block", None)
-        if isinstance(block, Block):
+        if isinstance(block, DecoderLayer):
             yield block
 
 

@@ -63,7 +63,7 @@ OWN_BUFFER = 1 << 16
 DEFAULT_CONTEXT, WITHOUT_ATTENTION = 4096, 1 << 17
 RECURRENT = "it keeps a recurrent state: its layers are not fused, except norms"
 
-Progress = Callable[[str], None]  # called with the name of each stage as it begins
+OnStage = Callable[[str], None]  # called with the name of each stage as it begins
 
 
 def load_target(
@@ -79,7 +79,7 @@ def load_target(
     batch_invariant: bool | None = False,
     quantization: Quantization = "auto",
     adapters: Mapping[str, str] | None = None,
-    progress: Progress | None = None,
+    progress: OnStage | None = None,
 ) -> Target:
     """A checked Target from a folder, a GGUF file, a hub id or a name, with `adapters` (folders by name).
 

@@ -21,7 +21,7 @@ from speculon.checkpoints.processors import load_processor
 from speculon.core.errors import ModelError, SpeculonError, UnsupportedModel
 from speculon.core.images import ImageInput
 from speculon.core.media.files import ImageLimits
-from speculon.core.media.parts import Source
+from speculon.core.media.parts import ImageSource
 from speculon.core.media.prompts import Images
 from speculon.runtimes.torch.batch import Batch, ImageRows, joined
 from speculon.runtimes.torch.kv.states import StateSpan, StateStep, StateStore
@@ -50,7 +50,9 @@ SIDE = 64  # pixels of a sample
 BEFORE, AFTER = "What is here: ", " A picture of noise."  # its text
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # arguments that say which tokens are of images
 
-Piece = tuple[Tensor, list[int], int, int]  # a sequence [n], its pages, and the part [start, end) to run
+CheckedRows = tuple[
+    Tensor, list[int], int, int
+]  # a sequence [n], its pages, and the part [start, end) to run
 
 
 class InFp32(TorchFunctionMode):
@@ -185,7 +187,7 @@ def paged_logits(target: Target) -> Tensor:  # [17, V]
 def run_pieces(
     target: Target,
     store: PageStore,
-    pieces: list[Piece],
+    pieces: list[CheckedRows],
     states: StateStore | None = None,
     turn: int = 0,
     accepted: list[int] | None = None,
@@ -253,7 +255,7 @@ def image_sample(path: Path, trust_remote_code: bool) -> ImageSample | None:
     from PIL import Image  # an extra, which processors need
 
     noise = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
-    source = Source("images", Image.fromarray(noise))
+    source = ImageSource("images", Image.fromarray(noise))
     images = Images(lambda: processor, ImageLimits(1, 0, SIDE * SIDE))
     text, encode = f"{BEFORE}{processor.placeholder}{AFTER}", processor.inner.tokenizer.encode
     ids, (image,) = images.prompt(text, [source], encode)

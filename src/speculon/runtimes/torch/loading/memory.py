@@ -23,7 +23,7 @@ from speculon.checkpoints.reading import quiet
 from speculon.core.config import MAX_DRAFTS, EngineConfig
 from speculon.core.config.speculation import Quantization
 from speculon.core.errors import ModelError
-from speculon.runtimes.torch.budget import Budget, MemoryEstimate, scratch_bytes
+from speculon.runtimes.torch.budget import MemoryBudget, MemoryEstimate, scratch_bytes
 from speculon.runtimes.torch.kv.slots import PER_SEQUENCE
 from speculon.runtimes.torch.kv.states import slot_bytes
 from speculon.runtimes.torch.loading.load import dtype_of, load_config, pick_device
@@ -135,7 +135,7 @@ class ProcessMemory(NamedTuple):
     pool: int  # of that, bytes of the page pool
 
 
-class Step(NamedTuple):
+class LargestStep(NamedTuple):
     """The largest forward of an engine: T = `rows` and R = `scored`."""
 
     dtype: torch.dtype
@@ -144,7 +144,7 @@ class Step(NamedTuple):
     scored: int
 
 
-def largest_step(config: EngineConfig) -> Step:
+def largest_step(config: EngineConfig) -> LargestStep:
     """Raises `ModelError` or `ConfigError` where loading would."""
     device = pick_device(config.device)
     folder = locate(
@@ -155,7 +155,7 @@ def largest_step(config: EngineConfig) -> Step:
     with quiet():
         model_config = load_config(checkpoint, config.trust_remote_code)
     dtype = dtype_of(checkpoint, model_config, config.dtype, config.quantization, device)
-    return Step(dtype, device, config.max_batch_tokens + drafts, config.max_num_seqs + drafts)
+    return LargestStep(dtype, device, config.max_batch_tokens + drafts, config.max_num_seqs + drafts)
 
 
 def adapter_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
@@ -164,7 +164,9 @@ def adapter_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     return OF_ADAPTERS * parameters * dtype.itemsize
 
 
-def process_memory(config: EngineConfig, step: Step, drafters: Sequence[Needs], total: int) -> ProcessMemory:
+def process_memory(
+    config: EngineConfig, step: LargestStep, drafters: Sequence[Needs], total: int
+) -> ProcessMemory:
     """The estimate of an engine that may take `total` bytes, instead of what happens to be free.
 
     Raises `ModelError` or `ConfigError` where loading would.
@@ -189,5 +191,5 @@ def process_memory(config: EngineConfig, step: Step, drafters: Sequence[Needs], 
         raise ModelError(f"{config.model}: its config names no longest context; set max_context")
     limits = [limit for limit in (target.max_context, config.max_context) if limit is not None]
     held = LIBRARIES + target.bytes_fixed
-    budget = Budget(config, target, min(limits), step.device, held=held, free=max(0, total - held))
+    budget = MemoryBudget(config, target, min(limits), step.device, held=held, free=max(0, total - held))
     return ProcessMemory(budget.estimate(drafters), budget.pool_bytes(drafters))

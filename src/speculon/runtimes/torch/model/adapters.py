@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from speculon.runtimes.torch.batch import NO_ADAPTERS, AdapterRows
-from speculon.runtimes.torch.model.block import Block, FusedLayer, Stock
+from speculon.runtimes.torch.model.block import DecoderLayer, FusedLayer, Stock
 from speculon.runtimes.torch.model.linear import Linear, Product
 
 # a stock module of a fused layer -> the part of the block, its product, and the modules before it there
@@ -34,7 +34,7 @@ FUSED: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
 
 _rows: ContextVar[AdapterRows] = ContextVar("speculon_adapters", default=NO_ADAPTERS)
 
-Shapes = Mapping[str, tuple[int, int]]  # of the linear layers of a model by name: outputs, inputs
+LinearShapes = Mapping[str, tuple[int, int]]  # of the linear layers of a model by name: outputs, inputs
 
 
 class CannotAdapt(Exception):
@@ -125,7 +125,7 @@ class AdaptedModule(nn.Module):
 
 
 @dataclass(slots=True)
-class Place:
+class UpdatePlace:
     """Where the updates of some layers are added: the owner of one product, and the product's name."""
 
     owner: Any
@@ -160,14 +160,14 @@ def joined_factors(parts: list[tuple[int, Factors]], outputs: int) -> Factors:
 
 @torch.no_grad()
 def install(
-    model: nn.Module, linears: Shapes, adapters: Mapping[str, Mapping[str, Factors]]
+    model: nn.Module, linears: LinearShapes, adapters: Mapping[str, Mapping[str, Factors]]
 ) -> list[Adapted]:
     """Adds the updates of each adapter, by layer, to a target's model that has none. `linears` are the layers
     of its stock form.
 
     Raises `CannotAdapt` for a layer that has no place.
     """
-    places: dict[tuple[int, str], Place] = {}
+    places: dict[tuple[int, str], UpdatePlace] = {}
     for layer in sorted({layer for layers in adapters.values() for layer in layers}):
         place = place_of(model, linears, layer)
         known = places.setdefault((id(place.owner), place.name), place)
@@ -175,7 +175,7 @@ def install(
     return [place.install(adapters) for place in places.values()]
 
 
-def place_of(model: nn.Module, linears: Shapes, layer: str) -> Place:
+def place_of(model: nn.Module, linears: LinearShapes, layer: str) -> UpdatePlace:
     """Of one layer, by its name in the stock model."""
     prefix, block = block_of(model, layer)
     if block is None:
@@ -189,10 +189,10 @@ def place_of(model: nn.Module, linears: Shapes, layer: str) -> Place:
     offset = sum(linears[f"{prefix}.{other}"][0] for other in before)
     together = [other for other, (*product, _) in FUSED.items() if product == [part, name]]
     outputs = sum(linears.get(f"{prefix}.{other}", (0, 0))[0] for other in together)
-    return Place(getattr(block, part), name, outputs, {layer: offset})
+    return UpdatePlace(getattr(block, part), name, outputs, {layer: offset})
 
 
-def block_of(model: nn.Module, layer: str) -> tuple[str, Block | None]:
+def block_of(model: nn.Module, layer: str) -> tuple[str, DecoderLayer | None]:
     """The fused layer that a stock module was in, and its name; None where the module is still there."""
     names = layer.split(".")
     for end in range(1, len(names)):
@@ -202,7 +202,7 @@ def block_of(model: nn.Module, layer: str) -> tuple[str, Block | None]:
     return "", None
 
 
-def module_place(root: nn.Module, path: str, layer: str, shapes: Shapes) -> Place:
+def module_place(root: nn.Module, path: str, layer: str, shapes: LinearShapes) -> UpdatePlace:
     """A module that is still there."""
     parent, _, name = path.rpartition(".")
-    return Place(root.get_submodule(parent), name, shapes[layer][0], {layer: 0})
+    return UpdatePlace(root.get_submodule(parent), name, shapes[layer][0], {layer: 0})

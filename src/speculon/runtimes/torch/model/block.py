@@ -33,7 +33,7 @@ AROUND = (
     "post_feedforward_layernorm",
 )
 
-Tables = tuple[Tensor, Tensor]  # cos, and sin with the sign of the rotation: [T, 1, Dh]
+RotaryTables = tuple[Tensor, Tensor]  # cos, and sin with the sign of the rotation: [T, 1, Dh]
 
 # what the modules of an unknown architecture raise
 UNKNOWN = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
@@ -43,7 +43,7 @@ class CannotReplace(Exception):
     """A stock module cannot be replaced by a faster form; the message says why."""
 
 
-class Norm:
+class FusedNorm:
     """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019).
 
     `weight` [D], or [H, D] for H heads of x [T, H, D]. A weight in fp32 is not rounded to the dtype of x.
@@ -75,10 +75,10 @@ class Norm:
 class Rotary:
     """Query and key heads [T, H + Hkv, Dh], normed where there is a norm, then rotated."""
 
-    norm: Norm | None
+    norm: FusedNorm | None
     rotates: bool
 
-    def __call__(self, heads: Tensor, tables: Tables | None) -> Tensor:
+    def __call__(self, heads: Tensor, tables: RotaryTables | None) -> Tensor:
         if self.norm is not None:
             heads = self.norm(heads)
         return rotate(heads, tables) if self.rotates and tables is not None else heads
@@ -95,14 +95,14 @@ class Attention:
     kv_heads: int
     head_dim: int
     scaling: float
-    rotary: Callable[[Tensor, Tables | None], Tensor]  # `Rotary`, or a program
+    rotary: Callable[[Tensor, RotaryTables | None], Tensor]  # `Rotary`, or a program
     softcap: float | None
     sinks: Tensor | None  # [H]
 
-    def __call__(self, x: Tensor, tables: Tables | None, view: View) -> Tensor:  # [T, D] -> [T, D]
+    def __call__(self, x: Tensor, tables: RotaryTables | None, view: View) -> Tensor:  # [T, D] -> [T, D]
         return self.out(self.attend(*self.begin(x, tables), view).reshape(len(x), -1))
 
-    def begin(self, x: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor]:
+    def begin(self, x: Tensor, tables: RotaryTables | None) -> tuple[Tensor, Tensor]:
         """Query and key heads side by side, rotated [T, H + Hkv, Dh], and the values [T, Hkv, Dh]."""
         both, states = self.heads + self.kv_heads, self.states(x)
         return self.rotary(states[:, :both], tables), states[:, both:]
@@ -151,17 +151,19 @@ class Stock:
 
 
 @dataclass(slots=True)
-class Block:
+class DecoderLayer:
     """One layer: [T, D] -> [T, D]."""
 
     attention: Attention
     mlp: Gated | Stock
-    norms: tuple[Norm | None, Norm | None, Norm | None, Norm | None]  # before and after each of the two
+    norms: tuple[
+        FusedNorm | None, FusedNorm | None, FusedNorm | None, FusedNorm | None
+    ]  # before and after each of the two
 
-    def __call__(self, x: Tensor, tables: Tables | None, view: View) -> Tensor:
+    def __call__(self, x: Tensor, tables: RotaryTables | None, view: View) -> Tensor:
         return self.end(x, self.attend(*self.begin(x, tables), view))
 
-    def begin(self, x: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor]:
+    def begin(self, x: Tensor, tables: RotaryTables | None) -> tuple[Tensor, Tensor]:
         """The part before attention; see `Attention.begin`."""
         before = self.norms[0]
         return self.attention.begin(before(x) if before else x, tables)
@@ -182,16 +184,16 @@ class Block:
 class Between:
     """All between the attentions of two layers, which depends on each row alone."""
 
-    before: Block
-    after: Block
+    before: DecoderLayer
+    after: DecoderLayer
 
-    def __call__(self, x: Tensor, seen: Tensor, tables: Tables | None) -> Sequence[Tensor]:
+    def __call__(self, x: Tensor, seen: Tensor, tables: RotaryTables | None) -> Sequence[Tensor]:
         """The input [T, D] of the later layer, and what it attends to; see `Attention.begin`."""
         x = self.before.end(x, seen)
         return x, *self.after.begin(x, tables)
 
 
-def between(blocks: list[Block]) -> list[Between]:
+def between(blocks: list[DecoderLayer]) -> list[Between]:
     return [Between(before, after) for before, after in pairwise(blocks)]
 
 
@@ -201,8 +203,8 @@ class Loop:
 
     embed: nn.Module
     rotary: nn.Module
-    blocks: list[Block]
-    norm: Norm
+    blocks: list[DecoderLayer]
+    norm: FusedNorm
     head: Product
     layer_types: tuple[str, ...] = ()  # of each layer, where each type has a rotary table of its own
     between: Sequence[Callable[..., Sequence[Tensor]]] = field(init=False)  # `Between`, or programs
@@ -225,7 +227,7 @@ class Loop:
         keep(len(self.between), x)
         return self.end(x, batch.score_rows) if batch.score_rows.numel() else None
 
-    def begin(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tables]:
+    def begin(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, RotaryTables]:
         """The input [T, D] of the first layer, and its rotary tables; ids and positions are [1, T]."""
         x = self.embed(input_ids)
         return x[0], self.tables(x, position_ids, self.kinds[0])
@@ -235,7 +237,7 @@ class Loop:
         """Whose rotary tables each layer takes."""
         return self.layer_types or (None,) * len(self.blocks)
 
-    def tables(self, x: Tensor, position_ids: Tensor, kind: str | None) -> Tables:
+    def tables(self, x: Tensor, position_ids: Tensor, kind: str | None) -> RotaryTables:
         cos, sin = self.rotary(x, position_ids) if kind is None else self.rotary(x, position_ids, kind)
         return rotation_tables(cos, sin, self.blocks[0].attention.head_dim)
 
@@ -247,7 +249,7 @@ class Loop:
 class FusedLayer(nn.Module):
     """A block with the signature of a stock layer."""
 
-    def __init__(self, block: Block):
+    def __init__(self, block: DecoderLayer):
         super().__init__()
         self.block = block
 
@@ -255,7 +257,7 @@ class FusedLayer(nn.Module):
         view = running_view()
         return self.block(hidden_states[0], self.tables(position_embeddings, view), view)[None]
 
-    def tables(self, made: tuple[Tensor, Tensor] | None, view: View) -> Tables | None:
+    def tables(self, made: tuple[Tensor, Tensor] | None, view: View) -> RotaryTables | None:
         """The rotary tables of this step, converted once for all layers that share them."""
         if made is None:
             return None
@@ -283,13 +285,13 @@ class FusedRows(Fused):
         return self.inner(x.flatten(0, -2).contiguous()).unflatten(0, x.shape[:-1])
 
 
-def rotate(heads: Tensor, tables: Tables) -> Tensor:
+def rotate(heads: Tensor, tables: RotaryTables) -> Tensor:
     """Rotary positions (Su 2021) in half-split form: x cos + swapped halves of x (-sin, sin). [T, H, Dh]."""
     cos, sin = tables
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
 
 
-def rotation_tables(cos: Tensor, sin: Tensor, width: int) -> Tables:
+def rotation_tables(cos: Tensor, sin: Tensor, width: int) -> RotaryTables:
     """The tables of one step for `rotate`, from those of transformers: [1, T, Dh] or [1, T, Dh / 2]."""
     if 2 * cos.shape[-1] == width:
         cos, sin = cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)
@@ -297,7 +299,7 @@ def rotation_tables(cos: Tensor, sin: Tensor, width: int) -> Tables:
     return cos[0, :, None], torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1)
 
 
-def fused_block(stock: nn.Module, layer: int, kv_heads: int, head_dim: int, share: bool) -> Block:
+def fused_block(stock: nn.Module, layer: int, kv_heads: int, head_dim: int, share: bool) -> DecoderLayer:
     """A fused form of a decoder layer. Raises `CannotReplace` where a part is missing."""
     children = dict(stock.named_children())
     inner = children.pop("self_attn", None)
@@ -305,10 +307,12 @@ def fused_block(stock: nn.Module, layer: int, kv_heads: int, head_dim: int, shar
     if inner is None or mlp is None:
         raise CannotReplace("no self_attn and mlp")
     attention = fused_attention(inner, layer, kv_heads, head_dim, share)
-    return Block(attention, fused_mlp(mlp, share), fused_norms(children))
+    return DecoderLayer(attention, fused_mlp(mlp, share), fused_norms(children))
 
 
-def fused_norms(children: dict[str, nn.Module]) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
+def fused_norms(
+    children: dict[str, nn.Module],
+) -> tuple[FusedNorm | None, FusedNorm | None, FusedNorm | None, FusedNorm | None]:
     """The four norms. Gemma and OLMo name the norm after attention as Llama names that before the MLP."""
     around = {"pre_feedforward_layernorm", "post_feedforward_layernorm"} & children.keys()
     names = AROUND if around else BEFORE
@@ -336,14 +340,14 @@ def fused_attention(stock: Any, layer: int, kv_heads: int, head_dim: int, share:
     )
 
 
-def head_norm(stock: Any, heads: int, kv_heads: int, head_dim: int) -> Norm | None:
+def head_norm(stock: Any, heads: int, kv_heads: int, head_dim: int) -> FusedNorm | None:
     """The norms of query and key heads as one, where there are such."""
     if not hasattr(stock, "q_norm") and not hasattr(stock, "k_norm"):
         return None
     query, key = fused_norm(stock.q_norm), fused_norm(stock.k_norm)
     if query.eps != key.eps or {query.weight.numel(), key.weight.numel()} != {head_dim}:
         raise CannotReplace(f"{type(stock).__name__} normalises queries and keys differently")
-    return Norm(torch.cat([query.weight.expand(heads, -1), key.weight.expand(kv_heads, -1)]), query.eps)
+    return FusedNorm(torch.cat([query.weight.expand(heads, -1), key.weight.expand(kv_heads, -1)]), query.eps)
 
 
 def fused_mlp(stock: Any, share: bool) -> Gated | Stock:
@@ -366,7 +370,7 @@ def linears(module: Any, *choices: tuple[str, ...]) -> list[nn.Linear]:
     raise CannotReplace(f"{type(module).__name__} has no plain linear {missing}")
 
 
-def fused_norm(stock: nn.Module) -> Norm:
+def fused_norm(stock: nn.Module) -> FusedNorm:
     """The native form of an RMS norm, with weight w or 1 + w. Raises `CannotReplace` if neither agrees."""
     eps = getattr(stock, "variance_epsilon", getattr(stock, "eps", None))
     named = dict(stock.named_parameters())
@@ -378,7 +382,7 @@ def fused_norm(stock: nn.Module) -> Norm:
     weight = named["weight"].detach()
     plus = added_to_weight(stock, float(eps))
     # 1 + w stays in fp32: rounded to bf16 it has an error of 2^-9 of its own
-    norm = Norm(weight.clone() if plus == 0.0 else plus + weight.float(), float(eps))
+    norm = FusedNorm(weight.clone() if plus == 0.0 else plus + weight.float(), float(eps))
     if same_norm(stock, norm):
         return norm
     raise CannotReplace(f"{type(stock).__name__} differs from the library's norm")
@@ -394,13 +398,13 @@ def added_to_weight(stock: nn.Module, eps: float) -> float:
     weight = torch.linspace(-0.5, 0.5, len(own), device=own.device)
     with_others.weight = nn.Parameter(weight, requires_grad=False)
     for plus in (0.0, 1.0):
-        if same_norm(with_others, Norm(plus + weight, eps)):
+        if same_norm(with_others, FusedNorm(plus + weight, eps)):
             return plus
     raise CannotReplace(f"{type(stock).__name__} differs from the library's norm")
 
 
 @torch.inference_mode()
-def same_norm(stock: nn.Module, new: Norm) -> bool:
+def same_norm(stock: nn.Module, new: FusedNorm) -> bool:
     """Whether a norm is the stock one in fp32, up to roundings of each element.
 
     On random rows [3, D] of small, usual and large size.

@@ -22,7 +22,7 @@ from torch import Tensor
 from speculon.runtimes.torch.batch import Batch
 from speculon.runtimes.torch.budget import inner_size, width_of_states
 from speculon.runtimes.torch.kv.store import View
-from speculon.runtimes.torch.model.block import CannotReplace, Loop, Stock, Tables
+from speculon.runtimes.torch.model.block import CannotReplace, Loop, RotaryTables, Stock
 from speculon.runtimes.torch.model.compare import Same, alike
 from speculon.runtimes.torch.model.taps import EMBEDDINGS, Taps
 from speculon.runtimes.torch.model.trial import Trial, compare_steps, layer_states, refused
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from speculon.runtimes.torch.model.target import Target
 
 Lengths = tuple[int, ...]  # rows of each sequence of a step
-Piece = Callable[[], None]  # reads and writes static buffers only
-Recorder = Callable[[Piece], Piece]  # from a piece to its replay
+CapturedPiece = Callable[[], None]  # reads and writes static buffers only
+Recorder = Callable[[CapturedPiece], CapturedPiece]  # from a piece to its replay
 
 # guess: rows of a captured step; 128 are 16 sequences with 7 drafts each
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -47,7 +47,7 @@ class CudaGraphRecorder:
         self.device, self.stream = device, torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, piece: Piece) -> Piece:
+    def __call__(self, piece: CapturedPiece) -> CapturedPiece:
         with torch.cuda.device(self.device):
             self.warm_up(piece)
             graph = torch.cuda.CUDAGraph()
@@ -57,7 +57,7 @@ class CudaGraphRecorder:
                 piece()
         return graph.replay
 
-    def warm_up(self, piece: Piece) -> None:
+    def warm_up(self, piece: CapturedPiece) -> None:
         """Runs it once: handles, kernels and workspaces may not be created during a capture."""
         here = torch.cuda.current_stream()
         self.stream.wait_stream(here)
@@ -85,7 +85,7 @@ RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaGraphRec
 class Layer(Protocol):
     """A layer in parts; of these, only attention reads spans and pages."""
 
-    def begin(self, x: Tensor, tables: Tables) -> tuple[Tensor, ...]:
+    def begin(self, x: Tensor, tables: RotaryTables) -> tuple[Tensor, ...]:
         """[T, D] -> the arguments of `attend`, [T, any, Dh] each."""
         ...
 
@@ -99,7 +99,7 @@ class Layer(Protocol):
         ...
 
 
-class Pieces:
+class CapturedPieces:
     """The pieces of some layers, captured on static buffers."""
 
     def __init__(self, blocks: Sequence[Layer], heads: int, inputs: tuple[Tensor, ...]):
@@ -112,9 +112,9 @@ class Pieces:
         self.attended = self.first.new_zeros(rows, heads, parts[0].shape[-1])
         after = blocks[0].end(self.first, self.attended)
         self.x = self.first if after.shape == self.first.shape else after
-        self.pieces: dict[int, list[Piece]] = {}
+        self.pieces: dict[int, list[CapturedPiece]] = {}
 
-    def start(self, rows: int) -> tuple[Tensor, Tables]:
+    def start(self, rows: int) -> tuple[Tensor, RotaryTables]:
         """What the first layer reads, and the rotary tables of all, for the first rows of the inputs."""
         raise NotImplementedError
 
@@ -159,7 +159,7 @@ class Pieces:
                 self.attended[:rows].copy_(self.blocks[number].attend(*parts, view))
 
 
-class Captured(Pieces):
+class Captured(CapturedPieces):
     """A loop whose pieces are captured. Steps of more rows than any captured one take the loop.
 
     So do steps with prompts where these take other products, and steps with images or rows of adapters.
@@ -177,10 +177,10 @@ class Captured(Pieces):
         self.score_rows = rows[0]
         super().__init__(loop.blocks, shapes.pop()[0], (self.ids, self.positions))
         self.logits = loop.end(self.x, self.score_rows)
-        self.scores: dict[int, Piece] = {}
+        self.scores: dict[int, CapturedPiece] = {}
         self.record(record)
 
-    def start(self, rows: int) -> tuple[Tensor, Tables]:
+    def start(self, rows: int) -> tuple[Tensor, RotaryTables]:
         return self.loop.begin(self.ids[:, :rows], self.positions[:, :rows])
 
     def record_size(self, size: int, record: Recorder) -> None:

@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from speculon.runtimes.torch.model.block import (
     Between,
     CannotReplace,
+    FusedNorm,
     Gated,
     Gating,
     Loop,
-    Norm,
     Rotary,
-    Tables,
+    RotaryTables,
     between,
     rotate,
 )
@@ -42,17 +42,17 @@ from speculon.runtimes.torch.model.quantized import MEASURED_ROWS, Packed4, Pack
 from speculon.runtimes.torch.model.remembered import chip_name
 from speculon.runtimes.torch.model.trial import cast, refused
 
-Settings = dict[str, Any]  # of the compiler
-Run = Callable[[list[Tensor]], list[Tensor]]
+CompilerSettings = dict[str, Any]  # of the compiler
+RunProgram = Callable[[list[Tensor]], list[Tensor]]
 
 ROWS = 64  # of the example that is compiled, so that threads share the rows, and never a sum
 HALVED = 8  # after so many rows they are half as large; an update is not small beside the last ones
 FEW = 16  # up to so many rows waking threads takes longer than they save: about equal for 8 of 2 x 1536
-ONE_THREAD: Settings = {"cpp.threads": 1}
-THREADS: Settings = {"cpp.dynamic_threads": True}  # as many as there are when it runs
+ONE_THREAD: CompilerSettings = {"cpp.threads": 1}
+THREADS: CompilerSettings = {"cpp.dynamic_threads": True}  # as many as there are when it runs
 
 Replacement = tuple[Any, str, Any]  # an object, the name of its part, and a program, or a list of them
-Part = tuple[nn.Module, list[Tensor]]  # of a program, with its weights
+ExportedPart = tuple[nn.Module, list[Tensor]]  # of a program, with its weights
 Plain = Callable[..., Sequence[Tensor]]  # rows -> what a program of them computes, without the compiler
 
 source_of = cache(getsource)  # which parses the whole file of a class
@@ -62,8 +62,8 @@ source_of = cache(getsource)  # which parses the whole file of a class
 class Program:
     """One module compiled twice, with bitwise equal results for a row."""
 
-    few: Run
-    many: Run
+    few: RunProgram
+    many: RunProgram
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         run = self.few if inputs[0].size(0) <= FEW else self.many
@@ -71,7 +71,7 @@ class Program:
 
 
 class NormRows(nn.Module):
-    """`Norm` of rows [T, D] or of heads [T, H, D], given its `scaled` weight and `floor`."""
+    """`FusedNorm` of rows [T, D] or of heads [T, H, D], given its `scaled` weight and `floor`."""
 
     def forward(self, x: Tensor, scaled: Tensor, floor: Tensor) -> Tensor:
         wide = x.float()
@@ -116,7 +116,7 @@ class PackedRows(nn.Module):
 class BetweenRows(nn.Module):
     """`Between` of rows x [T, D] and seen [T, H Dh], from its ten parts in their order."""
 
-    def __init__(self, parts: Sequence[Part], heads: int, head_dim: int):
+    def __init__(self, parts: Sequence[ExportedPart], heads: int, head_dim: int):
         super().__init__()
         self.parts = nn.ModuleList(module for module, _ in parts)
         self.counts, self.heads, self.head_dim = [len(weights) for _, weights in parts], heads, head_dim
@@ -154,7 +154,7 @@ class BetweenProgram:
     run: Program
     weights: list[Tensor]
 
-    def __call__(self, x: Tensor, seen: Tensor, tables: Tables) -> list[Tensor]:
+    def __call__(self, x: Tensor, seen: Tensor, tables: RotaryTables) -> list[Tensor]:
         # a program reads rows as its example had them, whatever their strides are
         rows = x, seen.reshape(x.size(0), -1).contiguous(), *tables
         if x.size(0) <= MEASURED_ROWS:
@@ -199,8 +199,8 @@ def programs(loop: Loop) -> Iterator[Replacement]:
 
 
 def rotary_program(
-    rotary: Rotary, heads: Tensor, tables: Tables, made: dict[str, Program]
-) -> Callable[[Tensor, Tables], Tensor]:
+    rotary: Rotary, heads: Tensor, tables: RotaryTables, made: dict[str, Program]
+) -> Callable[[Tensor, RotaryTables], Tensor]:
     run = operation_program(rotary, lambda heads, *tables: rotary(heads, tables), [heads, *tables], made)
     return lambda heads, tables: run(heads, *tables)
 
@@ -224,7 +224,7 @@ def of_rows(pair: Between) -> Plain:
     return lambda x, seen, *tables: cast(pair, x.dtype)(x, seen, tables)
 
 
-def parts_between(pair: Between) -> list[Part]:
+def parts_between(pair: Between) -> list[ExportedPart]:
     """In the order in which they run."""
     before, mlp, after, later = pair.before, pair.before.mlp, pair.after, pair.after.attention
     if not isinstance(mlp, Gated):
@@ -234,11 +234,11 @@ def parts_between(pair: Between) -> list[Part]:
     return [part(one) for one in (*operations, after.norms[0], later.qkv, later.rotary)]
 
 
-def part(operation: object) -> Part:
+def part(operation: object) -> ExportedPart:
     match operation:
         case None:
             return nn.Identity(), []
-        case Norm():
+        case FusedNorm():
             return NormRows(), [operation.scaled, operation.floor]
         case Gating(act):
             return GatingRows(act), []
@@ -308,14 +308,14 @@ def described(module: nn.Module) -> list[object]:
 
 
 def load_or_compile(
-    key: str, module: nn.Module, rows: list[Tensor], weights: list[Tensor], settings: Settings
-) -> Run:
+    key: str, module: nn.Module, rows: list[Tensor], weights: list[Tensor], settings: CompilerSettings
+) -> RunProgram:
     from torch._inductor import aoti_compile_and_package, aoti_load_package
     from torch._inductor.runtime.cache_dir_utils import cache_dir
     from torch.export import Dim, export
 
-    def loaded() -> Run:
-        run: Run = aoti_load_package(str(path), run_single_threaded=True).loader.boxed_run
+    def loaded() -> RunProgram:
+        run: RunProgram = aoti_load_package(str(path), run_single_threaded=True).loader.boxed_run
         return run
 
     path = Path(cache_dir()) / "speculon" / f"{key}-{'-'.join(settings)}.pt2"

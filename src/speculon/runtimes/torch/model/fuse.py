@@ -19,9 +19,9 @@ from speculon.runtimes.torch.model.block import (
     CannotReplace,
     Fused,
     FusedLayer,
+    FusedNorm,
     FusedRows,
     Loop,
-    Norm,
     fused_block,
     fused_norm,
 )
@@ -34,7 +34,7 @@ from speculon.runtimes.torch.model.remembered import passed, passes
 from speculon.runtimes.torch.model.target import Runner, Target, stock_forward
 from speculon.runtimes.torch.model.trial import Trial
 
-Place = tuple[nn.Module, str]  # a module's parent, and its name there
+ModulePlace = tuple[nn.Module, str]  # a module's parent, and its name there
 OF_NORMS = 3e-5  # of the largest logit: a third of what the load check allows
 
 
@@ -100,7 +100,7 @@ def choose_loop(target: Target, trial: Trial, *, compile: bool) -> None:
         raise CannotReplace(f"not compiled: {target.device.type} was never measured")
 
 
-def layer_places(model: nn.Module) -> Iterator[tuple[int, Place]]:
+def layer_places(model: nn.Module) -> Iterator[tuple[int, ModulePlace]]:
     """Each layer's number and place."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -110,11 +110,11 @@ def layer_places(model: nn.Module) -> Iterator[tuple[int, Place]]:
 
 
 @contextmanager
-def recorded(model: nn.Module, trial: Trial) -> Iterator[dict[int, Place]]:
+def recorded(model: nn.Module, trial: Trial) -> Iterator[dict[int, ModulePlace]]:
     """The layers called within the context, unlike those for images; their arguments go to `trial`."""
-    called: dict[int, Place] = {}
+    called: dict[int, ModulePlace] = {}
 
-    def record(number: int, place: Place) -> Callable[..., None]:
+    def record(number: int, place: ModulePlace) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             called[number] = place
             others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
@@ -177,13 +177,13 @@ def fuse_norms(target: Target) -> None:
             setattr(parent, name, norm)
 
 
-def replace_norms(target: Target) -> list[tuple[Place, nn.Module]]:
+def replace_norms(target: Target) -> list[tuple[ModulePlace, nn.Module]]:
     """Replaces the norms outside of blocks and mixers: the last one, and those of stock layers.
 
     Returns those that were replaced.
     """
     inside = {id(part) for mixer in target.mixers for part in mixer.module.modules()}
-    replaced: list[tuple[Place, nn.Module]] = []
+    replaced: list[tuple[ModulePlace, nn.Module]] = []
     for parent in [module for module in target.model.modules() if id(module) not in inside]:
         for name, child in list(parent.named_children()):
             try:
@@ -256,14 +256,14 @@ def uncompared_loop(model: Any, base: Any) -> Loop:
     norm: Any = getattr(base, "norm", None)
     if not (layers and all(isinstance(layer, FusedLayer) for layer in layers)):
         raise CannotReplace("no loop: layers of the stock model are left")
-    fused_norm = isinstance(norm, Fused) and isinstance(norm.inner, Norm)
+    fused_norm = isinstance(norm, Fused) and isinstance(norm.inner, FusedNorm)
     if not fused_norm or not (plain(head) or isinstance(head, Fused)) or not hasattr(base, "rotary_emb"):
         raise CannotReplace(f"no loop: {type(base).__name__} has another norm, head or rotary table")
     if hooked(model) or hooked(base):
         raise CannotReplace(f"no loop: {type(model).__name__} has hooks")
     blocks, types = [x.block for x in layers], rotary_types(base)
     product = head.inner if isinstance(head, Fused) else head
-    own_norm = Norm(norm.inner.weight, norm.inner.eps)  # a program in it takes two dimensions alone
+    own_norm = FusedNorm(norm.inner.weight, norm.inner.eps)  # a program in it takes two dimensions alone
     return Loop(base.embed_tokens, base.rotary_emb, blocks, own_norm, product, types)
 
 

@@ -25,7 +25,7 @@ REPEATS = 15
 log = logging.getLogger("speculon")
 
 Product = Callable[[Tensor], Tensor]  # [T, D] -> [T, O]
-Layout = Callable[[Tensor, Tensor | None], Product]
+WeightLayout = Callable[[Tensor, Tensor | None], Product]
 
 if torch.backends.mkldnn.is_available():  # builds for Macs lack these operations
     packed_product = (
@@ -103,7 +103,7 @@ def join(stock: Sequence[Any], share: bool) -> Product:
     return layout(weight, bias)
 
 
-def fastest_layout(dtype: torch.dtype, device: torch.device) -> Layout:
+def fastest_layout(dtype: torch.dtype, device: torch.device) -> WeightLayout:
     """The layout of such weights: packed where that is supported and measures faster."""
     if not packable(dtype, device):
         return Linear
@@ -113,7 +113,7 @@ def fastest_layout(dtype: torch.dtype, device: torch.device) -> Layout:
 
 @cache
 @torch.inference_mode()
-def fastest(dtype: torch.dtype, threads: int) -> Layout:
+def fastest(dtype: torch.dtype, threads: int) -> WeightLayout:
     """The faster layout for few rows, by the geometric mean over ROWS; the measurement takes 100 ms."""
     shapes = SAMPLE, *((rows, SAMPLE[-1]) for rows in ROWS)
     weights, *inputs = (torch.ones(shape, dtype=dtype, device="cpu") for shape in shapes)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from speculon.core.types import ceil_div
-from speculon.runtimes.torch.batch import Runs
+from speculon.runtimes.torch.batch import RowRanges
 from speculon.runtimes.torch.model.adapters import Adapted, LowRank
 from speculon.runtimes.torch.model.linear import Linear, Packed, Product, SideBySide, packed
 from speculon.runtimes.torch.model.quantized import MEASURED_ROWS, Packed4
@@ -37,14 +37,14 @@ FEW_COUNTS = (*range(1, 18), 24, 31, 32, 33, 48, 63, 64)
 # if these agree, too, pieces have as many rows as the last of them; each third one for large weights
 MORE_COUNTS = (65, 71, 77, 95, 96, 100, 127, 128, 129, 150, 191, 200, 255, 257, 300, 383, 400, 500, 512)
 
-_prompts: ContextVar[Runs] = ContextVar("speculon_prompts", default=())
+_prompts: ContextVar[RowRanges] = ContextVar("speculon_prompts", default=())
 
 
-Shape = tuple[Product, int, int, torch.dtype]  # a product, its outputs, its width, and their dtype
+ProductShape = tuple[Product, int, int, torch.dtype]  # a product, its outputs, its width, and their dtype
 
 
 @contextmanager
-def with_prompts(prompts: Runs) -> Iterator[None]:
+def with_prompts(prompts: RowRanges) -> Iterator[None]:
     """Within the context, these rows of the forward that runs belong to prompts."""
     token = _prompts.set(prompts)
     try:
@@ -53,7 +53,7 @@ def with_prompts(prompts: Runs) -> Iterator[None]:
         _prompts.reset(token)
 
 
-class Rows(NamedTuple):
+class InvariantRows(NamedTuple):
     """The numbers of rows between which the results of a row are bitwise equal."""
 
     min_rows: int
@@ -71,13 +71,13 @@ class InPieces:
     """A product in pieces of such numbers of rows."""
 
     product: Product
-    rows: Rows
+    rows: InvariantRows
 
     def __call__(self, x: Tensor) -> Tensor:  # [T, D] -> [T, O]
         rows, (_, max_rows, sizes) = x.size(0), self.rows  # `len(x)` and `x.shape` are slower
         if rows <= max_rows:
             return self.padded(x, rows)
-        pieces = cut(rows, max_rows, sizes)
+        pieces = sizes_of(rows, max_rows, sizes)
         return torch.cat([self.padded(*piece) for piece in zip(x.split(pieces), pieces, strict=True)])
 
     def padded(self, x: Tensor, rows: int) -> Tensor:
@@ -102,7 +102,7 @@ class PromptsApart:
         for first, last in prompts:
             if done < first:
                 parts.append(self.generated(x[done:first]))
-            pieces = cut(last - first, self.sizes[-1], ())
+            pieces = sizes_of(last - first, self.sizes[-1], ())
             parts += map(self.piece, x[first:last].split(pieces))
             done = last
         if done < x.size(0):
@@ -121,7 +121,7 @@ def repeated(x: Tensor, size: int) -> Tensor:
     return torch.cat([x] * ceil_div(size, x.size(0)))[:size]  # `repeat` takes five times as long
 
 
-def cut(rows: int, max_rows: int, sizes: tuple[int, ...]) -> list[int]:
+def sizes_of(rows: int, max_rows: int, sizes: tuple[int, ...]) -> list[int]:
     """Rows as pieces of these sizes, and a rest in pieces of at most `max_rows`, about even."""
     pieces = []
     for size in sizes:
@@ -136,7 +136,7 @@ class CannotBeInvariant(Exception):
 
 
 @dataclass(slots=True)
-class Pieces:
+class ProductPieces:
     """Puts products in pieces. Those of one layout, dtype and shape take one kernel and are measured once."""
 
     known: dict[Any, Any] = field(default_factory=dict)
@@ -144,7 +144,7 @@ class Pieces:
     @property
     def whole(self) -> bool:
         """Whether all products so far take as many rows at once as a program of them."""
-        rows = [one for one in self.known.values() if isinstance(one, Rows)]
+        rows = [one for one in self.known.values() if isinstance(one, InvariantRows)]
         return all(one.min_rows == 1 and one.max_rows >= MEASURED_ROWS for one in rows)
 
     def by_row(self, product: Product, outputs: int, width: int, dtype: torch.dtype) -> Product:
@@ -186,7 +186,9 @@ class Pieces:
             product = Linear(product.weight, product.bias)
         return self.once("prompts", (product, outputs, width, dtype), measured_prompts, tuple)
 
-    def once(self, name: str, shape: Shape, measure: Callable[..., Any], read: Callable[[Any], Any]) -> Any:
+    def once(
+        self, name: str, shape: ProductShape, measure: Callable[..., Any], read: Callable[[Any], Any]
+    ) -> Any:
         """The result of `measure` for products of this layout and shape; `read` makes it from JSON."""
         key = (name, *kernel_key(shape[0]), *shape[1:])
         if key not in self.known:
@@ -195,9 +197,9 @@ class Pieces:
         return self.known[key]
 
 
-def rows_from(stored: list[Any]) -> Rows:
+def rows_from(stored: list[Any]) -> InvariantRows:
     fewest, max_rows, sizes = stored
-    return Rows(fewest, max_rows, tuple(sizes))
+    return InvariantRows(fewest, max_rows, tuple(sizes))
 
 
 def kernel_key(product: Product) -> tuple[Any, ...]:
@@ -213,7 +215,7 @@ def kernel_key(product: Product) -> tuple[Any, ...]:
 
 
 @torch.inference_mode()
-def measured(product: Product, outputs: int, width: int, dtype: torch.dtype) -> Rows:
+def measured(product: Product, outputs: int, width: int, dtype: torch.dtype) -> InvariantRows:
     product, x = sample(product, outputs, width, dtype)
     if outputs * width > LARGE and not isinstance(product, Packed4):
         x = x[: LARGEST_PIECE.get(x.device.type, len(x))]
@@ -291,7 +293,7 @@ def cancelling(outputs: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Te
 
 def equal_rows(
     product: Product, x: Tensor, counts: Iterable[int] = ALL_COUNTS, more: tuple[int, ...] = MORE_COUNTS
-) -> Rows | None:
+) -> InvariantRows | None:
     """The numbers of rows of `x` between which a row's result is equal, wherever it is among them."""
     results = {rows: product(x[:rows].contiguous()) for rows in counts}
 
@@ -313,9 +315,9 @@ def equal_rows(
     for min_rows, max_rows in candidates():
         if equal(min_rows, max_rows):
             if max_rows == max(MOST) and all(agrees(rows, max_rows) for rows in more):
-                return Rows(min_rows, more[-1])
+                return InvariantRows(min_rows, more[-1])
             sizes = (size for size in SIZES if size <= len(x) and agrees(size, max_rows))
-            return Rows(min_rows, max_rows, tuple(sizes))
+            return InvariantRows(min_rows, max_rows, tuple(sizes))
     return None
 
 
@@ -330,7 +332,7 @@ class InvariantProducts(TorchFunctionMode):
     Other forms run as they are; where one of them depends on the batch, the comparison of logits shows it.
     """
 
-    def __init__(self, pieces: Pieces):
+    def __init__(self, pieces: ProductPieces):
         super().__init__()
         self.pieces = pieces
 

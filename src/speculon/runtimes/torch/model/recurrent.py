@@ -35,7 +35,7 @@ from speculon.runtimes.torch.model.attention import running_states
 from speculon.runtimes.torch.model.compare import difference
 from speculon.runtimes.torch.needs import StateSpec
 
-Key = tuple[str, int]  # `conv` or `recurrent`, and the number that the cache knows the state by
+StateKey = tuple[str, int]  # `conv` or `recurrent`, and the number that the cache knows the state by
 TOLERANCE = 1e-4  # of the largest output
 LOOSE = 1e-2  # between a chunk from zero and single rows: a lost state gives far more
 CUT, LENGTH = 5, 12  # rows of the trial before the cut, and in all
@@ -48,15 +48,17 @@ SECONDS = 0.5  # of these trials, roughly: chunks take seconds in plain PyTorch 
 
 
 @dataclass(slots=True)
-class Call:
+class MixerCall:
     """The arguments of one call of a mixer: those with a row per token, and the others."""
 
     rows: dict[str, Tensor]  # [1, T, ...]
     others: dict[str, Any]
 
-    def take(self, rows: Tensor) -> Call:
+    def take(self, rows: Tensor) -> MixerCall:
         """The same with these rows [n] alone, copied."""
-        return Call({name: value.index_select(1, rows) for name, value in self.rows.items()}, self.others)
+        return MixerCall(
+            {name: value.index_select(1, rows) for name, value in self.rows.items()}, self.others
+        )
 
     def by_span(self, spans: int) -> dict[str, Any]:
         """The arguments with a dimension of spans: [1, B * n, ...] -> [B, n, ...]."""
@@ -71,7 +73,7 @@ class Mixer:
     module: nn.Module
     layer: int
     argument: str  # by which it takes the cache
-    states: dict[Key, StateSpec]
+    states: dict[StateKey, StateSpec]
     row: str  # the argument with a row per token
     width: int  # D of these rows
     number: int = 0  # among the mixers of its model
@@ -111,14 +113,14 @@ class Mixer:
         out = self.run(step, call)
         return (out, None) if self.tupled else out
 
-    def split_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def split_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MixerCall:
         named = {**dict(zip(self.names, args, strict=False)), **kwargs}
         named.pop(self.argument, None)
         total = named[self.row].shape[1]
         by_row = {k: v for k, v in named.items() if isinstance(v, Tensor) and v.shape[:2] == (1, total)}
-        return Call(by_row, {k: v for k, v in named.items() if k not in by_row})
+        return MixerCall(by_row, {k: v for k, v in named.items() if k not in by_row})
 
-    def run(self, step: StateStep, call: Call) -> Tensor:  # [1, T, D]
+    def run(self, step: StateStep, call: MixerCall) -> Tensor:  # [1, T, D]
         """The outputs of all rows; the states after each span go to its slot."""
         out: Tensor | None = None
         total = call.rows[self.row].shape[1]
@@ -133,7 +135,9 @@ class Mixer:
         assert out is not None
         return out
 
-    def run_group(self, step: StateStep, group: Group, call: Call) -> Tensor:  # [1, rows of the group, D]
+    def run_group(
+        self, step: StateStep, group: Group, call: MixerCall
+    ) -> Tensor:  # [1, rows of the group, D]
         before = self.read(step.store, group)
         if group.fresh or not 1 < group.lengths[0] <= self.limit(step):
             out, states = self.ask(call.by_span(len(group.lengths)), before)
@@ -179,7 +183,7 @@ class Mixer:
         return group.drafted and len(group.rows) * step.store.slot_bytes <= KEPT_BYTES
 
     def row_by_row(
-        self, call: Call, lengths: tuple[int, ...], states: list[Tensor], row_states: RowStates | None
+        self, call: MixerCall, lengths: tuple[int, ...], states: list[Tensor], row_states: RowStates | None
     ) -> tuple[Tensor, list[Tensor]]:
         """Outputs [1, T, D] of B spans, and the states [B, ...] after them: one call for each row.
 
@@ -216,7 +220,7 @@ class Mixer:
         return out if isinstance(out, Tensor) else out[0], [after[part][i] for part, i in self.states]
 
 
-def load(layer: LinearAttentionLayer, states: dict[Key, Tensor]) -> None:
+def load(layer: LinearAttentionLayer, states: dict[StateKey, Tensor]) -> None:
     """Makes these the states of a cache layer, as if earlier calls had left them there."""
     for (part, number), state in states.items():
         layer.device, layer.dtype = state.device, state.dtype

@@ -31,14 +31,14 @@ log = logging.getLogger("speculon")
 
 
 @dataclass(slots=True)
-class Found:
+class RememberedResults:
     """Results by name, and whether there are new ones."""
 
     results: dict[str, Any] = field(default_factory=dict)
     new: bool = False
 
 
-_found: ContextVar[Found | None] = ContextVar("speculon_found", default=None)
+_found: ContextVar[RememberedResults | None] = ContextVar("speculon_found", default=None)
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def remembering(files: list[Path], *settings: object) -> Iterator[None]:
         return
     key = cache_key(files, settings)
     path = folder / f"{key}.json"
-    token = _found.set(results := Found(read(path, key)))
+    token = _found.set(results := RememberedResults(read(path, key)))
     try:
         yield
     finally:

@@ -22,7 +22,7 @@ from speculon.runtimes.torch.budget import scratch_bytes
 from speculon.runtimes.torch.kv.slots import PER_SEQUENCE
 from speculon.runtimes.torch.kv.states import KEPT_BYTES, StateSpan, StateStep, StateStore, slot_bytes
 from speculon.runtimes.torch.kv.store import PageStore, SpanView, View
-from speculon.runtimes.torch.model.adapters import Adapter, Shapes, with_adapters
+from speculon.runtimes.torch.model.adapters import Adapter, LinearShapes, with_adapters
 from speculon.runtimes.torch.model.attention import running
 from speculon.runtimes.torch.model.pieces import with_prompts
 from speculon.runtimes.torch.model.quantized import QuantizedLinear, describe, layers_of
@@ -31,14 +31,14 @@ from speculon.runtimes.torch.model.taps import Taps
 from speculon.runtimes.torch.model.vision import Vision
 from speculon.runtimes.torch.needs import NO_PADDING, LayerSpec, Needs, StateSpec
 
-Run = Callable[[Batch, View, Taps | None], Tensor | None]  # logits [R, V]
+TargetForward = Callable[[Batch, View, Taps | None], Tensor | None]  # logits [R, V]
 
 
 @dataclass(slots=True)
 class Runner:
     """How the layers of a model run, chosen once, at load; as text, with what was refused and why."""
 
-    run: Callable[..., Any]  # `Run` of a target, or the forward of a drafter's network
+    run: Callable[..., Any]  # `TargetForward` of a target, or the forward of a drafter's network
     layers: int  # of the model
     fused: int = 0  # of these layers
     form: Literal["layers", "loop", "compiled", "captured"] = "layers"  # `loop`: in the stock forward's place
@@ -64,7 +64,7 @@ class Runner:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class TargetOutput:
     """The result of one forward."""
 
     logits: Tensor  # [R, V] float32
@@ -98,7 +98,7 @@ class Target:
         self.runner = Runner(partial(stock_forward, model), len(layers))
         self.vision, self.no_images = vision, no_images  # or why it takes no images
         self.taps: Taps | None = None
-        self.linears: Shapes = linear_shapes(model)  # before any is fused
+        self.linears: LinearShapes = linear_shapes(model)  # before any is fused
         self.adapters: dict[str, Adapter] = {}  # LoRA adapters by name
         self.prompts_apart = False  # whether rows of prompts run in other products than generated tokens
         self.invariance = "no"  # whether its logits are batch-invariant, and why not
@@ -230,7 +230,7 @@ class Target:
         )
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, view: View) -> Output:
+    def forward(self, batch: Batch, view: View) -> TargetOutput:
         """Logits of `runtimes.torch.batch.score_rows`; K and V of all rows go to the pages of `view`."""
         start = time.perf_counter()
         assert (view.states is None) == (not self.mixers), "states for a model with mixers alone"
@@ -245,7 +245,7 @@ class Target:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         taps = self.taps.take() if self.taps is not None else None
-        return Output(logits, taps, (time.perf_counter() - start) * 1e3)
+        return TargetOutput(logits, taps, (time.perf_counter() - start) * 1e3)
 
 
 def stock_forward(
@@ -262,7 +262,7 @@ def stock_forward(
     return None
 
 
-def linear_shapes(model: nn.Module) -> Shapes:
+def linear_shapes(model: nn.Module) -> LinearShapes:
     """The linear layers of a stock model by name: outputs, inputs. GPT-2's have transposed weights."""
     linear = nn.Linear | QuantizedLinear
     shapes = {}

@@ -19,10 +19,10 @@ from speculon.runtimes.torch.model.taps import EMBEDDINGS, Taps
 from speculon.runtimes.torch.needs import LayerSpec
 
 if TYPE_CHECKING:
-    from speculon.runtimes.torch.model.target import Run, Target
+    from speculon.runtimes.torch.model.target import Target, TargetForward
 
-Forward = Callable[..., Any]  # inputs and a view -> a tensor, or several
-Step = tuple[tuple[Any, ...], View]  # the arguments of one
+TrialForward = Callable[..., Any]  # inputs and a view -> a tensor, or several
+TrialStep = tuple[tuple[Any, ...], View]  # the arguments of one
 
 LENGTHS, PAGE = (5, 3), 8  # two sequences, a page each: one at the beginning, one at the end of the context
 
@@ -90,7 +90,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def layer_states(run: Run, layers: int, batch: Batch, view: View) -> list[Tensor]:
+def layer_states(run: TargetForward, layers: int, batch: Batch, view: View) -> list[Tensor]:
     """Logits of a step of a target, and the states of all rows after each of its layers."""
     taps = Taps((EMBEDDINGS, *range(layers)))
     logits = run(batch, view, taps)
@@ -99,7 +99,7 @@ def layer_states(run: Run, layers: int, batch: Batch, view: View) -> list[Tensor
 
 
 def compare_steps(
-    made: Forward, network: Forward, steps: Iterable[Step], form: str, *, same: Same = close
+    made: TrialForward, network: TrialForward, steps: Iterable[TrialStep], form: str, *, same: Same = close
 ) -> None:
     """Raises `CannotReplace` where a `form` of a network differs from it on a step."""
     for inputs, view in steps:

@@ -24,9 +24,9 @@ log = logging.getLogger("speculon")
 
 KEPT_BYTES = 256 << 20  # of features of recent images, for the chunks of a prompt and the turns of a chat
 
-Placed = tuple[tuple[Tensor, Tensor], ...]  # rows of the flat batch [n], their features [n, D]
+PlacedFeatures = tuple[tuple[Tensor, Tensor], ...]  # rows of the flat batch [n], their features [n, D]
 
-_placed: ContextVar[Placed] = ContextVar("speculon_placed", default=())
+_placed: ContextVar[PlacedFeatures] = ContextVar("speculon_placed", default=())
 
 
 class Vision:

@@ -15,8 +15,8 @@ from speculon.runtimes.torch.drafters.config import AUTHORS, DrafterConfig
 from speculon.runtimes.torch.drafters.formats import (
     FIRST_Q,
     KNOWN,
-    Shapes,
-    Source,
+    DrafterSource,
+    TensorShapes,
     check_draft_ids,
     check_draft_vocabulary,
     check_shapes,
@@ -144,7 +144,7 @@ VARIANTS = {"attention_value_scale": 1, "attention_sink_bias": False}
 SCALES = {"input_embedding_scale": 1, "output_multiplier": 1, "final_logit_softcapping": None}
 
 
-def detect_format(source: Source) -> str:
+def detect_format(source: DrafterSource) -> str:
     if source.of_speculators:
         return "speculators"
     if "MuseGlimmerAssistant" in source.architecture:
@@ -154,20 +154,20 @@ def detect_format(source: Source) -> str:
     return "deepspec" if is_dspark(source) else "z-lab"
 
 
-def is_dspark(source: Source) -> bool:
+def is_dspark(source: DrafterSource) -> bool:
     """Whether its config is a DSpark one; a Markov head alone does not make it that."""
     architecture, nested = source.architecture.lower(), source.part(NESTED)
     named = "dspark" in architecture or "dspark" in (source.speculators_type, nested.get("projector_type"))
     return named or "num_anchors" in source.config or "num_anchors" in nested
 
 
-def is_dflash2(source: Source) -> bool:
+def is_dflash2(source: DrafterSource) -> bool:
     """By its name, or by any tensor that other drafters lack."""
     named = "dflash2" in source.architecture.lower() or source.speculators_type == "dflash2"
     return named or any(map(OF_DFLASH2.match, source.shapes))
 
 
-def read_dflash(source: Source) -> DFlashConfig:
+def read_dflash(source: DrafterSource) -> DFlashConfig:
     """The config of a DFlash drafter. Raises `ModelError` where tensors and config contradict each other."""
     refuse_variants(source)
     hidden, notes = source.shape(FIRST_Q)[1], list[str]()
@@ -211,20 +211,20 @@ def read_dflash(source: Source) -> DFlashConfig:
     return config
 
 
-def setting(source: Source, name: str) -> Any:
+def setting(source: DrafterSource, name: str) -> Any:
     """The value in `dflash_config`, else at the top; None where neither has one."""
     value = source.part(NESTED).get(name)
     return source.body.get(name) if value is None else value
 
 
-def number(source: Source, name: str) -> int | None:
+def number(source: DrafterSource, name: str) -> int | None:
     value = setting(source, name)
     if value is not None and (type(value) is not int or value < 1):
         raise ModelError(f"{source.folder}: {name} = {value!r} is no number")
     return value
 
 
-def refuse_variants(source: Source) -> None:
+def refuse_variants(source: DrafterSource) -> None:
     for name, harmless in (VARIANTS if is_dflash2(source) else VARIANTS | SCALES).items():
         if (value := setting(source, name)) not in (None, harmless):
             raise UnsupportedModel(
@@ -234,7 +234,7 @@ def refuse_variants(source: Source) -> None:
         raise UnsupportedModel(f"{source.folder}: a DFlash drafter with mask_embedding.pt is not supported")
 
 
-def read_taps(source: Source) -> tuple[tuple[int, ...] | None, bool]:
+def read_taps(source: DrafterSource) -> tuple[tuple[int, ...] | None, bool]:
     """The ids as written, and whether id j is the output of layer j. Raises `ModelError` where it needs them.
 
     speculators numbers inputs, all others outputs.
@@ -247,14 +247,14 @@ def read_taps(source: Source) -> tuple[tuple[int, ...] | None, bool]:
     return tuple(checked_layers(source, name, ids)), outputs
 
 
-def read_block_size(source: Source) -> int:
+def read_block_size(source: DrafterSource) -> int:
     size = number(source, "block_size")
     if size is None or size < 2:
         raise ModelError(f"{source.folder}: block_size = {size}, which is at least 2")
     return size
 
 
-def read_mask(source: Source, vocab: int | None) -> int:
+def read_mask(source: DrafterSource, vocab: int | None) -> int:
     """The id whose embedding fills the rows after the anchor."""
     ids = (setting(source, name) for name in MASK_IDS)
     mask = next((value for value in ids if value is not None), None)
@@ -263,7 +263,7 @@ def read_mask(source: Source, vocab: int | None) -> int:
     return mask
 
 
-def samples_from_anchor(source: Source) -> bool:
+def samples_from_anchor(source: DrafterSource) -> bool:
     """Whether the anchor's row drafts the first token.
 
     Without the flag: in the speculators format as many drafts as rows show it, elsewhere DSpark does.
@@ -279,7 +279,7 @@ def samples_from_anchor(source: Source) -> bool:
 
 
 def read_attention(
-    source: Source, layers: int
+    source: DrafterSource, layers: int
 ) -> tuple[tuple[int | None, ...], tuple[bool, ...], WindowStart]:
     """The window of each layer, whether its rows see no later ones, and where windows begin.
 
@@ -299,7 +299,7 @@ def read_attention(
     return windows, sliding if is_causal is None else (bool(is_causal),) * layers, "row"
 
 
-def block_windows(source: Source, layers: int) -> tuple[int | None, ...]:
+def block_windows(source: DrafterSource, layers: int) -> tuple[int | None, ...]:
     types = source.body.get("layer_types")
     window = setting(source, "swa_window_size") or source.body.get("sliding_window")
     if types is None:
@@ -308,7 +308,7 @@ def block_windows(source: Source, layers: int) -> tuple[int | None, ...]:
     return read_windows(source, layers, types, window)
 
 
-def known_names(source: Source) -> dict[str, str]:
+def known_names(source: DrafterSource) -> dict[str, str]:
     """The tensors that the formula uses. Any other is refused: left out, it would change the drafts."""
     names, others = used_names(source, BLOCKS)
     if others:
@@ -316,7 +316,7 @@ def known_names(source: Source) -> dict[str, str]:
     return names
 
 
-def tap_sizes(source: Source, count: int) -> tuple[int, int]:
+def tap_sizes(source: DrafterSource, count: int) -> tuple[int, int]:
     """How many taps `fc` takes, and the width of each."""
     width = source.shape("fc.weight")[1]
     if width % count:
@@ -324,7 +324,7 @@ def tap_sizes(source: Source, count: int) -> tuple[int, int]:
     return count, width // count
 
 
-def vocabularies(source: Source, notes: list[str]) -> tuple[int | None, int | None]:
+def vocabularies(source: DrafterSource, notes: list[str]) -> tuple[int | None, int | None]:
     """Sizes of the target's vocabulary and of the draft's; None where nothing tells.
 
     Raises `ModelError` where tensors disagree, or where draft ids have no target ids.
@@ -344,14 +344,16 @@ def vocabularies(source: Source, notes: list[str]) -> tuple[int | None, int | No
     return vocab, drafted
 
 
-def agreed(source: Source, sizes: Mapping[str, int]) -> int | None:
+def agreed(source: DrafterSource, sizes: Mapping[str, int]) -> int | None:
     """The one size that these tensors have."""
     if len(set(sizes.values())) > 1:
         raise CorruptWeights(f"{source.folder}: vocabularies differ: {dict(sizes)}")
     return next(iter(sizes.values()), None)
 
 
-def read_markov(source: Source, configured: str | None, rank: int | None) -> tuple[MarkovType | None, int]:
+def read_markov(
+    source: DrafterSource, configured: str | None, rank: int | None
+) -> tuple[MarkovType | None, int]:
     """Type and rank of its Markov head, by its tensors. A rank without tensors is refused."""
     if not any(name.startswith("markov_head.") for name in source.shapes):
         if rank:
@@ -363,7 +365,7 @@ def read_markov(source: Source, configured: str | None, rank: int | None) -> tup
     return stored, source.shape(W1)[1]
 
 
-def read_confidence(source: Source, hidden: int, rank: int) -> tuple[bool, bool]:
+def read_confidence(source: DrafterSource, hidden: int, rank: int) -> tuple[bool, bool]:
     """Whether it has a confidence head, and whether that reads the previous token's embedding."""
     if CONFIDENCE not in source.shapes:
         return False, False
@@ -373,7 +375,9 @@ def read_confidence(source: Source, hidden: int, rank: int) -> tuple[bool, bool]
     return True, width > hidden
 
 
-def read_dflash2(source: Source, hidden: int, vocab: int | None, drafted: int | None) -> dict[str, Any]:
+def read_dflash2(
+    source: DrafterSource, hidden: int, vocab: int | None, drafted: int | None
+) -> dict[str, Any]:
     """Sizes of the convolutions and the selector, and scales.
 
     Raises `ModelError` for sizes that are missing or do not fit, `UnsupportedModel` beside a Markov head or a
@@ -405,16 +409,16 @@ def read_dflash2(source: Source, hidden: int, vocab: int | None, drafted: int | 
     }
 
 
-def scale(source: Source, name: str) -> float | None:
+def scale(source: DrafterSource, name: str) -> float | None:
     value = setting(source, name)
     if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
         raise ModelError(f"{source.folder}: {name} = {value!r} is no positive number")
     return value
 
 
-def head_shapes(config: DFlashConfig) -> Shapes:
+def head_shapes(config: DFlashConfig) -> TensorShapes:
     """Those of tensors beside the usual ones of layers: heads, convolutions and a selector."""
-    h, r, shapes = config.hidden, config.markov_rank, Shapes()
+    h, r, shapes = config.hidden, config.markov_rank, TensorShapes()
     if config.markov:
         assert config.vocab_size is not None and config.draft_vocab_size is not None
         shapes |= {W1: (config.vocab_size, r), W2: (config.draft_vocab_size, r)}
@@ -436,7 +440,7 @@ def head_shapes(config: DFlashConfig) -> Shapes:
     return shapes
 
 
-def is_dflash(source: Source) -> bool:
+def is_dflash(source: DrafterSource) -> bool:
     """`fc` takes hidden states, a norm of its result lies outside the layers, and these take one state."""
     fc, norm, q = (source.shapes.get(name) for name in ("fc.weight", CONTEXT_NORM, FIRST_Q))
     if fc is None or norm is None or q is None or not len(fc) == len(q) == 2:

@@ -20,9 +20,9 @@ from speculon.core.errors import WrongPair
 from speculon.runtimes.torch.drafters.dflash.config import DFlashConfig, MarkovType
 from speculon.runtimes.torch.drafters.dflash.dflash2 import BlockConvolution, BlockRows, CandidateSelector
 from speculon.runtimes.torch.drafters.dflash.sight import Sight, attend_blocks
-from speculon.runtimes.torch.drafters.layers import DecoderLayer, Joined, Network, Norm, load_network
+from speculon.runtimes.torch.drafters.layers import DecoderLayer, Joined, Network, TrainedNorm, load_network
 from speculon.runtimes.torch.kv.store import View
-from speculon.runtimes.torch.model.block import Tables, rotate
+from speculon.runtimes.torch.model.block import RotaryTables, rotate
 from speculon.runtimes.torch.model.linear import Product
 from speculon.runtimes.torch.model.target import Target
 
@@ -110,13 +110,13 @@ class BlockLayer(DecoderLayer):
     def extra_repr(self) -> str:  # part of the key of programs
         return f"{self.sight}"
 
-    def keys_values(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+    def keys_values(self, x: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
         """Rotated keys and values [..., Hkv, D] of rows x [..., H]."""
         k, v = self.kv(x).unflatten(-1, (2, -1, self.head_dim)).unbind(-3)
         norm = self.self_attn.k_norm
         return rotate(k if norm is None else norm(k), tables), v
 
-    def begin(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
+    def begin(self, x: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
         normed, of, conv = self.input_layernorm(x), self.self_attn, self.attention_conv
         if conv is not None:
             normed = conv.convolve(normed, conv.kernels(normed)[0])
@@ -147,10 +147,10 @@ class DFlashNetwork(Network):
     def __init__(self, config: DFlashConfig):
         super().__init__(config)
         self.fc = nn.Linear(config.taps * config.target_hidden, config.hidden, bias="fc.bias" in config.names)
-        self.hidden_norm = Norm(config.hidden, config.eps)
+        self.hidden_norm = TrainedNorm(config.hidden, config.eps)
         self.rows = BlockRows(torch.empty(0))
         self.layers: Any = nn.ModuleList(BlockLayer(config, n, self.rows) for n in range(config.layers))
-        self.norm = Norm(config.hidden, config.eps)
+        self.norm = TrainedNorm(config.hidden, config.eps)
         if config.has("lm_head"):
             self.lm_head = nn.Linear(config.hidden, config.draft_vocab_size or 0, bias=False)
         self.markov_head: Any = None if config.markov is None else MARKOV_HEADS[config.markov](config)
@@ -173,7 +173,7 @@ class DFlashNetwork(Network):
         for layer in self.layers:
             view.write(layer.number, *layer.keys_values(x, tables))
 
-    def begin(self, ids: Tensor, positions: Tensor, numbers: Tensor) -> tuple[Tensor, Tables]:
+    def begin(self, ids: Tensor, positions: Tensor, numbers: Tensor) -> tuple[Tensor, RotaryTables]:
         """Of the rows of blocks, which have such numbers in them, and whose view is `block_view`: [T, H]."""
         self.rows.numbers = numbers
         x = F.embedding(ids, self.embed)

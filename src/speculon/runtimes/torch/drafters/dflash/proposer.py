@@ -6,7 +6,6 @@ Its layers make keys and values of the states of every position, and keep these 
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -19,23 +18,14 @@ from speculon.runtimes.torch.drafters.dflash.config import DFlashConfig
 from speculon.runtimes.torch.drafters.dflash.network import DFlashNetwork, Drawing, load_dflash
 from speculon.runtimes.torch.drafters.dflash.sight import block_view
 from speculon.runtimes.torch.drafters.families import read_dflash_config
+from speculon.runtimes.torch.drafters.host import DrafterHost
 from speculon.runtimes.torch.drafters.runner import choose_run, estimate_needs
 from speculon.runtimes.torch.drafters.state_drafter import Overrides, StateDrafter, checked_config
-from speculon.runtimes.torch.needs import Needs
-from speculon.speculation.proposers.base import TargetFacts
-from speculon.speculation.proposers.chain import (
-    Piece,
-    catch_up,
-    draft_at_once,
-    draft_chain,
-    independent,
-    mark,
-)
+from speculon.runtimes.torch.kv.draft_pages import TokenRange
+from speculon.speculation.proposers.chain import draft_at_once, draft_chain, independent
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from speculon.runtimes.torch.kv.lease import DraftLease
 
 NAME = "dflash"
 OVERRIDES = Overrides(flags=("sample_from_anchor",))
@@ -44,19 +34,17 @@ OVERRIDES = Overrides(flags=("sample_from_anchor",))
 class DFlashDrafter(StateDrafter):
     """One call of the drafter per round for all of its sequences."""
 
-    method = NAME
-
-    def __init__(self, config: DFlashConfig, target: TargetFacts, min_confidence: float = 0.0):
-        super().__init__(target, min_confidence)
+    def __init__(self, config: DFlashConfig, host: DrafterHost, min_confidence: float = 0.0):
+        super().__init__(host, min_confidence)
         self.config = config
-        taps, sizes = config.tap_layouts(target.num_layers)[0], (target.rows, target.scored)
-        self.needs: Needs = estimate_needs(config, taps, self.target, *sizes, self.compile, numbers=3)
+        taps, sizes = config.tap_layouts(len(self.target.layers))[0], (host.rows, host.scored)
+        self.needs = estimate_needs(config, taps, self.target, *sizes, self.compile, numbers=3)
         self.network: DFlashNetwork
 
     @classmethod
-    def build(cls, config: SpeculationConfig, target: TargetFacts) -> DFlashDrafter:
-        checkpoint = checked_config(NAME, config, target, read_dflash_config, OVERRIDES)
-        return cls(checkpoint, target, config.draft_min_confidence)
+    def build(cls, config: SpeculationConfig, host: DrafterHost) -> DFlashDrafter:
+        checkpoint = checked_config(NAME, config, host.model, read_dflash_config, OVERRIDES)
+        return cls(checkpoint, host, config.draft_min_confidence)
 
     def load(self) -> None:
         self.network = load_dflash(self.config, self.target)
@@ -64,32 +52,31 @@ class DFlashDrafter(StateDrafter):
         self.runner = choose_run(self.network, layers, self.target, self.compile)
 
     @torch.inference_mode()
-    def _propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
-        read = partial(self._read, lease=lease)
-        rest = catch_up(NAME, seqs, self.max_rows, read)
+    def _propose(self, seqs: list[Sequence], ks: list[int]) -> list[Draft]:
+        rest = self.pages.catch_up(seqs, self.max_rows, self._read)
         # the last token is the anchor: the target has no states of it yet
-        if pieces := [(seq, start, end - 1) for seq, start, end in rest if start < end - 1]:
-            read(pieces)
-        drawing = Drawing.of(self.network, self.vocab_size, self._blocks(seqs, budgets, lease.after(1)))
+        if ranges := [(seq, start, end - 1) for seq, start, end in rest if start < end - 1]:
+            self._read(ranges)
+        drawing = Drawing.of(self.network, self.vocab_size, self._blocks(seqs, ks))
         if not self.network.in_turn and all(map(independent, seqs)):
             logits, sure = drawing.all_logits()
-            return draft_at_once(NAME, seqs, budgets, logits, self.min_confidence, sure)
+            return draft_at_once(NAME, seqs, ks, logits, self.min_confidence, sure)
 
         def forward(which: list[int], drafts: list[list[int]]) -> Tensor:
             previous = [drafts[i][-1] if drafts[i] else seqs[i].tokens[-1] for i in which]
             return drawing.logits(which, len(drafts[which[0]]), previous)
 
         chances = None if self.network.confidence_head is None else lambda: drawing.sure
-        return draft_chain(NAME, seqs, budgets, forward, self.min_confidence, chances)
+        return draft_chain(NAME, seqs, ks, forward, self.min_confidence, chances)
 
-    def _read(self, pieces: list[Piece], lease: DraftLease) -> None:
+    def _read(self, ranges: list[TokenRange]) -> None:
         """Writes the drafter's keys and values of committed positions."""
-        positions = [position for _, start, end in pieces for position in range(start, end)]
+        positions = [position for _, start, end in ranges for position in range(start, end)]
         at = torch.tensor(positions, device=self.target.device)
-        self.network.write_context(lease.taps(pieces), at, lease.after(1).view(pieces))
-        mark(NAME, pieces)
+        self.network.write_context(self.pages.taps(ranges), at, self.own.view(ranges))
+        self.pages.mark(ranges)
 
-    def _blocks(self, seqs: list[Sequence], ks: list[int], own: DraftLease) -> list[Tensor]:
+    def _blocks(self, seqs: list[Sequence], ks: list[int]) -> list[Tensor]:
         """The states of the rows that draft, [K, H] of each sequence."""
         skipped = 0 if self.config.sample_from_anchor else 1
         blocks = [(seq, len(seq.tokens) - 1, k + skipped) for seq, k in zip(seqs, ks, strict=True)]
@@ -101,6 +88,6 @@ class DFlashDrafter(StateDrafter):
             positions += range(n, n + rows)
             numbers += range(rows)
         flat = torch.tensor([ids, positions, numbers], device=self.target.device)
-        states = self.runner.run(*flat, block_view(own, blocks))
+        states = self.runner.run(*flat, block_view(self.own, blocks))
         ends = accumulate((rows for _, _, rows in blocks), initial=0)
         return [states[start + skipped : end] for start, end in pairwise(ends)]

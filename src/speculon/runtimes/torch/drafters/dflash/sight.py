@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speculon.decoding.sequence import Sequence
-from speculon.runtimes.torch.kv.lease import DraftLease
+from speculon.runtimes.torch.kv.draft_pages import DraftPages
 from speculon.runtimes.torch.kv.store import SpanView, View, as_index, end_to_end
 from speculon.runtimes.torch.model.attention import fold, unfold
 from speculon.runtimes.torch.model.grouping import buckets, padded_slots
 
-Block = tuple[Sequence, int, int]  # a sequence, the position of its anchor n, and the rows of its block
+DraftBlock = tuple[Sequence, int, int]  # a sequence, the position of its anchor n, and the rows of its block
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,13 @@ class BlockPlan:
     order: Tensor  # [T]
 
 
-def block_view(lease: DraftLease, blocks: list[Block]) -> View:
+def block_view(own: DraftPages, blocks: list[DraftBlock]) -> View:
     """What blocks read: `context` of each span are its keys in pages. No row has a slot to be written."""
-    spans = end_to_end(
-        (rows, lease.store.where_of(seq, n), n - seq.released, seq.released) for seq, n, rows in blocks
-    )
-    return View(lease.store, slice(0, 0), spans, lease.first_layer)
+    parts = []
+    for seq, n, rows in blocks:
+        pages = own.of(seq)
+        parts.append((rows, own.store.where_of(pages, n), n - pages.released, pages.released))
+    return View(own.store, slice(0, 0), end_to_end(parts), own.first_layer)
 
 
 def attend_blocks(

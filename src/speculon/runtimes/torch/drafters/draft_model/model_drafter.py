@@ -1,9 +1,9 @@
 """What drafters have in common that are whole language models: how one is loaded, and its forward.
 
 Its keys and values lie in layers of its own in the target's pages, and its recurrent states, if any, in slots
-of its own. So prefix hits, rollback and preemption need no code here: `seq.drafted` says how far they reach,
-and whatever is missing is computed in one call when a draft is next requested. It reads and drafts tokens of
-the target; where its tokenizer is another one, `Translation` maps both ways.
+of its own. So prefix hits, rollback and preemption need no code here: `Pages.drafted` says how far they
+reach, and whatever is missing is computed in one call when a draft is next requested. It reads and drafts
+tokens of the target; where its tokenizer is another one, `Translation` maps both ways.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Self
 
-import torch
 import torch.nn.functional as F
 
 from speculon.checkpoints.spelling import Overlap
@@ -22,7 +21,10 @@ from speculon.core.config import ModelObject, SpeculationConfig
 from speculon.core.config.speculation import Quantization
 from speculon.core.errors import ConfigError, ModelError
 from speculon.decoding.sampling import NEVER
-from speculon.runtimes.torch.batch import Batch, Runs, joined
+from speculon.runtimes.torch.batch import Batch, RowRanges, joined
+from speculon.runtimes.torch.drafters.base import WeightedProposer
+from speculon.runtimes.torch.drafters.host import DrafterHost
+from speculon.runtimes.torch.kv.draft_pages import TokenRange
 from speculon.runtimes.torch.kv.draft_slots import PER_SEQUENCE, spare_slots
 from speculon.runtimes.torch.kv.states import KEPT_BYTES, slot_bytes
 from speculon.runtimes.torch.loading.load import load_target, wrap_model
@@ -30,18 +32,14 @@ from speculon.runtimes.torch.loading.memory import model_needs
 from speculon.runtimes.torch.loading.translation import Translation, tokenizer_overlap
 from speculon.runtimes.torch.model.target import Target
 from speculon.runtimes.torch.needs import Needs
-from speculon.speculation.proposers.base import Proposer, TargetFacts
-from speculon.speculation.proposers.chain import Piece, mark
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from speculon.runtimes.torch.kv.lease import DraftLease
     from speculon.runtimes.torch.kv.store import View
-    from speculon.runtimes.torch.model.target import Runner
 
 
-class ModelDrafter(Proposer):
+class ModelDrafter(WeightedProposer):
     """A language model over the target's pages; how it drafts is up to `propose` of each method.
 
     It reads the prompt with the first draft, and its pages and slots are released with the target's.
@@ -53,7 +51,7 @@ class ModelDrafter(Proposer):
         self,
         load: Callable[[], Target],
         needs: Needs,
-        target: TargetFacts,
+        host: DrafterHost,
         min_confidence: float = 0.0,
         drafts: int = 0,
         overlap: Callable[[], Overlap | None] = lambda: None,
@@ -61,29 +59,28 @@ class ModelDrafter(Proposer):
         """`drafts` are the most of a round, after each of which a recurrent state may be kept; `overlap` says
         which of the target's tokens it has, where its tokenizer is another one.
         """
-        self._sequences, self._drafts = target.sequences, drafts
+        self._sequences, self._drafts = host.sequences, drafts
         self.needs, self._load, self._overlap = self.with_slots(needs), load, overlap
-        self.vocab_size, self.min_confidence = target.vocab_size, min_confidence
-        self.max_rows = target.rows or sys.maxsize  # of a call: as estimated for its scratch memory
+        self.vocab_size, self.min_confidence = host.model.vocab_size, min_confidence
+        self.max_rows = host.rows or sys.maxsize  # of a call: as estimated for its scratch memory
         self.translation: Translation | None = None  # None: ids are the target's
         self.model: Target
 
     @classmethod
-    def build(cls, config: SpeculationConfig, target: TargetFacts) -> Self:
+    def build(cls, config: SpeculationConfig, host: DrafterHost) -> Self:
         source = config.drafts.get(cls.method)
         if source is None:
             raise ConfigError(f"{cls.method} needs draft = a checkpoint")
         if isinstance(source, str):
-            dtype, device = getattr(torch, target.dtype), torch.device(target.device)
-            step = dtype, device, target.rows, target.scored
-            needs = model_needs(source, *step, target.fuse, target.compile, config.draft_quantization)
-            load = partial(load_draft, source, target, config.draft_quantization)
-            overlap = partial(find_overlap, source, target)
-            return cls(load, needs, target, config.draft_min_confidence, config.most(), overlap)
-        model = wrap_draft(source, target)
+            step = host.model.dtype, host.model.device, host.rows, host.scored
+            needs = model_needs(source, *step, host.fuse, host.compile, config.draft_quantization)
+            load = partial(load_draft, source, host, config.draft_quantization)
+            overlap = partial(find_overlap, source, host)
+            return cls(load, needs, host, config.draft_min_confidence, config.most(), overlap)
+        model = wrap_draft(source, host)
         # in memory already: nothing to load or to estimate
-        needs = replace(model.needs(target.rows, target.scored), bytes_fixed=0)
-        drafter = cls(lambda: model, needs, target, config.draft_min_confidence, config.most())
+        needs = replace(model.needs(host.rows, host.scored), bytes_fixed=0)
+        drafter = cls(lambda: model, needs, host, config.draft_min_confidence, config.most())
         drafter.take(model)
         return drafter
 
@@ -102,13 +99,9 @@ class ModelDrafter(Proposer):
         )
         self.needs = self.with_slots(needs)
 
-    @property
-    def runner(self) -> Runner:
-        return self.model.runner
-
     def take(self, model: Target) -> None:
         """Drafts with this model from now on. Raises `ModelError` for one that the method cannot use."""
-        self.model = model
+        self.model, self.runner = model, model.runner
 
     def with_slots(self, needs: Needs) -> Needs:
         """The same with slots for its recurrent states: for each sequence, and spare ones within a step."""
@@ -119,28 +112,26 @@ class ModelDrafter(Proposer):
         count = PER_SEQUENCE * self._sequences + spare
         return replace(needs, spare_states=spare, bytes_states=count * each)
 
-    def _read(self, pieces: list[Piece], lease: DraftLease) -> None:
-        self._forward(pieces, [seq.tokens[start:end] for seq, start, end in pieces], [], lease)
+    def _read(self, ranges: list[TokenRange]) -> None:
+        self._forward(ranges, [seq.tokens[start:end] for seq, start, end in ranges], [])
 
-    def _forward(
-        self, pieces: list[Piece], ids: list[list[int]], scored: list[int], lease: DraftLease
-    ) -> Tensor:
+    def _forward(self, ranges: list[TokenRange], ids: list[list[int]], scored: list[int]) -> Tensor:
         """Reads `ids`, tokens of the target, as one flat row; logits [R, V] after the `scored` rows."""
-        logits = self._run(pieces, [self._as_read(piece) for piece in ids], scored, lease)
-        lease.done(pieces, ids)
-        mark(self.method, pieces)
+        logits = self._run(ranges, [self._as_read(tokens) for tokens in ids], scored)
+        self.pages.done(ranges, ids)
+        self.pages.mark(ranges)
         return logits
 
     def _as_read(self, tokens: list[int]) -> list[int]:
         """Tokens of the target as ids of the model."""
         return tokens if self.translation is None else self.translation.read(tokens)
 
-    def _run(self, pieces: list[Piece], ids: list[list[int]], scored: list[int], lease: DraftLease) -> Tensor:
+    def _run(self, ranges: list[TokenRange], ids: list[list[int]], scored: list[int]) -> Tensor:
         """One forward over ids of the model; logits [R, V] over the target's vocabulary."""
-        positions = [position for _, start, end in pieces for position in range(start, end)]
-        tokens = [token for piece in ids for token in piece]
-        batch = Batch.of([], tokens, positions, scored, self.model.device, prompt_rows(pieces))
-        return self._logits(batch, lease.view(pieces))
+        positions = [position for _, start, end in ranges for position in range(start, end)]
+        tokens = [token for its in ids for token in its]
+        batch = Batch.of([], tokens, positions, scored, self.model.device, prompt_rows(ranges))
+        return self._logits(batch, self.pages.view(ranges))
 
     def _logits(self, batch: Batch, view: View) -> Tensor:
         logits = self.model.forward(batch, view).logits
@@ -151,44 +142,46 @@ class ModelDrafter(Proposer):
         return F.pad(logits, (0, self.vocab_size - logits.shape[-1]), value=NEVER)
 
 
-def prompt_rows(pieces: list[Piece]) -> Runs:
-    """The rows of pieces, end to end, that belong to prompts."""
+def prompt_rows(ranges: list[TokenRange]) -> RowRanges:
+    """The rows of ranges, end to end, that belong to prompts."""
     runs, row = [], 0
-    for seq, start, end in pieces:
+    for seq, start, end in ranges:
         if start < seq.request.prompt_len:
             runs.append((row, row + min(end, seq.request.prompt_len) - start))
         row += end - start
     return joined(runs)
 
 
-def load_draft(path: str, target: TargetFacts, quantization: Quantization) -> Target:
+def load_draft(path: str, host: DrafterHost, quantization: Quantization) -> Target:
     """The checkpoint as a checked Target on the target's device, in its dtype."""
+    target = host.model
     draft = load_target(
         path,
-        dtype=target.dtype,
-        device=target.device,
-        fused=target.fuse,
-        compile=target.compile,
+        dtype=str(target.dtype).removeprefix("torch."),
+        device=str(target.device),
+        fused=host.fuse,
+        compile=host.compile,
         batch_invariant=None if target.batch_invariant else False,
         quantization=quantization,
     )
-    return draft if target.tokenizer is not None else check_size(draft, target)
+    return draft if host.tokenizer is not None else check_size(draft, target)
 
 
-def find_overlap(path: str, target: TargetFacts) -> Overlap | None:
-    return None if target.tokenizer is None else tokenizer_overlap(path, target.tokenizer)
+def find_overlap(path: str, host: DrafterHost) -> Overlap | None:
+    return None if host.tokenizer is None else tokenizer_overlap(path, host.tokenizer)
 
 
-def wrap_draft(model: ModelObject, target: TargetFacts) -> Target:
+def wrap_draft(model: ModelObject, host: DrafterHost) -> Target:
     """A checked Target over a model in memory, which stays as and where it is. Does not modify `model`."""
-    if str(model.device) != target.device:
+    target = host.model
+    if str(model.device) != str(target.device):
         raise ModelError(f"draft {type(model).__name__} is on {model.device}, the target on {target.device}")
     invariant = None if target.batch_invariant else False
-    draft = wrap_model(model, fused=target.fuse, compile=target.compile, batch_invariant=invariant)
+    draft = wrap_model(model, fused=host.fuse, compile=host.compile, batch_invariant=invariant)
     return check_size(draft, target)
 
 
-def check_size(draft: Target, target: TargetFacts) -> Target:
+def check_size(draft: Target, target: Target) -> Target:
     """Raises `ModelError` for a draft with fewer ids than the target: all that can be compared without two
     tokenizers.
     """

@@ -2,13 +2,12 @@
 
 It reads the tokens that it has not seen, then K - 1 mask tokens at the positions after them. The logits after
 the last token are those of the first draft, and those after each mask are those of the next. The keys and
-values of masks are never counted: `seq.drafted` says how many real tokens it has read, so that the next
+values of masks are never counted: `Pages.drafted` says how many real tokens it has read, so that the next
 round, which begins there, writes over them.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -17,20 +16,12 @@ from speculon.core.types import Draft
 from speculon.decoding.sequence import Sequence
 from speculon.runtimes.torch.drafters.draft_model.model_drafter import ModelDrafter
 from speculon.runtimes.torch.drafters.families import MASK_TOKENS
+from speculon.runtimes.torch.kv.draft_pages import TokenRange
 from speculon.runtimes.torch.model.target import Target
-from speculon.speculation.proposers.chain import (
-    Piece,
-    catch_up,
-    draft_at_once,
-    draft_chain,
-    independent,
-    mark,
-)
+from speculon.speculation.proposers.chain import draft_at_once, draft_chain, independent
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from speculon.runtimes.torch.kv.lease import DraftLease
 
 NAME = "pard"
 
@@ -49,33 +40,33 @@ class Pard(ModelDrafter):
         super().take(model)
         self.mask = mask_token(model)
 
-    def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
-        room = max(1, self.max_rows - sum(budgets) + len(budgets))  # beside the mask tokens
-        rest = catch_up(NAME, seqs, room, partial(self._read, lease=lease))
-        logits = self._block(rest, budgets, lease)
+    def propose(self, seqs: list[Sequence], ks: list[int]) -> list[Draft]:
+        room = max(1, self.max_rows - sum(ks) + len(ks))  # beside the mask tokens
+        rest = self.pages.catch_up(seqs, room, self._read)
+        logits = self._block(rest, ks)
         if all(map(independent, seqs)):
-            return draft_at_once(NAME, seqs, budgets, logits, self.min_confidence)
-        first = [*accumulate(budgets, initial=0)]
+            return draft_at_once(NAME, seqs, ks, logits, self.min_confidence)
+        first = [*accumulate(ks, initial=0)]
 
         def forward(which: list[int], drafts: list[list[int]]) -> Tensor:
             return logits[[first[i] + len(drafts[i]) for i in which]]
 
-        return draft_chain(NAME, seqs, budgets, forward, self.min_confidence)
+        return draft_chain(NAME, seqs, ks, forward, self.min_confidence)
 
-    def _block(self, rest: list[Piece], budgets: list[int], lease: DraftLease) -> Tensor:
+    def _block(self, rest: list[TokenRange], ks: list[int]) -> Tensor:
         """Logits of all drafts of the round, [K, V] of each sequence end to end."""
         ids: list[list[int]] = []
-        pieces: list[Piece] = []
+        ranges: list[TokenRange] = []
         scored: list[int] = []
         row = 0
-        for (seq, start, end), k in zip(rest, budgets, strict=True):
+        for (seq, start, end), k in zip(rest, ks, strict=True):
             ids.append(self._as_read(seq.tokens[start:end]) + [self.mask] * (k - 1))
-            pieces.append((seq, start, end + k - 1))
+            ranges.append((seq, start, end + k - 1))
             last = row + end - start - 1  # the last token's
             scored += range(last, last + k)
             row += len(ids[-1])
-        logits = self._run(pieces, ids, scored, lease)
-        mark(NAME, rest)  # without the mask tokens
+        logits = self._run(ranges, ids, scored)
+        self.pages.mark(rest)  # without the mask tokens
         return logits
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -10,13 +9,12 @@ from speculon.core.types import Draft
 from speculon.decoding.sequence import Sequence
 from speculon.runtimes.torch.batch import Batch
 from speculon.runtimes.torch.drafters.draft_model.model_drafter import ModelDrafter
-from speculon.speculation.proposers.chain import Piece, catch_up, draft_chain
+from speculon.runtimes.torch.kv.draft_pages import TokenRange
+from speculon.speculation.proposers.chain import draft_chain
 from speculon.speculation.proposers.tree import Node, draft_trees
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from speculon.runtimes.torch.kv.lease import DraftLease
 
 NAME = "draft_model"
 
@@ -26,39 +24,35 @@ class DraftModel(ModelDrafter):
 
     method = NAME
 
-    def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
-        rest = catch_up(NAME, seqs, self.max_rows, partial(self._read, lease=lease))
+    def propose(self, seqs: list[Sequence], ks: list[int]) -> list[Draft]:
+        rest = self.pages.catch_up(seqs, self.max_rows, self._read)
 
         def forward(which: list[int], drafts: list[list[int]]) -> Tensor:
             if not drafts[which[0]]:
-                return self._next(
-                    [rest[i] for i in which], [seqs[i].tokens[rest[i][1] :] for i in which], lease
-                )
+                return self._next([rest[i] for i in which], [seqs[i].tokens[rest[i][1] :] for i in which])
             ends = [len(seqs[i].tokens) + len(drafts[i]) for i in which]
-            pieces = [(seqs[i], end - 1, end) for i, end in zip(which, ends, strict=True)]
-            return self._next(pieces, [drafts[i][-1:] for i in which], lease)
+            ranges = [(seqs[i], end - 1, end) for i, end in zip(which, ends, strict=True)]
+            return self._next(ranges, [drafts[i][-1:] for i in which])
 
-        return draft_chain(NAME, seqs, budgets, forward, self.min_confidence)
+        return draft_chain(NAME, seqs, ks, forward, self.min_confidence)
 
-    def propose_trees(
-        self, seqs: list[Sequence], budgets: list[int], depths: list[int], lease: DraftLease
-    ) -> list[Draft]:
+    def propose_trees(self, seqs: list[Sequence], ks: list[int], depths: list[int]) -> list[Draft]:
         """As `Branching` says; the keys and values of the nodes are scratch of this round."""
 
         def root() -> Tensor:
-            rest = catch_up(NAME, seqs, self.max_rows, partial(self._read, lease=lease))
-            return self._next(rest, [seq.tokens[start:] for seq, start, _ in rest], lease)
+            rest = self.pages.catch_up(seqs, self.max_rows, self._read)
+            return self._next(rest, [seq.tokens[start:] for seq, start, _ in rest])
 
         def read(nodes: list[Node]) -> Tensor:
             ids = self._as_read([node.token for node in nodes])
             positions = [len(seqs[node.tree].tokens) + node.depth for node in nodes]
             batch = Batch.of([], ids, positions, [*range(len(nodes))], self.model.device)
-            return self._logits(batch, lease.view_of_nodes([(seqs[n.tree], n.read) for n in nodes]))
+            return self._logits(batch, self.pages.view_of_nodes([(seqs[n.tree], n.read) for n in nodes]))
 
-        shapes = [*zip(budgets, depths, strict=True)]
+        shapes = [*zip(ks, depths, strict=True)]
         return draft_trees(NAME, seqs, shapes, root, read, self.min_confidence)
 
-    def _next(self, pieces: list[Piece], ids: list[list[int]], lease: DraftLease) -> Tensor:
-        """Logits [B, V] after each piece."""
-        ends = [total - 1 for total in accumulate(len(piece) for piece in ids)]
-        return self._forward(pieces, ids, ends, lease)
+    def _next(self, ranges: list[TokenRange], ids: list[list[int]]) -> Tensor:
+        """Logits [B, V] after each range."""
+        ends = [total - 1 for total in accumulate(map(len, ids))]
+        return self._forward(ranges, ids, ends)

@@ -10,8 +10,8 @@ from speculon.runtimes.torch.drafters.config import AUTHORS, DrafterConfig
 from speculon.runtimes.torch.drafters.formats import (
     FIRST_Q,
     KNOWN,
-    Shapes,
-    Source,
+    DrafterSource,
+    TensorShapes,
     check_draft_ids,
     check_draft_vocabulary,
     check_shapes,
@@ -79,7 +79,7 @@ HEADS = re.compile(rf"{KNOWN}|input_norm\.weight|fc_norm\.\d+\.weight|layers\.\d
 INSIDE = re.compile(r"(fc|norm|lm_head|embed_tokens|input_norm|fc_norm|layers)\b")
 
 
-def detect_format(source: Source) -> str:
+def detect_format(source: DrafterSource) -> str:
     if source.of_speculators:
         return "speculators"
     if any(name.startswith("use_") for name in source.part("eagle_config")):
@@ -91,7 +91,7 @@ def detect_format(source: Source) -> str:
     return "nebius" if "truncated_vocab_size" in source.config else "safeailab"
 
 
-def read_eagle3(source: Source) -> Eagle3Config:
+def read_eagle3(source: DrafterSource) -> Eagle3Config:
     """The config of an EAGLE-3 head. Raises `ModelError` where tensors and config contradict each other."""
     source, notes = with_usual_norms(source), list[str]()
     hidden = source.shape(FIRST_Q)[1] // 2
@@ -120,14 +120,14 @@ def read_eagle3(source: Source) -> Eagle3Config:
         notes=tuple(notes),
     )
     refuse_missing_matrices(config)
-    more: Shapes = {f"fc_norm.{tap}.weight": (target_hidden,) for tap in range(taps * each)}
+    more: TensorShapes = {f"fc_norm.{tap}.weight": (target_hidden,) for tap in range(taps * each)}
     more["layers.0.hidden_norm.weight"] = (hidden,)
     check_shapes(source, config, more, {"input_norm.weight": (taps * target_hidden,)}, inputs=2 * hidden)
     check_draft_ids(source)
     return config
 
 
-def with_usual_norms(source: Source) -> Source:
+def with_usual_norms(source: DrafterSource) -> DrafterSource:
     """Layers after the first have one norm before attention, which some projects name hidden_norm."""
     renamed = {}
     for name in source.names:
@@ -141,13 +141,13 @@ def with_usual_norms(source: Source) -> Source:
     )
 
 
-def flag(source: Source, *names: str) -> bool | None:
+def flag(source: DrafterSource, *names: str) -> bool | None:
     """The value in `eagle_config`, else at the top; None where neither has one."""
     values = (table.get(name) for name in names for table in (source.part("eagle_config"), source.body))
     return next((bool(value) for value in values if value is not None), None)
 
 
-def read_taps(source: Source, notes: list[str]) -> tuple[tuple[int, ...] | None, bool | None]:
+def read_taps(source: DrafterSource, notes: list[str]) -> tuple[tuple[int, ...] | None, bool | None]:
     """The ids as written, and whether id j is the output of layer j; None: nested ids have no convention."""
     top, nested = source.config.get(TAP_IDS), source.part("eagle_config").get(TAP_IDS)
     ids, after = (top, False) if top else (nested, None)
@@ -160,7 +160,7 @@ def read_taps(source: Source, notes: list[str]) -> tuple[tuple[int, ...] | None,
 
 
 def tap_sizes(
-    source: Source, tap_ids: tuple[int, ...] | None, hidden: int, notes: list[str]
+    source: DrafterSource, tap_ids: tuple[int, ...] | None, hidden: int, notes: list[str]
 ) -> tuple[int, int]:
     """How many taps `fc` takes, and the width of each."""
     width = source.shape("fc.weight")[1]
@@ -178,7 +178,7 @@ def tap_sizes(
     return count, width // count
 
 
-def target_vocabulary(source: Source, notes: list[str]) -> int:
+def target_vocabulary(source: DrafterSource, notes: list[str]) -> int:
     shapes, configured = source.shapes, source.body.get("vocab_size")
     rows = [shapes[name][0] for name in ("t2d", "embed_tokens.weight") if shapes.get(name)]
     vocab = rows[0] if rows else configured
@@ -190,7 +190,7 @@ def target_vocabulary(source: Source, notes: list[str]) -> int:
     return vocab
 
 
-def draft_vocabulary(source: Source, vocab: int, notes: list[str]) -> int:
+def draft_vocabulary(source: DrafterSource, vocab: int, notes: list[str]) -> int:
     shapes = source.shapes
     configured = source.body.get("draft_vocab_size") or source.body.get("truncated_vocab_size")
     stored = next((shapes[name][0] for name in ("lm_head.weight", "d2t") if shapes.get(name)), None)
@@ -200,7 +200,7 @@ def draft_vocabulary(source: Source, vocab: int, notes: list[str]) -> int:
     return drafted
 
 
-def tap_norms(source: Source, notes: list[str]) -> tuple[bool, bool]:
+def tap_norms(source: DrafterSource, notes: list[str]) -> tuple[bool, bool]:
     """Whether all taps share one norm, or each has its own. A norm without a tensor is refused."""
     together, each = "input_norm.weight" in source.shapes, "fc_norm.0.weight" in source.shapes
     if together and each:
@@ -216,7 +216,7 @@ def tap_norms(source: Source, notes: list[str]) -> tuple[bool, bool]:
     return together, each
 
 
-def norm_before_residual(source: Source, notes: list[str]) -> bool:
+def norm_before_residual(source: DrafterSource, notes: list[str]) -> bool:
     configured = flag(source, "norm_before_residual")
     if configured is None and detect_format(source) == "speculators":
         notes.append("the config has no norm_before_residual: true is assumed")
@@ -224,7 +224,7 @@ def norm_before_residual(source: Source, notes: list[str]) -> bool:
     return bool(configured)
 
 
-def head_windows(source: Source, layers: int, notes: list[str]) -> tuple[int | None, ...]:
+def head_windows(source: DrafterSource, layers: int, notes: list[str]) -> tuple[int | None, ...]:
     body = source.body
     types, window = body.get("layer_types"), body.get("sliding_window")
     if types:
@@ -234,13 +234,13 @@ def head_windows(source: Source, layers: int, notes: list[str]) -> tuple[int | N
     return (None,) * layers
 
 
-def read_context(source: Source) -> int | None:
+def read_context(source: DrafterSource) -> int | None:
     """Positions that its config names, and it was trained for; RoPE has no end of its own."""
     positions = source.body.get("max_position_embeddings")
     return positions if type(positions) is int and positions > 0 else None
 
 
-def known_names(source: Source, notes: list[str]) -> dict[str, str]:
+def known_names(source: DrafterSource, notes: list[str]) -> dict[str, str]:
     """The tensors that the head's formula uses. An unknown one inside a layer is refused."""
     names, others = used_names(source, HEADS)
     inside = next((theirs for theirs in others if INSIDE.match(own_name(theirs))), None)

@@ -18,11 +18,11 @@ from speculon.runtimes.torch.drafters.layers import (
     Joined,
     JoinedNorm,
     Network,
-    Norm,
+    TrainedNorm,
 )
 from speculon.runtimes.torch.kv.store import PageStore, SpanView, View
 from speculon.runtimes.torch.model.attention import attend_rows
-from speculon.runtimes.torch.model.block import Tables, rotate
+from speculon.runtimes.torch.model.block import RotaryTables, rotate
 from speculon.runtimes.torch.model.linear import Product
 from speculon.runtimes.torch.model.target import Target
 from speculon.runtimes.torch.needs import LayerSpec
@@ -41,10 +41,10 @@ class HeadLayer(DecoderLayer):
         if of.q_norm is not None and of.k_norm is not None:
             self.head_norm = JoinedNorm([of.q_norm, of.k_norm], [self.heads, self.kv_heads])
 
-    def begin(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
+    def begin(self, x: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
         return self.rotated(self.input_layernorm(x), tables)
 
-    def rotated(self, normed: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
+    def rotated(self, normed: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
         states, both = self.qkv(normed).unflatten(-1, (-1, self.head_dim)), self.heads + self.kv_heads
         turned, value = states[..., :both, :], states[..., both:, :]
         turned = rotate(turned if self.head_norm is None else self.head_norm(turned), tables)
@@ -59,10 +59,10 @@ class FirstLayer(HeadLayer):
 
     def __init__(self, config: Eagle3Config):
         super().__init__(config, 0, inputs=2)
-        self.hidden_norm = Norm(config.hidden, config.eps)
+        self.hidden_norm = TrainedNorm(config.hidden, config.eps)
         self.norm_before_residual = config.norm_before_residual
 
-    def begin(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
+    def begin(self, x: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
         embedded, state = x.chunk(2, -1)
         return self.rotated(torch.cat([self.input_layernorm(embedded), self.hidden_norm(state)], -1), tables)
 
@@ -82,13 +82,13 @@ class Eagle3Network(Network):
         self.norm_output, self.scale = config.norm_output, config.logit_scale
         width = config.taps * config.target_hidden
         self.fc = nn.Linear(width, config.hidden, bias="fc.bias" in config.names)
-        self.input_norm = Norm(width, config.eps) if config.norm_before_fc else None
-        each = [Norm(config.target_hidden, config.eps) for _ in range(config.taps * config.fc_norm)]
+        self.input_norm = TrainedNorm(width, config.eps) if config.norm_before_fc else None
+        each = [TrainedNorm(config.target_hidden, config.eps) for _ in range(config.taps * config.fc_norm)]
         self.fc_norm, self.tap_size = nn.ModuleList(each), config.target_hidden
         self.tap_norm: Product | None = JoinedNorm(each, [1] * config.taps) if each else None
         self.layers: Any = nn.ModuleList([FirstLayer(config)])
         self.layers.extend(HeadLayer(config, number) for number in range(1, config.layers))
-        self.norm = Norm(config.hidden, config.eps)
+        self.norm = TrainedNorm(config.hidden, config.eps)
         if config.has("lm_head"):
             self.lm_head = nn.Linear(config.hidden, config.draft_vocab_size, bias=False)
 
@@ -100,7 +100,7 @@ class Eagle3Network(Network):
             taps = self.tap_norm(taps.unflatten(-1, (-1, self.tap_size))).flatten(-2)
         return self.fc(taps)
 
-    def begin(self, ids: Tensor, state: Tensor, positions: Tensor) -> tuple[Tensor, Tables]:
+    def begin(self, ids: Tensor, state: Tensor, positions: Tensor) -> tuple[Tensor, RotaryTables]:
         """Pairs [T, 2 H]; the state after each row is what the next draft position reads."""
         embedded = F.embedding(ids, self.embed)
         return torch.cat([embedded, state], -1), self.tables(embedded, positions)

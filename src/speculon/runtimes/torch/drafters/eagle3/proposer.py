@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +17,7 @@ from speculon.decoding.sequence import Sequence
 from speculon.runtimes.torch.drafters.eagle3.config import Eagle3Config
 from speculon.runtimes.torch.drafters.eagle3.network import PAIR_WIDTHS, Eagle3Network, agreement
 from speculon.runtimes.torch.drafters.families import read_eagle3_config
+from speculon.runtimes.torch.drafters.host import DrafterHost
 from speculon.runtimes.torch.drafters.layers import load_network
 from speculon.runtimes.torch.drafters.runner import choose_run, estimate_needs
 from speculon.runtimes.torch.drafters.state_drafter import (
@@ -26,15 +26,13 @@ from speculon.runtimes.torch.drafters.state_drafter import (
     after_states,
     checked_config,
 )
-from speculon.runtimes.torch.needs import Needs
-from speculon.speculation.proposers.base import TargetFacts
-from speculon.speculation.proposers.chain import Piece, catch_up, draft_chain, mark
+from speculon.runtimes.torch.kv.draft_pages import TokenRange
+from speculon.speculation.proposers.chain import draft_chain
 from speculon.speculation.proposers.tree import Node, draft_trees
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from speculon.runtimes.torch.kv.lease import DraftLease
     from speculon.runtimes.torch.kv.store import View
 
 NAME = "eagle3"
@@ -53,20 +51,18 @@ log = logging.getLogger("speculon")
 class Eagle3Drafter(StateDrafter):
     """One call of the head per draft position for all sequences of the round."""
 
-    method = NAME
-
-    def __init__(self, head_config: Eagle3Config, target: TargetFacts, min_confidence: float = 0.0):
-        super().__init__(target, min_confidence)
-        self.tap_layouts, self.tokenizer = head_config.tap_layouts(target.num_layers), target.tokenizer
+    def __init__(self, head_config: Eagle3Config, host: DrafterHost, min_confidence: float = 0.0):
+        super().__init__(host, min_confidence)
+        self.tap_layouts, self.tokenizer = head_config.tap_layouts(len(self.target.layers)), host.tokenizer
         self.head_config = head_config
-        taps, sizes = self.tap_layouts[0], (target.rows, target.scored)
-        self.needs: Needs = estimate_needs(head_config, taps, self.target, *sizes, self.compile, PAIR_WIDTHS)
+        taps, sizes = self.tap_layouts[0], (host.rows, host.scored)
+        self.needs = estimate_needs(head_config, taps, self.target, *sizes, self.compile, PAIR_WIDTHS)
         self.head: Eagle3Network
 
     @classmethod
-    def build(cls, config: SpeculationConfig, target: TargetFacts) -> Eagle3Drafter:
-        checkpoint = checked_config(NAME, config, target, read_eagle3_config, OVERRIDES)
-        return cls(checkpoint, target, config.draft_min_confidence)
+    def build(cls, config: SpeculationConfig, host: DrafterHost) -> Eagle3Drafter:
+        checkpoint = checked_config(NAME, config, host.model, read_eagle3_config, OVERRIDES)
+        return cls(checkpoint, host, config.draft_min_confidence)
 
     def load(self) -> None:
         self.head = load_network(Eagle3Network, self.head_config, self.target)
@@ -91,41 +87,32 @@ class Eagle3Drafter(StateDrafter):
         )
         return best
 
-    def _propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
-        own = lease.after(1)  # the first layer holds the taps
-        rest = catch_up(NAME, seqs, self.max_rows, partial(self._read, lease=lease), first=1)
+    def _propose(self, seqs: list[Sequence], ks: list[int]) -> list[Draft]:
+        rest = self.pages.catch_up(seqs, self.max_rows, self._read, first=1)
         states: dict[int, Tensor] = {}  # by index, of its last row [H]
 
         def forward(which: list[int], drafts: list[list[int]]) -> Tensor:
             if not drafts[which[0]]:
-                after = self._read([rest[i] for i in which], lease)
+                after = self._read([rest[i] for i in which])
             else:
                 ends = [len(seqs[i].tokens) + len(drafts[i]) for i in which]
-                pieces = [(seqs[i], end - 1, end) for i, end in zip(which, ends, strict=True)]
+                ranges = [(seqs[i], end - 1, end) for i, end in zip(which, ends, strict=True)]
                 ids = [drafts[i][-1] for i in which]
-                after = self._forward(pieces, ids, torch.stack([states[i] for i in which]), own)
+                after = self._forward(ranges, ids, torch.stack([states[i] for i in which]))
             states.update(zip(which, after, strict=True))
             return self.head.logits(after, self.vocab_size)
 
-        return draft_chain(NAME, seqs, budgets, forward, self.min_confidence)
+        return draft_chain(NAME, seqs, ks, forward, self.min_confidence)
 
-    def propose_trees(
-        self, seqs: list[Sequence], budgets: list[int], depths: list[int], lease: DraftLease
-    ) -> list[Draft]:
+    def propose_trees(self, seqs: list[Sequence], ks: list[int], depths: list[int]) -> list[Draft]:
         """As `Branching` says."""
-        shapes = [*zip(budgets, depths, strict=True)]
-        return after_states(seqs, shapes, partial(self._propose_trees, lease=lease))
+        return after_states(seqs, [*zip(ks, depths, strict=True)], self._propose_trees)
 
-    def _propose_trees(
-        self, seqs: list[Sequence], shapes: list[tuple[int, int]], lease: DraftLease
-    ) -> list[Draft]:
-        own = lease.after(1)
+    def _propose_trees(self, seqs: list[Sequence], shapes: list[tuple[int, int]]) -> list[Draft]:
         states: dict[Node | int, Tensor] = {}  # [H] after each node, and after the sequences, by index
 
         def root() -> Tensor:
-            after = self._read(
-                catch_up(NAME, seqs, self.max_rows, partial(self._read, lease=lease), 1), lease
-            )
+            after = self._read(self.pages.catch_up(seqs, self.max_rows, self._read, first=1))
             states.update(enumerate(after))
             return self.head.logits(after, self.vocab_size)
 
@@ -134,26 +121,26 @@ class Eagle3Drafter(StateDrafter):
                 [states[node.tree if node.parent is None else node.parent] for node in nodes]
             )
             positions = [len(seqs[node.tree].tokens) + node.depth - 1 for node in nodes]
-            view = own.view_of_nodes([(seqs[node.tree], node.read) for node in nodes], first=1)
+            view = self.own.view_of_nodes([(seqs[node.tree], node.read) for node in nodes], first=1)
             after = self._run([node.token for node in nodes], positions, before, view)
             states.update(zip(nodes, after, strict=True))
             return self.head.logits(after, self.vocab_size)
 
         return draft_trees(NAME, seqs, shapes, root, read, self.min_confidence)
 
-    def _read(self, pieces: list[Piece], lease: DraftLease) -> Tensor:  # [B, H]
-        """Rows of committed states; the state after each piece."""
-        ids = [token for seq, start, end in pieces for token in seq.tokens[start:end]]
-        taps = lease.taps([(seq, start - 1, end - 1) for seq, start, end in pieces])
-        states = self._forward(pieces, ids, self.head.fuse(taps), lease.after(1))
-        mark(NAME, pieces)
-        lengths = torch.tensor([end - start for _, start, end in pieces], device=states.device)
+    def _read(self, ranges: list[TokenRange]) -> Tensor:  # [B, H]
+        """Rows of committed states; the state after each range."""
+        ids = [token for seq, start, end in ranges for token in seq.tokens[start:end]]
+        taps = self.pages.taps([(seq, start - 1, end - 1) for seq, start, end in ranges])
+        states = self._forward(ranges, ids, self.head.fuse(taps))
+        self.pages.mark(ranges)
+        lengths = torch.tensor([end - start for _, start, end in ranges], device=states.device)
         return states[lengths.cumsum(0) - 1]
 
     # [T, H] -> [T, H]
-    def _forward(self, pieces: list[Piece], ids: list[int], states: Tensor, own: DraftLease) -> Tensor:
-        positions = [slot - 1 for _, start, end in pieces for slot in range(start, end)]
-        return self._run(ids, positions, states, own.view(pieces, first=1))
+    def _forward(self, ranges: list[TokenRange], ids: list[int], states: Tensor) -> Tensor:
+        positions = [slot - 1 for _, start, end in ranges for slot in range(start, end)]
+        return self._run(ids, positions, states, self.own.view(ranges, first=1))
 
     @torch.inference_mode()
     def _run(self, ids: list[int], positions: list[int], states: Tensor, view: View) -> Tensor:

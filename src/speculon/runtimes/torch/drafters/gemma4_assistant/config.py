@@ -8,7 +8,13 @@ from typing import Any
 
 from speculon.core.errors import ModelError, WrongPair
 from speculon.runtimes.torch.drafters.config import AUTHORS, DrafterConfig
-from speculon.runtimes.torch.drafters.formats import FIRST_Q, Source, count_layers, read_rope, read_windows
+from speculon.runtimes.torch.drafters.formats import (
+    FIRST_Q,
+    DrafterSource,
+    count_layers,
+    read_rope,
+    read_windows,
+)
 
 TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 TARGETS = "gemma4"  # what the architectures of its targets begin with
@@ -47,7 +53,7 @@ class AssistantConfig(DrafterConfig):
         return f"after {last}, normed; keys and values of the last layer of each type"
 
 
-def read_assistant(source: Source) -> AssistantConfig:
+def read_assistant(source: DrafterSource) -> AssistantConfig:
     """The config of an assistant. Raises `ModelError` where tensors and config contradict each other."""
     text, layers = source.part("text_config"), count_layers(source)
     windows = read_windows(source, layers, text.get("layer_types") or [], text.get("sliding_window"))
@@ -92,7 +98,7 @@ def read_assistant(source: Source) -> AssistantConfig:
     )
 
 
-def token_groups(source: Source) -> tuple[int, int]:
+def token_groups(source: DrafterSource) -> tuple[int, int]:
     """Groups of tokens, and how many of them are scored; none where the head scores all tokens."""
     if not source.config.get("use_ordered_embeddings"):
         return 0, 0

@@ -17,10 +17,18 @@ from speculon.core.errors import CorruptWeights
 from speculon.decoding.sequence import Sequence
 from speculon.runtimes.torch.drafters.config import INTEGERS, read_numbers
 from speculon.runtimes.torch.drafters.gemma4_assistant.config import AssistantConfig
-from speculon.runtimes.torch.drafters.layers import MLP, ORDER, Network, Norm, load_network, make_rotary
-from speculon.runtimes.torch.kv.store import PageStore, SpanView, View
+from speculon.runtimes.torch.drafters.layers import (
+    MLP,
+    ORDER,
+    Network,
+    TrainedNorm,
+    load_network,
+    make_rotary,
+)
+from speculon.runtimes.torch.kv.draft_pages import DraftPages
+from speculon.runtimes.torch.kv.store import SpanView, View
 from speculon.runtimes.torch.model.attention import attend_written
-from speculon.runtimes.torch.model.block import AROUND, Tables, rotate, rotation_tables
+from speculon.runtimes.torch.model.block import AROUND, RotaryTables, rotate, rotation_tables
 from speculon.runtimes.torch.model.target import Target
 from speculon.runtimes.torch.needs import NO_PADDING, LayerSpec
 
@@ -36,16 +44,17 @@ class WholeView(View):
         return replace(View.spec(self, layer), window=None, padding=NO_PADDING)
 
 
-def make_sources(layers: Layers, store: PageStore, ends: list[tuple[Sequence, int]]) -> Sources:
+def make_sources(layers: Layers, drafts: DraftPages, ends: list[tuple[Sequence, int]]) -> Sources:
     """What one row of each sequence sees of the tokens before position n, the window's and one more."""
     sources = {}
     for kind, (layer, window) in layers.items():
         spans = []
         for row, (seq, n) in enumerate(ends):
-            whole = SpanView(row, row + 1, store.where_of(seq, n), n - seq.released)
+            pages = drafts.of(seq)
+            whole = SpanView(row, row + 1, drafts.store.where_of(pages, n), n - pages.released)
             keys = whole.context if window is None else min(whole.context, window + 1)
             spans.append(SpanView(row, row + 1, whole.tail(keys), keys))
-        sources[kind] = WholeView(store, slice(0, 0), spans), layer
+        sources[kind] = WholeView(drafts.store, slice(0, 0), spans), layer
     return sources
 
 
@@ -56,9 +65,9 @@ class Queries(nn.Module):
         super().__init__()
         self.q_proj = nn.Linear(hidden, heads * dim, bias=False)
         self.o_proj = nn.Linear(heads * dim, hidden, bias=False)
-        self.q_norm, self.dim = Norm(dim, eps), dim
+        self.q_norm, self.dim = TrainedNorm(dim, eps), dim
 
-    def forward(self, x: Tensor, tables: Tables, view: View, layer: int) -> Tensor:  # [B, H]
+    def forward(self, x: Tensor, tables: RotaryTables, view: View, layer: int) -> Tensor:  # [B, H]
         q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.dim))), tables)
         return self.o_proj(attend_written(view, layer, q, 1.0).flatten(-2))
 
@@ -72,10 +81,10 @@ class AssistantLayer(nn.Module):
         self.self_attn = Queries(config.hidden, *config.queries[number], config.eps)
         self.mlp = MLP(config)
         for norm in AROUND:
-            setattr(self, norm, Norm(config.hidden, config.eps))
+            setattr(self, norm, TrainedNorm(config.hidden, config.eps))
         self.register_buffer("layer_scalar", torch.ones(1))
 
-    def forward(self, x: Tensor, tables: Mapping[str, Tables], sources: Sources) -> Tensor:
+    def forward(self, x: Tensor, tables: Mapping[str, RotaryTables], sources: Sources) -> Tensor:
         before, after, before_mlp, after_mlp = (getattr(self, norm) for norm in AROUND)
         x = x + after(self.self_attn(before(x), tables[self.layer_type], *sources[self.layer_type]))
         return (x + after_mlp(self.mlp(before_mlp(x)))) * self.layer_scalar
@@ -108,7 +117,7 @@ class AssistantNetwork(Network):
         self.pre_projection = nn.Linear(2 * config.target_hidden, config.hidden, bias=False)
         self.post_projection = nn.Linear(config.hidden, config.target_hidden, bias=False)
         self.layers: Any = nn.ModuleList(AssistantLayer(config, number) for number in range(config.layers))
-        self.norm = Norm(config.hidden, config.eps)
+        self.norm = TrainedNorm(config.hidden, config.eps)
         if config.groups:
             self.masked_embedding = MaskedEmbedding(config)
         else:

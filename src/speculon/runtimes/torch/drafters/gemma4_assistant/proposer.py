@@ -25,17 +25,15 @@ from speculon.runtimes.torch.drafters.gemma4_assistant.network import (
     load_assistant,
     make_sources,
 )
+from speculon.runtimes.torch.drafters.host import DrafterHost
 from speculon.runtimes.torch.drafters.layers import rope_config, weight_bytes
 from speculon.runtimes.torch.drafters.state_drafter import Overrides, StateDrafter, checked_config, final_norm
 from speculon.runtimes.torch.model.target import Runner, Target
 from speculon.runtimes.torch.needs import LayerSpec, Needs
-from speculon.speculation.proposers.base import TargetFacts
-from speculon.speculation.proposers.chain import draft_chain, mark
+from speculon.speculation.proposers.chain import draft_chain
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from speculon.runtimes.torch.kv.lease import DraftLease
 
 NAME = "gemma4_assistant"
 AS_IT_IS = "neither compiled nor captured: its attention is over keys of the target"
@@ -44,19 +42,17 @@ AS_IT_IS = "neither compiled nor captured: its attention is over keys of the tar
 class Gemma4Assistant(StateDrafter):
     """One call of the assistant per draft position for all sequences of the round."""
 
-    method = NAME
-
-    def __init__(self, config: AssistantConfig, target: TargetFacts, min_confidence: float = 0.0):
-        super().__init__(target, min_confidence)
+    def __init__(self, config: AssistantConfig, host: DrafterHost, min_confidence: float = 0.0):
+        super().__init__(host, min_confidence)
         self.config, self.sources = config, layers_read(config, self.target)
         self.final_norm = final_norm(self.target)
-        self.needs: Needs = assistant_needs(config, target, self.target)
+        self.needs = assistant_needs(config, host)
         self.network: AssistantNetwork
 
     @classmethod
-    def build(cls, config: SpeculationConfig, target: TargetFacts) -> Gemma4Assistant:
-        checkpoint = checked_config(NAME, config, target, read_assistant_config, Overrides())
-        return cls(checkpoint, target, config.draft_min_confidence)
+    def build(cls, config: SpeculationConfig, host: DrafterHost) -> Gemma4Assistant:
+        checkpoint = checked_config(NAME, config, host.model, read_assistant_config, Overrides())
+        return cls(checkpoint, host, config.draft_min_confidence)
 
     def load(self) -> None:
         self.network = load_assistant(self.config, self.target)
@@ -65,16 +61,16 @@ class Gemma4Assistant(StateDrafter):
             self.runner.refused[AS_IT_IS] += 1
 
     @torch.inference_mode()
-    def _propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
+    def _propose(self, seqs: list[Sequence], ks: list[int]) -> list[Draft]:
         at = [len(seq.tokens) - 1 for seq in seqs]  # of the last token, whose keys the target lacks yet
-        last = self.final_norm(lease.taps([(seq, n - 1, n) for seq, n in zip(seqs, at, strict=True)]))
+        last = self.final_norm(self.pages.taps([(seq, n - 1, n) for seq, n in zip(seqs, at, strict=True)]))
         states = dict(enumerate(last))  # by index [Ht]
         device, embedding = self.target.device, self.target.model.get_input_embeddings()  # which scales
 
         @cache  # in a round the same keys are read from the same position, until a sequence has its drafts
         def seen(which: tuple[int, ...]) -> tuple[Tensor, Sources]:
             positions = torch.tensor([at[i] for i in which], device=device)
-            return positions, make_sources(self.sources, lease.store, [(seqs[i], at[i]) for i in which])
+            return positions, make_sources(self.sources, self.pages, [(seqs[i], at[i]) for i in which])
 
         def forward(which: list[int], drafts: list[list[int]]) -> Tensor:
             ids = [drafts[i][-1] if drafts[i] else seqs[i].tokens[-1] for i in which]
@@ -84,8 +80,8 @@ class Gemma4Assistant(StateDrafter):
             states.update(zip(which, self.network.post_projection(after), strict=True))
             return self.network.logits(after, self.vocab_size)
 
-        drafts = draft_chain(NAME, seqs, budgets, forward, self.min_confidence)
-        mark(NAME, [(seq, 0, len(seq.tokens)) for seq in seqs])  # nothing is left to read
+        drafts = draft_chain(NAME, seqs, ks, forward, self.min_confidence)
+        self.pages.mark([(seq, 0, len(seq.tokens)) for seq in seqs])  # nothing is left to read
         return drafts
 
 
@@ -108,16 +104,16 @@ def layers_read(config: AssistantConfig, target: Target) -> Layers:
     return found
 
 
-def assistant_needs(config: AssistantConfig, facts: TargetFacts, target: Target) -> Needs:
+def assistant_needs(config: AssistantConfig, host: DrafterHost) -> Needs:
     """The needs of an assistant that is not loaded; each sequence has one row in its forwards."""
-    dtype, width, rows = target.dtype, config.target_hidden, facts.sequences
+    target, width, rows = host.model, config.target_hidden, host.sequences
     sizes, order = rope_config(config), 8 * config.vocab_size * bool(config.groups)
     sizes.vocab_size = config.vocab_size
-    scratch = scratch_bytes(sizes, dtype, target.device, rows, rows)
+    scratch = scratch_bytes(sizes, target.dtype, target.device, rows, rows)
     return Needs(
         taps=config.tap_layouts(len(target.layers))[0],
-        layers=(LayerSpec("taps", 1, width, 0, dtype),),
+        layers=(LayerSpec("taps", 1, width, 0, target.dtype),),
         max_context=config.max_context,
-        bytes_fixed=weight_bytes(config, dtype) + order,
-        bytes_scratch=scratch + facts.rows * width * dtype.itemsize,  # the states that are tapped
+        bytes_fixed=weight_bytes(config, target.dtype) + order,
+        bytes_scratch=scratch + host.rows * width * target.dtype.itemsize,  # the states that are tapped
     )

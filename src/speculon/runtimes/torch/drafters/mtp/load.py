@@ -98,7 +98,9 @@ def load_mtp(
     if target.layer_class is None:
         raise UnsupportedModel(f"{target.name}: the class of its layers is not known, so MTP has none")
     tensors = read_tensors(config)
-    modules = [Loader(config, target, number, tensors).module() for number in range(len(config.modules))]
+    modules = [
+        ModuleLoader(config, target, number, tensors).module() for number in range(len(config.modules))
+    ]
     head = MtpHead(modules, final_norm(target), target_rotary(target, layers))
     shared = {target.embedding.data_ptr()}
     own = {t.data_ptr(): t.nbytes for module in modules for t in own_weights(module, target)}
@@ -116,7 +118,7 @@ def read_tensors(config: MtpConfig) -> dict[str, Tensor]:
     return tensors
 
 
-class Loader:
+class ModuleLoader:
     """Builds one module from its tensors."""
 
     def __init__(self, config: MtpConfig, target: Target, number: int, stored: Mapping[str, Tensor]):

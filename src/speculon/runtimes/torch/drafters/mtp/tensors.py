@@ -21,7 +21,7 @@ OTHERS = re.compile(rf"{WRAPPERS}mtp[._]")
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TensorLayout:
     """How one family of models names its modules; a tensor that `names` lacks belongs to the layer."""
 
     family: str
@@ -31,7 +31,7 @@ class Layout:
 
 
 LAYOUTS = (
-    Layout(
+    TensorLayout(
         "DeepSeek",
         re.compile(rf"(?P<at>{WRAPPERS}layers\.(?P<k>\d+)\.)eh_proj\.weight"),
         {
@@ -43,7 +43,7 @@ LAYOUTS = (
             "embed_tokens": "embed",
         },
     ),
-    Layout(
+    TensorLayout(
         "Qwen",
         re.compile(r"(?P<at>mtp\.)fc\.weight"),
         {
@@ -56,7 +56,7 @@ LAYOUTS = (
             "layers.0": "layer",
         },
     ),
-    Layout(
+    TensorLayout(
         "MiMo",
         re.compile(rf"(?P<at>{WRAPPERS}mtp_layers\.(?P<k>\d+)\.)input_proj\.weight"),
         {
@@ -132,7 +132,7 @@ def mtp_alone(folder: Path, names: Collection[str]) -> MtpConfig | None:
     return find_mtp(folder) if alone else None
 
 
-def prefixes_of(layout: Layout, tensors: Mapping[str, Any], checkpoint: Checkpoint) -> list[str]:
+def prefixes_of(layout: TensorLayout, tensors: Mapping[str, Any], checkpoint: Checkpoint) -> list[str]:
     """Where each module begins in the files, in order."""
     prefixes = sorted(
         (int(match.groupdict().get("k") or 0), match["at"])
@@ -150,7 +150,7 @@ def prefixes_of(layout: Layout, tensors: Mapping[str, Any], checkpoint: Checkpoi
     return [prefix for _, prefix in prefixes]
 
 
-def module_of(layout: Layout, prefix: str, tensors: Mapping[str, Any], path: Path) -> dict[str, str]:
+def module_of(layout: TensorLayout, prefix: str, tensors: Mapping[str, Any], path: Path) -> dict[str, str]:
     """Name here -> stored name, of one module."""
     names = {renamed(layout, name.removeprefix(prefix)): name for name in tensors if name.startswith(prefix)}
     if layout.family == "Qwen" and (more := next((n for n in names if n.startswith("layer.layers.")), None)):
@@ -164,7 +164,7 @@ def module_of(layout: Layout, prefix: str, tensors: Mapping[str, Any], path: Pat
     return names
 
 
-def renamed(layout: Layout, name: str) -> str:
+def renamed(layout: TensorLayout, name: str) -> str:
     for stored, here in layout.names.items():
         if name.startswith(f"{stored}."):
             return f"{here}{name.removeprefix(stored)}"
@@ -172,7 +172,10 @@ def renamed(layout: Layout, name: str) -> str:
 
 
 def checked(
-    layout: Layout, modules: tuple[dict[str, str], ...], tensors: Mapping[str, Any], checkpoint: Checkpoint
+    layout: TensorLayout,
+    modules: tuple[dict[str, str], ...],
+    tensors: Mapping[str, Any],
+    checkpoint: Checkpoint,
 ) -> MtpConfig:
     """The config of modules whose shapes fit. Raises `ModelError` where they do not."""
     stored = [name for module in modules for name in module.values()]

@@ -99,7 +99,7 @@ def set_parameter(model: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TensorSource:
     """Where the numbers of a parameter are in a file."""
 
     stored: Stored
@@ -115,10 +115,10 @@ class Source:
         return in_blocks and self.stored.keeps_rows and fits(self.shape)
 
 
-def sources_of(model: PreTrainedModel, header: GgufHeader, tied: set[str]) -> dict[str, Source]:
+def sources_of(model: PreTrainedModel, header: GgufHeader, tied: set[str]) -> dict[str, TensorSource]:
     """The source of each parameter but the tied ones. Every tensor of the file is one, or is refused."""
     architecture, tensors = architecture_of(header), header.by_name
-    sources: dict[str, Source] = {}
+    sources: dict[str, TensorSource] = {}
     missing: list[str] = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in tied:
@@ -132,7 +132,7 @@ def sources_of(model: PreTrainedModel, header: GgufHeader, tied: set[str]) -> di
             check_shape(header, tensor, stored_shape(stored, tuple(parameter.shape)))
         rows = stored.rows(model.config, found[0].shape[0]) if stored.rows else None
         columns = stored.columns(model.config, found[0].shape[-1]) if stored.columns else None
-        sources[name] = Source(stored, found, tuple(parameter.shape), rows, columns)
+        sources[name] = TensorSource(stored, found, tuple(parameter.shape), rows, columns)
     if missing:
         raise MissingWeights(f"{header.path}: {len(missing)} tensors are missing, first {missing[0]}")
     used = {tensor.name for source in sources.values() for tensor in source.tensors} | {*architecture.factors}
@@ -193,7 +193,7 @@ class TensorData:
         for part in slices(len(rows)):
             yield gguf.dequantize(rows[part] if order is None else rows[order[part]], kind)
 
-    def numbers(self, source: Source, dtype: torch.dtype) -> torch.Tensor:
+    def numbers(self, source: TensorSource, dtype: torch.dtype) -> torch.Tensor:
         """A parameter as the model has it."""
         stored, values = source.stored, []
         for tensor in source.tensors:
@@ -213,7 +213,7 @@ class TensorData:
         turned = stored.transposed and value.dim() > 1
         return value.transpose(-1, -2).contiguous() if turned else value
 
-    def layer(self, source: Source, dtype: torch.dtype) -> QuantizedLinear:
+    def layer(self, source: TensorSource, dtype: torch.dtype) -> QuantizedLinear:
         """Its rows in 4 bits, where its groups are those of a packed layer; a head's, else, in 8 bits."""
         tensor, order = source.tensors[0], source.rows
         if tensor.type in FOUR_BITS:

@@ -1,0 +1,239 @@
+"""One round as values that are made once and handed on: planned, budgeted, drafted, judged. No torch here.
+
+The scheduler plans a `Span` of each sequence. The runtime grants room for drafts, which gives its `Budget`.
+Within that a policy decides, and proposers draft: `Drafted`. The target judges: `Judged`. When that is
+committed, the `Round` is what accounts and records read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from speculon.core.types import (
+    NO_DRAFT,
+    UNDECIDED,
+    CallCost,
+    Decision,
+    Draft,
+    Estimate,
+    Load,
+    Reason,
+    Timing,
+    Verdict,
+)
+from speculon.decoding.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Span:
+    """Consecutive positions of one sequence in one forward: a prompt chunk, or its last token, after which
+    drafts may follow.
+    """
+
+    seq: Sequence
+    start: int  # position of the first row = tokens that are computed already
+    length: int  # rows without the drafts
+    samples: bool  # whether it reaches the last token, so that its last row is sampled
+    decodes: bool  # whether drafts may follow it: by default after every last token alone
+    given: int | None = None  # drafts that follow it, where a caller brings them
+
+    @classmethod
+    def of(cls, seq: Sequence, start: int, length: int, decodes: bool = False) -> Span:
+        samples = start + length == len(seq.tokens)
+        return cls(seq, start, length, samples, decodes or (samples and length == 1))
+
+    @property
+    def end(self) -> int:
+        """The position after its last row, where drafts begin."""
+        return self.start + self.length
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether all of its rows are scored, for log-probabilities of the prompt."""
+        seq = self.seq
+        missing = seq.prompt_scored < min(self.end, seq.request.prompt_len - 1)
+        return missing and seq.wants_prompt_logprobs
+
+    @property
+    def wanted(self) -> dict[str, int]:
+        """The most drafts of each method that could be of use in this round.
+
+        As many as are set and as the drafter can make (`Request.max_drafts`), as its context holds, and as
+        tokens may follow before the target's own last one.
+        """
+        seq, request = self.seq, self.seq.request
+        if seq.off:
+            return {}
+        room = seq.tokens_left - 1
+        left = {method: limit - self.end for method, limit in request.max_context.items()}
+        return {m: max(0, min(k, room, left.get(m, room))) for m, k in request.max_drafts.items()}
+
+    @property
+    def most_drafts(self) -> int:
+        """For how many drafts in all it may need room."""
+        if self.given is not None:
+            return self.given
+        return max(self.wanted.values(), default=0) if self.decodes else 0
+
+
+class Grant(NamedTuple):
+    """The drafts of one sequence for which a runtime has room in this round."""
+
+    drafts: int
+    reason: Reason | None = None  # why there are none: `no_pages` or `load`
+
+
+def grants(wanted: list[int], rows: int) -> list[Grant]:
+    """Room for at most `rows` drafts in all. Where more are wanted, the longest shrink to a common limit."""
+    limit = max(wanted, default=0)
+    while limit and sum(min(k, limit) for k in wanted) > rows:
+        limit -= 1
+    return [Grant(min(k, limit), Reason.LOAD if k and not limit else None) for k in wanted]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Budget:
+    """How far one sequence may speculate in this round, whatever its policy decides."""
+
+    span: Span
+    max_drafts: Mapping[str, int]  # by method, in the order they are asked
+    granted: int  # the most drafts in all, also where one method continues another's
+    reason: Reason | None = None  # why nothing may draft
+    # tokens that a drafter with weights computes before it drafts, beyond the last one
+    unread: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, span: Span, grant: Grant, unread: Mapping[str, int] | None = None) -> Budget:
+        wanted = span.wanted
+        max_drafts = {method: min(k, grant.drafts) for method, k in wanted.items()}
+        return cls(span, max_drafts, grant.drafts, why_none(span, wanted, grant), unread or {})
+
+    @property
+    def seq(self) -> Sequence:
+        return self.span.seq
+
+
+def why_none(span: Span, wanted: Mapping[str, int], grant: Grant) -> Reason | None:
+    """Why nothing may draft for a sequence under any policy."""
+    if span.seq.off:
+        return span.seq.off
+    if span.seq.tokens_left <= 1:  # the last token needs no draft: the target's own one is enough
+        return Reason.MAX_TOKENS
+    if span.seq.request.max_context and not any(wanted.values()):
+        return Reason.CONTEXT_LIMIT
+    return None if grant.drafts else grant.reason
+
+
+class Proposed(NamedTuple):
+    """What one method proposed, before a lookup continued it and the policy cut it; it may be empty."""
+
+    method: str
+    k: int  # tokens that it was asked for
+    draft: Draft
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drafted:
+    """A span and the draft that the target judges with it, or why there is none."""
+
+    span: Span
+    draft: Draft = NO_DRAFT
+    reason: Reason | None = None  # None with a draft, and for prompt chunks
+    decision: Decision = UNDECIDED
+    proposals: tuple[Proposed, ...] = ()  # in the order they were made
+    estimate: Estimate | None = None  # of the draft, if its policy has one
+
+    @property
+    def seq(self) -> Sequence:
+        return self.span.seq
+
+    @property
+    def method(self) -> str:
+        """Whose proposal the draft is."""
+        return self.proposals[-1].method
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """The methods that were to draft, in order; none where one has failed and there is no draft."""
+        return () if self.reason is Reason.ERROR else tuple(ask.method for ask in self.decision.asks)
+
+    @property
+    def rows(self) -> int:
+        return self.span.length + len(self.draft.tokens)
+
+    @property
+    def end(self) -> int:
+        """The place after its last row in memory; of a chain that is its position, too."""
+        return self.span.start + self.rows
+
+    @property
+    def positions(self) -> Seq[int]:
+        """Of its rows; drafts of a tree that exclude each other share one."""
+        start, first = self.span.start, self.span.end
+        if self.draft.parents is None:
+            return range(start, self.end)
+        return [*range(start, first), *(first + depth for depth in self.draft.depths)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Judged:
+    """A span with its draft, and what the target said of it, up to where the sequence ends."""
+
+    drafted: Drafted
+    verdict: Verdict
+
+    @property
+    def span(self) -> Span:
+        return self.drafted.span
+
+    @property
+    def seq(self) -> Sequence:
+        return self.drafted.span.seq
+
+    @property
+    def draft(self) -> Draft:
+        return self.drafted.draft
+
+    @property
+    def end(self) -> int:
+        """Tokens of the sequence that are computed once this is committed."""
+        return self.span.end + min(self.verdict.accepted, len(self.verdict.tokens))
+
+    @property
+    def in_path_order(self) -> Judged:
+        """With the accepted drafts of a tree before the others: from then on it begins with them."""
+        draft, path = self.draft, self.verdict.path
+        if path is None:
+            return self
+        others = (node for node in range(len(draft.tokens)) if node not in path)
+        drafted = replace(self.drafted, draft=draft.in_order([*path, *others]))
+        return Judged(drafted, replace(self.verdict, path=None))
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One committed round of the engine, as its accounts and its record see it."""
+
+    load: Load  # before it
+    judged: list[Judged]
+    calls: Mapping[str, CallCost]  # by method
+    draft_ms: float
+    step_ms: float | None  # without the proposals; None: the target was not called
+    repair_ms: float = 0.0  # of the step, to restore recurrent states after rejected drafts
+
+    @property
+    def decoding(self) -> list[Judged]:
+        return [one for one in self.judged if one.span.decodes]
+
+    @property
+    def timing(self) -> Timing:
+        """What a cost model may learn from it."""
+        decoding_only = all(one.span.length == 1 for one in self.judged)
+        return Timing(self.step_ms if decoding_only else None, self.calls)
+
+    @property
+    def rows(self) -> int:
+        return sum(one.drafted.rows for one in self.judged)
