@@ -13,6 +13,7 @@ import torch
 
 from speculon.core.config import MAX_DRAFTS, SamplingParams
 from speculon.core.types import CallCost, Reason, Timing
+from speculon.decoding.rounds import Span
 from speculon.decoding.sequence import Event
 from speculon.runtimes.torch.batch import Batch
 from speculon.runtimes.torch.drafters.draft_model.proposer import DraftModel
@@ -22,7 +23,7 @@ from speculon.runtimes.torch.model.target import TargetOutput
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, NoisyModel, noisy_draft, use_draft
 from tests.tiny.requests import GREEDY, MODES, OFF, Texts, plain, requests_of
-from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, texts_of
+from tests.tiny.scripted import Key, Request, Result, drain, make_engine, proposer_of, run, texts_of
 
 
 def engine(speculation: dict[str, Any] | None = None, **settings: Any) -> Any:
@@ -194,6 +195,22 @@ def test_a_draft_that_fails_costs_the_drafts_and_nothing_else(caplog: pytest.Log
     results = write(drafted_requests("greedy", "draft_model"))
     assert texts_of(results) == plain("greedy")
     assert any(result.stats.reasons[Reason.ERROR] for result in results.values()) and "planted" in caplog.text
+
+
+def test_pages_of_drafts_are_promised_first_and_taken_when_they_are_written() -> None:
+    use_draft(tiny_target("llama"))
+    made = engine(block_size=4)
+    fields = {"method": "draft_model", "num_speculative_tokens": 16}
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    made.add_request([5, 6, 7], params, fields, "r")
+    made.step()
+    (seq,), space = made.scheduler.running, made.runtime.space
+    with made.runtime.reserve([Span.of(seq, 3, 1)]) as step:
+        assert step.grants[0].drafts == 16 and space.held(seq) == 1
+        proposer_of(made, "draft_model").propose([seq], [14])  # the last draft is not read
+        assert space.held(seq) == 5
+    assert space.held(seq) == 1
+    made.check_integrity()
 
 
 class Steps:
