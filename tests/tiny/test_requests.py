@@ -283,6 +283,20 @@ def test_without_pages_a_draft_shrinks_and_takes_none_from_a_neighbour() -> None
     assert {key: r.tokens for key, r in results.items()} == truth
 
 
+def test_few_pages_are_shared_out_among_the_drafts() -> None:
+    """Both want eight drafts, and two pages of four are free: neither goes without."""
+    script({}, lambda position: True)
+    engine = make_engine(tiny_target("llama"), num_blocks=6, prefix_cache=False)
+    for i in range(2):
+        speculation = {"method": "scripted", "num_speculative_tokens": 8}
+        params = SamplingParams(temperature=0, max_tokens=15)
+        engine.add_request([5 + i] * 7, params, speculation, request_id=f"r{i}")
+    engine.step()
+    with engine.runtime.reserve(engine.scheduler.plan()) as step:
+        assert [grant.drafts for grant in step.grants] == [4, 4]
+    engine.check_integrity()
+
+
 def test_a_draft_fits_into_pages_that_the_sequence_holds_already() -> None:
     """No page is free, but the last one held is nearly empty."""
     script({("r", 0): text()}, lambda position: False)

@@ -36,15 +36,19 @@ class TorchStep:
         self.grants = self._granted()
 
     def _granted(self) -> list[Grant]:
-        """Drafts within the rows of the memory estimate, as far as free pages go."""
-        wanted = [span.most_drafts for span in self._spans]
-        pages, size, granted = self._space.available, self._space.block_size, list[Grant]()
-        for span, grant in zip(self._spans, grants(wanted, self._runtime.draft_rows), strict=True):
-            spare = (len(self._space.of(span.seq).table) + pages) * size - span.end
-            if grant.drafts > spare:
-                grant = Grant(spare, None if spare else Reason.NO_PAGES)
-            pages -= self._space.missing(span.seq, span.end + grant.drafts)
-            granted.append(grant)
+        """Drafts within the rows of the memory estimate. Where pages are few, the longest shrink to a common
+        limit, but what a sequence's own pages still hold it may use.
+        """
+        space, spans = self._space, self._spans
+        within_rows = grants([span.most_drafts for span in spans], self._runtime.draft_rows)
+        ends = [(span.seq, span.end, grant.drafts) for span, grant in zip(spans, within_rows, strict=True)]
+        limit = max((k for _, _, k in ends), default=0)
+        while limit and sum(space.missing(seq, end + min(k, limit)) for seq, end, k in ends) > space.available:
+            limit -= 1
+        granted = list[Grant]()
+        for (seq, end, k), grant in zip(ends, within_rows, strict=True):
+            drafts = min(k, max(limit, len(space.of(seq).table) * space.block_size - end))
+            granted.append(Grant(drafts, Reason.NO_PAGES) if k and not drafts else Grant(drafts, grant.reason))
         return granted
 
     def forward(self, drafted: list[Drafted]) -> Output:
