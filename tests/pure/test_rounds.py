@@ -61,7 +61,7 @@ METHODS = {"lookup": 9, "model": 4}
 def test_a_budget_is_all_that_bounds_k(
     fields: dict[str, Any], grant: Grant, max_drafts: dict[str, int], reason: Reason | None
 ) -> None:
-    seq = make_sequence([1, 2, 3], **{"max_drafts": METHODS, **fields})
+    seq = make_sequence([1, 2, 3], **{"max_drafts": METHODS, "chained": True, **fields})
     budget = Budget.of(span_of(seq), grant)
     assert (budget.max_drafts, budget.reason) == (max_drafts, reason)
     for policy in ("fixed", "adaptive", "solo", "shadow"):

@@ -100,7 +100,6 @@ class Budget:
 
     span: Span
     max_drafts: Mapping[str, int]  # by method, in the order they are asked
-    granted: int  # the most drafts in all, also where one method continues another's
     reason: Reason | None = None  # why nothing may draft
     # tokens that a drafter with weights computes before it drafts, beyond the last one
     unread: Mapping[str, int] = field(default_factory=dict)
@@ -109,7 +108,7 @@ class Budget:
     def of(cls, span: Span, grant: Grant, unread: Mapping[str, int] | None = None) -> Budget:
         wanted = span.wanted
         max_drafts = {method: min(k, grant.drafts) for method, k in wanted.items()}
-        return cls(span, max_drafts, grant.drafts, why_none(span, wanted, grant), unread or {})
+        return cls(span, max_drafts, why_none(span, wanted, grant), unread or {})
 
     @property
     def seq(self) -> Sequence:

@@ -40,11 +40,6 @@ class Asking:
         return bool(self.draft.tokens) or self.budget.seq.failed
 
     @property
-    def chained(self) -> int:
-        """Drafts in all, where a lookup may continue a draft at its end."""
-        return min(self.decision.chained, self.budget.granted)
-
-    @property
     def drafted(self) -> Drafted:
         reason = None if self.draft.tokens else self.reason
         return Drafted(
@@ -93,7 +88,7 @@ class Drafting:
         if not asks:
             return
         requests = [
-            DraftRequest(asking.budget.seq, ask.k, min(ask.depth, ask.k), asking.chained)
+            DraftRequest(asking.budget.seq, ask.k, min(ask.depth, ask.k), asking.decision.chained)
             for asking, ask in asks.items()
         ]
         proposed, drafts, took = self._proposers.ask(method, requests)
