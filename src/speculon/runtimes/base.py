@@ -58,8 +58,8 @@ class Space(Protocol):
     """Who holds how much of the memory for tokens. All numbers are tokens; those of room are multiples of a
     block.
 
-    For one sequence the engine calls cached and shares while it waits, open, (chunk, needed, a step)*, close;
-    close may also come for one that was never opened.
+    For one sequence the engine calls cached, shares and needed while it waits, then open, (chunk, needed, a
+    step)*, close; close may also come for one that was never opened.
     """
 
     block_size: int  # tokens that a sequence takes at once
@@ -90,7 +90,9 @@ class Space(Protocol):
         ...
 
     def shares(self, seq: Sequence, other: Sequence) -> bool:
-        """Whether a running sequence is about to compute what a waiting one could then find."""
+        """Whether another sequence, which runs or is the first to start, is about to compute what a waiting
+        one could then find.
+        """
         ...
 
     def open(self, seq: Sequence) -> int:

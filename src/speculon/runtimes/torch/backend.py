@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("speculon")
 
+
 def prepare(config: EngineConfig) -> EngineConfig:
     """As `Backend` says."""
     config = prepare_drafts(config)
