@@ -283,17 +283,25 @@ def test_without_pages_a_draft_shrinks_and_takes_none_from_a_neighbour() -> None
     assert {key: r.tokens for key, r in results.items()} == truth
 
 
-def test_few_pages_are_shared_out_among_the_drafts() -> None:
-    """Both want eight drafts, and two pages of four are free: neither goes without."""
+@pytest.mark.parametrize(
+    ("lengths", "pages", "granted"),
+    [
+        pytest.param((7, 7), 6, [4, 4], id="two free pages for two that want eight"),
+        pytest.param((7, 5), 4, [0, 2], id="no free page, and half of an own one"),
+    ],
+)
+def test_pages_are_shared_out_among_the_drafts(
+    lengths: tuple[int, int], pages: int, granted: list[int]
+) -> None:
     script({}, lambda position: True)
-    engine = make_engine(tiny_target("llama"), num_blocks=6, prefix_cache=False)
-    for i in range(2):
+    engine = make_engine(tiny_target("llama"), num_blocks=pages, prefix_cache=False)
+    for i, length in enumerate(lengths):
         speculation = {"method": "scripted", "num_speculative_tokens": 8}
-        params = SamplingParams(temperature=0, max_tokens=15)
-        engine.add_request([5 + i] * 7, params, speculation, request_id=f"r{i}")
+        params = SamplingParams(temperature=0, max_tokens=9)
+        engine.add_request([5 + i] * length, params, speculation, request_id=f"r{i}")
     engine.step()
     with engine.runtime.reserve(engine.scheduler.plan()) as step:
-        assert [grant.drafts for grant in step.grants] == [4, 4]
+        assert [grant.drafts for grant in step.grants] == granted
     engine.check_integrity()
 
 
