@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from speculon.core.types import Decision, Draft, Load, Reason
+from speculon.core.types import Ask, Decision, Draft, Load, Reason
 from speculon.decoding.rounds import Budget
 from speculon.speculation.control.cost import Costs, Prices
 from speculon.speculation.control.fixed import Fixed
 from speculon.speculation.control.goodput import Goodput
-from tests.builders import decisions, make_sequence
+from tests.builders import budget_of, decisions, make_sequence
 from tests.simulate import (
     SimulatedMethod,
     SimulatedSequence,
@@ -180,6 +180,21 @@ def test_rows_beside_those_of_prompts_are_not_free() -> None:
     alone = [max(one.k for one in decisions(policy, two, Load(2, 0, 9))) for _ in range(4)]
     beside = [decisions(policy, two[:1], Load(2, 0, 9))[0].k for _ in range(4)]
     assert 0 < max(beside) < max(alone)
+
+
+def test_fewer_drafts_than_pay_are_weighed_as_they_are() -> None:
+    """Not as the first nodes of a larger tree, which is deeper."""
+    costs = Costs()
+    policy = Goodput(costs)
+    simulate(policy, world(lambda *_: 0.6), 200, costs=costs)
+    policy._running.clear()  # simulated sequences may have the same ids
+    few, many = (
+        budget_of(make_sequence([1], methods=("model",), k=k, branching=frozenset({"model"})))
+        for k in (3, 16)
+    )
+    ((fewer,), (more,)) = (policy.decide([budget], Load(1, 0, 9))[0].asks for budget in (few, many))
+    assert fewer.k < more.k and fewer.depth < more.depth
+    assert policy.confirm("model", {many: Ask("model", fewer.k, more.depth)}) == {many: fewer}
 
 
 class Inverted(Costs):

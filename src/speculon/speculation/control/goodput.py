@@ -159,14 +159,19 @@ class Goodput(Policy):
         return None if best else refused
 
     def _weigh(
-        self, now: RoundPrices, method: str, group: list[Running], sure: bool = False
+        self,
+        now: RoundPrices,
+        method: str,
+        group: list[Running],
+        sure: bool = False,
+        bounds: Seq[int] = (),
     ) -> tuple[dict[Budget, Ask], float]:
         """The drafts of each in one proposal at its best, chains or trees, and the tokens that they gain
-        (`sure`: if all are accepted).
+        (`sure`: if all are accepted). `bounds` are the most drafts of each, instead of those of its budget.
         """
         price = self.costs.prices(method, len(group))
         call, depth = now.rate * price.call, now.rate * price.depth
-        bounds = [stats.budget.max_drafts[method] for stats in group]
+        bounds = bounds or [stats.budget.max_drafts[method] for stats in group]
         rows = self.costs.rows(now.batch, now.rows, len(group), max(bounds))
         prices = [now.rate * (row + price.draft) for row in rows]
         reads = [now.rate * price.unread * stats.unread(method) / stats.left() for stats in group]
@@ -271,9 +276,9 @@ class Goodput(Policy):
         now, none = self._now, Ask(method, 0)
         if method not in now.models or now.probe in asks:
             return asks
-        weighed, _ = self._weigh(now, method, [self._running[budget.seq.id] for budget in asks])
-        again = {budget: weighed.get(budget, none) for budget in asks}
-        return {budget: replace(ask, k=min(ask.k, asks[budget].k)) for budget, ask in again.items()}
+        group = [self._running[budget.seq.id] for budget in asks]
+        weighed, _ = self._weigh(now, method, group, bounds=[ask.k for ask in asks.values()])
+        return {budget: weighed.get(budget, none) for budget in asks}
 
     def trim(self, method: str, budget: Budget, draft: Draft) -> tuple[int, Estimate | None]:
         """The part of a draft that is verified."""
