@@ -87,6 +87,8 @@ class Drafting:
         asks = {asking: ask for asking, ask in group.items() if ask.k}
         if not asks:
             return
+        # a policy that asked for more would take room that nobody has reserved
+        assert all(ask.k <= asking.budget.max_drafts[method] for asking, ask in asks.items()), method
         requests = [
             DraftRequest(asking.budget.seq, ask.k, min(ask.depth, ask.k), asking.decision.chained)
             for asking, ask in asks.items()
