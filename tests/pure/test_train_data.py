@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculon.core.errors import DataError, InvalidParameter, InvalidRequest
-from speculon.train.data import Document, PackedRows, read_documents, split
+from speculon.train.data import Document, DocumentRows, read_documents, split
 from speculon.train.settings import HeadSettings, TrainSettings
 
 TURNS = [
@@ -221,7 +221,7 @@ def documents(count: int = 12) -> list[Document]:
 
 
 def test_a_position_has_the_weight_of_its_successor() -> None:
-    rows = PackedRows.of(
+    rows = DocumentRows.of(
         [Document((1, 2, 3, 4, 5), (False, False, True, False, True), 2)] * 40, 8, 9, 0.25, seed=0
     )
     ids, weights = rows.ids.ravel(), rows.weights.ravel()
@@ -232,24 +232,24 @@ def test_a_position_has_the_weight_of_its_successor() -> None:
 
 def test_rows_of_weight_0_are_left_out() -> None:
     prompt = Document(tuple(range(64)), (False,) * 63 + (True,), 63)
-    assert len(PackedRows.of([prompt], 8, None, 0.0, seed=0)) == 1
-    assert len(PackedRows.of([prompt], 8, None, 0.1, seed=0)) == 8
+    assert len(DocumentRows.of([prompt], 8, None, 0.0, seed=0)) == 1
+    assert len(DocumentRows.of([prompt], 8, None, 0.1, seed=0)) == 8
     with pytest.raises(DataError, match="no answer"):
-        PackedRows.of([Document(prompt.ids, (False,) * 64, 63)], 8, None, 0.0, seed=0)
+        DocumentRows.of([Document(prompt.ids, (False,) * 64, 63)], 8, None, 0.0, seed=0)
     with pytest.raises(DataError, match="64 tokens in all: one row takes 65"):
-        PackedRows.of([prompt], 65, None, 0.0, seed=0)
+        DocumentRows.of([prompt], 65, None, 0.0, seed=0)
 
 
 @given(seed=st.integers(0, 5), count=st.integers(1, 7), turns=st.integers(1, 3))
 def test_every_epoch_reads_every_row_once(seed: int, count: int, turns: int) -> None:
-    rows = PackedRows.of(documents(), 8, None, 0.0, seed)
+    rows = DocumentRows.of(documents(), 8, None, 0.0, seed)
     read_rows = [row for step in range(turns * len(rows)) for row in rows.chosen(seed, step, count)]
     passes = [read_rows[first : first + len(rows)] for first in range(0, len(read_rows), len(rows))]
     assert all(sorted(one) == list(range(len(rows))) for one in passes)
 
 
 def test_the_order_is_a_function_of_seed_and_step() -> None:
-    one, two = (PackedRows.of(documents(), 8, None, 0.0, seed=3) for _ in range(2))
+    one, two = (DocumentRows.of(documents(), 8, None, 0.0, seed=3) for _ in range(2))
     hashes = [one.hash(one.chosen(3, step, 4)) for step in range(20)]
     assert hashes == [two.hash(two.chosen(3, step, 4)) for step in range(20)]
     assert hashes != [two.hash(two.chosen(4, step, 4)) for step in range(20)]
@@ -257,9 +257,9 @@ def test_the_order_is_a_function_of_seed_and_step() -> None:
 
 
 def test_a_hash_depends_on_every_token_and_weight() -> None:
-    rows = PackedRows.of(documents(), 8, None, 0.0, seed=0)
-    other_token = PackedRows(rows.ids + (np.arange(8, dtype=np.int32) == 3), rows.weights)
-    for changed in (other_token, PackedRows(rows.ids, rows.weights * np.float32(0.5))):
+    rows = DocumentRows.of(documents(), 8, None, 0.0, seed=0)
+    other_token = DocumentRows(rows.ids + (np.arange(8, dtype=np.int32) == 3), rows.weights)
+    for changed in (other_token, DocumentRows(rows.ids, rows.weights * np.float32(0.5))):
         assert changed.hash([0, 1]) != rows.hash([0, 1])
         assert changed.fingerprint != rows.fingerprint
 

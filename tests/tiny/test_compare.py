@@ -16,8 +16,8 @@ from speculon.runtimes.torch.loading.load_check import logits_in_fp32, stock_log
 from speculon.runtimes.torch.model import fuse as fusing
 from speculon.runtimes.torch.model.block import (
     CannotReplace,
-    DecoderLayer,
     FusedNorm,
+    PagedLayer,
     fused_block,
     fused_norm,
     same_norm,
@@ -116,7 +116,7 @@ def test_logits_in_fp32_are_those_of_a_model_in_fp32(name: str) -> None:
 def test_a_model_further_from_fp32_than_the_stock_one_is_refused(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def inexact(*args: Any) -> DecoderLayer:
+    def inexact(*args: Any) -> PagedLayer:
         block = fused_block(*args)
         norm, *others = block.norms
         assert norm is not None

@@ -20,8 +20,8 @@ from speculon.runtimes.torch.model import linear
 from speculon.runtimes.torch.model.block import (
     Attention,
     CannotReplace,
-    DecoderLayer,
     FusedNorm,
+    PagedLayer,
     fused_norm,
     same_norm,
 )
@@ -195,8 +195,8 @@ def interleaved(attention: Attention) -> Attention:
     return attention
 
 
-def broken_block(change: Callable[[Attention], Attention]) -> Callable[..., DecoderLayer]:
-    def build_wrong(*args: Any) -> DecoderLayer:
+def broken_block(change: Callable[[Attention], Attention]) -> Callable[..., PagedLayer]:
+    def build_wrong(*args: Any) -> PagedLayer:
         block = blocks.fused_block(*args)
         block.attention = change(block.attention)
         return block
@@ -204,14 +204,14 @@ def broken_block(change: Callable[[Attention], Attention]) -> Callable[..., Deco
     return build_wrong
 
 
-def one_plus(*args: Any) -> DecoderLayer:
+def one_plus(*args: Any) -> PagedLayer:
     block = blocks.fused_block(*args)
     norms: Any = tuple(norm and FusedNorm(1 + norm.weight, norm.eps) for norm in block.norms)
     block.norms = norms
     return block
 
 
-def up_for_gate(*args: Any) -> DecoderLayer:
+def up_for_gate(*args: Any) -> PagedLayer:
     block = blocks.fused_block(*args)
     assert isinstance(block.mlp, blocks.Gated) and isinstance(block.mlp.gate_up, SideBySide)
     block.mlp.gate_up = SideBySide(list(reversed(block.mlp.gate_up.parts)))
@@ -309,7 +309,7 @@ def test_layers_that_are_not_called_are_not_fused() -> None:
 
 
 def test_a_layer_of_another_structure_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def odd(*args: Any) -> DecoderLayer:
+    def odd(*args: Any) -> PagedLayer:
         raise AttributeError("scaling")
 
     monkeypatch.setattr(fusing, "fused_block", odd)

@@ -22,7 +22,7 @@ from speculon.cli.train import length
 from speculon.core.errors import ConfigError, DataError, InvalidParameter
 from speculon.runtimes.torch.drafters.families import read_eagle3_config
 from speculon.train import losses
-from speculon.train.data import PackedRows
+from speculon.train.data import DocumentRows
 from speculon.train.draft_model import DraftModelTraining
 from speculon.train.eagle3 import Eagle3Head, Eagle3Training
 from speculon.train.run import train
@@ -55,10 +55,10 @@ def teacher(world: Path) -> Teacher:
     return Teacher(str(world / "target"), None, "fp32", "cpu")
 
 
-def rows_of(teacher: Teacher, count: int = 3, length: int = 20) -> PackedRows:
+def rows_of(teacher: Teacher, count: int = 3, length: int = 20) -> DocumentRows:
     chance = torch.Generator().manual_seed(1)
     ids = torch.randint(3, teacher.vocab_size, (count, length), generator=chance)
-    return PackedRows(ids.int().numpy(), torch.rand(count, length, generator=chance).numpy())
+    return DocumentRows(ids.int().numpy(), torch.rand(count, length, generator=chance).numpy())
 
 
 def best_of(teacher: Teacher, states: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def best_of(teacher: Teacher, states: Tensor) -> Tensor:
 
 
 def head_of(
-    teacher: Teacher, rows: PackedRows, form: dict[str, Any], steps: int = 3
+    teacher: Teacher, rows: DocumentRows, form: dict[str, Any], steps: int = 3
 ) -> tuple[Eagle3Training, Eagle3Head]:
     """A head whose every parameter matters."""
     method = Eagle3Training(HeadSettings(ttt=steps, **form))

@@ -15,7 +15,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from speculon.train.data import PackedRows
+from speculon.train.data import DocumentRows
 from speculon.train.eagle3 import Eagle3Training
 from speculon.train.run import train
 from speculon.train.settings import HeadSettings
@@ -133,9 +133,9 @@ def test_a_lost_data_position_is_found(
     world: Path, killed: Path, whole: dict[int, tuple[str, float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy_of(killed, "astray")
-    right = PackedRows.chosen
+    right = DocumentRows.chosen
     monkeypatch.setattr(
-        PackedRows, "chosen", lambda self, seed, step, count: right(self, seed, step + 1, count)
+        DocumentRows, "chosen", lambda self, seed, step, count: right(self, seed, step + 1, count)
     )
     assert differs(go_on(world, "astray"), whole) == "batches"
 

@@ -221,7 +221,7 @@ def digest(*arrays: np.ndarray[Any, Any]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedRows:
+class DocumentRows:
     """Documents packed into rows: ids [n, T], and the loss weight of each token's successor [n, T].
 
     A document ends with `end`, where the target has such a token. Attention crosses document borders.
@@ -233,7 +233,7 @@ class PackedRows:
     @classmethod
     def of(
         cls, documents: Sequence[Document], length: int, end: int | None, prompt_weight: float, seed: int
-    ) -> PackedRows:
+    ) -> DocumentRows:
         """Raises DataError where all documents together do not fill one row."""
         order = random.Random(f"{seed}:pack").sample(range(len(documents)), len(documents))
         tail = [] if end is None else [end]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from speculon.checkpoints.reading import load_tokenizer, quiet
-from speculon.train.data import PackedRows
+from speculon.train.data import DocumentRows
 from speculon.train.losses import kl
 from speculon.train.settings import DraftSettings
 from speculon.train.teacher import Teacher, TeacherBatch
@@ -62,7 +62,7 @@ class DraftModelTraining(Training[DraftSettings, TrainedDraftModel]):
     def check(self, teacher: Teacher) -> None:
         config_of(self.settings, teacher)
 
-    def drafter(self, teacher: Teacher, rows: PackedRows) -> TrainedDraftModel:
+    def drafter(self, teacher: Teacher, rows: DocumentRows) -> TrainedDraftModel:
         """A model of few layers, initialised with the target's parameters where the widths agree.
 
         Its context is the length that it is trained on: not far beyond, its drafts are rejected.

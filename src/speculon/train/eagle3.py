@@ -20,7 +20,7 @@ from speculon.checkpoints.locate import locate
 from speculon.core.errors import InvalidParameter, UnsupportedModel
 from speculon.runtimes.torch.drafters.eagle3.config import Eagle3Config
 from speculon.runtimes.torch.drafters.eagle3.network import Eagle3Network
-from speculon.train.data import PackedRows
+from speculon.train.data import DocumentRows
 from speculon.train.losses import attention, kl
 from speculon.train.record import write_json
 from speculon.train.settings import HeadSettings
@@ -108,7 +108,7 @@ class Eagle3Training(Training[HeadSettings, Eagle3Head]):
         if count > teacher.vocab_size:
             raise InvalidParameter("draft_vocab", count, f"the target has {teacher.vocab_size} tokens")
 
-    def drafter(self, teacher: Teacher, rows: PackedRows) -> Eagle3Head:
+    def drafter(self, teacher: Teacher, rows: DocumentRows) -> Eagle3Head:
         """Random layers between the target's embeddings and output head, or the head that it starts from."""
         settings = self.settings
         before = {} if settings.start is None else load_file(locate(settings.start) / WEIGHTS)
@@ -271,7 +271,7 @@ def speculators_config(config: Eagle3Config, target: str) -> dict[str, Any]:
     }
 
 
-def most_used(rows: PackedRows, count: int | None, teacher: Teacher) -> torch.Tensor:
+def most_used(rows: DocumentRows, count: int | None, teacher: Teacher) -> torch.Tensor:
     """The `count` tokens with the largest loss weight, in rising order [Vd]; None: all tokens."""
     if count is None:
         return torch.arange(teacher.vocab_size)

@@ -15,7 +15,7 @@ from speculon.checkpoints.reading import load_tokenizer
 from speculon.core.errors import InvalidParameter
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.measure.bench.provenance import commit, versions
-from speculon.train.data import Document, PackedRows, read_documents, split
+from speculon.train.data import Document, DocumentRows, read_documents, split
 from speculon.train.draft_model import DraftModelTraining
 from speculon.train.eagle3 import Eagle3Training
 from speculon.train.record import TrainingProgress, whole_lines, write_json
@@ -63,7 +63,7 @@ def train(method: Training[Any, Any], settings: TrainSettings, progress: Trainin
         refuse_other_run(settings, identity)  # before the texts of another run are used
         documents = regenerate(settings, documents, progress)
     end = end_of(teacher, tokens)
-    rows = PackedRows.of(documents, settings.length, end, settings.prompt_weight, settings.seed)
+    rows = DocumentRows.of(documents, settings.length, end, settings.prompt_weight, settings.seed)
     held_rows = held_out_rows(settings, held, end)
     if settings.eval_rows and held_rows is None:
         progress.tell("the held-out documents fill no row: no measurements before the end")
@@ -102,13 +102,13 @@ def documents_of(
     return documents, read_documents(settings.eval_data, tokens, teacher.vocab_size, prompts_alone=alone)
 
 
-def held_out_rows(settings: TrainSettings, held: list[Document], end: int | None) -> PackedRows | None:
+def held_out_rows(settings: TrainSettings, held: list[Document], end: int | None) -> DocumentRows | None:
     """The first rows of the held-out documents; None where they fill none, or `eval_rows` is 0."""
     answered = [document for document in held if any(document.answer)]
     if not settings.eval_rows or sum(len(document.ids) for document in answered) < settings.length:
         return None
-    rows = PackedRows.of(answered, settings.length, end, 0.0, settings.seed)
-    return PackedRows(rows.ids[: settings.eval_rows], rows.weights[: settings.eval_rows])
+    rows = DocumentRows.of(answered, settings.length, end, 0.0, settings.seed)
+    return DocumentRows(rows.ids[: settings.eval_rows], rows.weights[: settings.eval_rows])
 
 
 def refuse_too_long(length: int, spare: int, teacher: Teacher) -> None:
@@ -131,7 +131,7 @@ def record_of(
     trainer: Trainer,
     identity: Mapping[str, Any],
     documents: list[Document],
-    rows: PackedRows,
+    rows: DocumentRows,
 ) -> dict[str, Any]:
     """The content of training.json."""
     first, last = trainer.losses[:FIRST], trainer.losses[-LAST:]

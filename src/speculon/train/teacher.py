@@ -20,7 +20,7 @@ from speculon.checkpoints.locate import locate
 from speculon.checkpoints.reading import quiet
 from speculon.core.errors import InvalidParameter, UnsupportedModel
 from speculon.runtimes.torch.loading.load import load_config, load_model, pick_device, pick_dtype
-from speculon.train.data import PackedRows, digest
+from speculon.train.data import DocumentRows, digest
 
 TapLayers = tuple[int, ...]  # layers; -1: the embeddings
 DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp32": "float32"}
@@ -174,7 +174,7 @@ def tap_ids(requested: TapLayers | None, layers: int) -> TapLayers:
 class Dataset:
     """Rows with the target's outputs; those of the first ones are cached, in at most `limit` bytes."""
 
-    def __init__(self, teacher: Teacher, rows: PackedRows, file: Path, limit: float):
+    def __init__(self, teacher: Teacher, rows: DocumentRows, file: Path, limit: float):
         self.teacher, self.rows = teacher, rows
         width, length = (len(teacher.taps) + 1) * teacher.width, rows.ids.shape[1]
         row_bytes = length * width * teacher.precision.itemsize

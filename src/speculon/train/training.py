@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from torch import nn
 
 from speculon.core.errors import InvalidParameter
-from speculon.train.data import PackedRows
+from speculon.train.data import DocumentRows
 from speculon.train.teacher import TapLayers, Teacher
 
 Settings = TypeVar("Settings")
@@ -40,7 +40,7 @@ class Training(Generic[Settings, Drafter]):
         """Raises InvalidParameter or ModelError for settings that do not fit the target."""
         raise NotImplementedError
 
-    def drafter(self, teacher: Teacher, rows: PackedRows) -> Drafter:
+    def drafter(self, teacher: Teacher, rows: DocumentRows) -> Drafter:
         raise NotImplementedError
 
     def write(self, drafter: Drafter, teacher: Teacher, target: str, folder: Path) -> None:

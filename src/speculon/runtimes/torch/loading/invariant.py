@@ -28,7 +28,7 @@ from speculon.runtimes.torch.loading.batch_check import (
     uneven_keys,
 )
 from speculon.runtimes.torch.model.adapters import Adapted
-from speculon.runtimes.torch.model.block import CannotReplace, DecoderLayer, Fused, Gated, Loop, between
+from speculon.runtimes.torch.model.block import CannotReplace, Fused, Gated, Loop, PagedLayer, between
 from speculon.runtimes.torch.model.captured import Captured, captured_loop
 from speculon.runtimes.torch.model.grouping import PlanKey
 from speculon.runtimes.torch.model.linear import Product
@@ -160,7 +160,7 @@ def put_products_in_pieces(target: Target, undo: ExitStack) -> None:
 
 
 def put_mlp_in_pieces(
-    block: DecoderLayer, mlp: Gated, pieces: ProductPieces, target: Target, undo: ExitStack
+    block: PagedLayer, mlp: Gated, pieces: ProductPieces, target: Target, undo: ExitStack
 ) -> bool:
     """Whether prompts take other products: then they run through all of it, since its inner rows are wide."""
     width, dtype, whole = target.hidden_size, target.dtype, Gated(mlp.gate_up, mlp.down, mlp.gating)
@@ -195,11 +195,11 @@ def capture_again(captured: Captured, target: Target, undo: ExitStack) -> None:
     put(undo, target.runner, "run", made)
 
 
-def fused_blocks(model: nn.Module) -> Iterator[DecoderLayer]:
+def fused_blocks(model: nn.Module) -> Iterator[PagedLayer]:
     """The fused layers of a model."""
     for module in model.modules():
         block = getattr(module, "block", None)
-        if isinstance(block, DecoderLayer):
+        if isinstance(block, PagedLayer):
             yield block
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from speculon.runtimes.torch.batch import NO_ADAPTERS, AdapterRows
-from speculon.runtimes.torch.model.block import DecoderLayer, FusedLayer, Stock
+from speculon.runtimes.torch.model.block import FusedLayer, PagedLayer, Stock
 from speculon.runtimes.torch.model.linear import Linear, Product
 
 # a stock module of a fused layer -> the part of the block, its product, and the modules before it there
@@ -192,7 +192,7 @@ def place_of(model: nn.Module, linears: LinearShapes, layer: str) -> UpdatePlace
     return UpdatePlace(getattr(block, part), name, outputs, {layer: offset})
 
 
-def block_of(model: nn.Module, layer: str) -> tuple[str, DecoderLayer | None]:
+def block_of(model: nn.Module, layer: str) -> tuple[str, PagedLayer | None]:
     """The fused layer that a stock module was in, and its name; None where the module is still there."""
     names = layer.split(".")
     for end in range(1, len(names)):

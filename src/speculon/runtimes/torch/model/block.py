@@ -151,7 +151,7 @@ class Stock:
 
 
 @dataclass(slots=True)
-class DecoderLayer:
+class PagedLayer:
     """One layer: [T, D] -> [T, D]."""
 
     attention: Attention
@@ -184,8 +184,8 @@ class DecoderLayer:
 class Between:
     """All between the attentions of two layers, which depends on each row alone."""
 
-    before: DecoderLayer
-    after: DecoderLayer
+    before: PagedLayer
+    after: PagedLayer
 
     def __call__(self, x: Tensor, seen: Tensor, tables: RotaryTables | None) -> Sequence[Tensor]:
         """The input [T, D] of the later layer, and what it attends to; see `Attention.begin`."""
@@ -193,7 +193,7 @@ class Between:
         return x, *self.after.begin(x, tables)
 
 
-def between(blocks: list[DecoderLayer]) -> list[Between]:
+def between(blocks: list[PagedLayer]) -> list[Between]:
     return [Between(before, after) for before, after in pairwise(blocks)]
 
 
@@ -203,7 +203,7 @@ class Loop:
 
     embed: nn.Module
     rotary: nn.Module
-    blocks: list[DecoderLayer]
+    blocks: list[PagedLayer]
     norm: FusedNorm
     head: Product
     layer_types: tuple[str, ...] = ()  # of each layer, where each type has a rotary table of its own
@@ -249,7 +249,7 @@ class Loop:
 class FusedLayer(nn.Module):
     """A block with the signature of a stock layer."""
 
-    def __init__(self, block: DecoderLayer):
+    def __init__(self, block: PagedLayer):
         super().__init__()
         self.block = block
 
@@ -299,7 +299,7 @@ def rotation_tables(cos: Tensor, sin: Tensor, width: int) -> RotaryTables:
     return cos[0, :, None], torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1)
 
 
-def fused_block(stock: nn.Module, layer: int, kv_heads: int, head_dim: int, share: bool) -> DecoderLayer:
+def fused_block(stock: nn.Module, layer: int, kv_heads: int, head_dim: int, share: bool) -> PagedLayer:
     """A fused form of a decoder layer. Raises `CannotReplace` where a part is missing."""
     children = dict(stock.named_children())
     inner = children.pop("self_attn", None)
@@ -307,7 +307,7 @@ def fused_block(stock: nn.Module, layer: int, kv_heads: int, head_dim: int, shar
     if inner is None or mlp is None:
         raise CannotReplace("no self_attn and mlp")
     attention = fused_attention(inner, layer, kv_heads, head_dim, share)
-    return DecoderLayer(attention, fused_mlp(mlp, share), fused_norms(children))
+    return PagedLayer(attention, fused_mlp(mlp, share), fused_norms(children))
 
 
 def fused_norms(
