@@ -43,12 +43,14 @@ class TorchStep:
         within_rows = grants([span.most_drafts for span in spans], self._runtime.draft_rows)
         ends = [(span.seq, span.end, grant.drafts) for span, grant in zip(spans, within_rows, strict=True)]
         limit = max((k for _, _, k in ends), default=0)
-        while limit and sum(space.missing(seq, end + min(k, limit)) for seq, end, k in ends) > space.available:
+        while limit and space.available < sum(
+            space.missing(seq, end + min(k, limit)) for seq, end, k in ends
+        ):
             limit -= 1
         granted = list[Grant]()
         for (seq, end, k), grant in zip(ends, within_rows, strict=True):
             drafts = min(k, max(limit, len(space.of(seq).table) * space.block_size - end))
-            granted.append(Grant(drafts, Reason.NO_PAGES) if k and not drafts else Grant(drafts, grant.reason))
+            granted.append(Grant(drafts, Reason.NO_PAGES if k and not drafts else grant.reason))
         return granted
 
     def forward(self, drafted: list[Drafted]) -> Output:
