@@ -11,7 +11,8 @@ import pytest
 
 from speculon.core.config import SamplingParams, SpeculationConfig
 from speculon.core.types import Ask, Decision, Draft, Finish, Load, SpanOutcome
-from speculon.decoding.rounds import Budget, Span
+from speculon.decoding import rounds
+from speculon.decoding.rounds import Budget
 from speculon.decoding.text.tokenizer import Tokenizer, final_text
 from speculon.speculation.proposers.registry import register
 from tests.tiny.account import check_account
@@ -147,7 +148,7 @@ def test_max_tokens_is_never_passed(limit: int) -> None:
 def test_max_tokens_is_kept_by_the_cut_alone(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy that drafts beyond the limit."""
     engine = make_engine(tiny_target("llama"))
-    monkeypatch.setattr(Span, "wanted", property(lambda span: {"scripted": K}))
+    monkeypatch.setattr(rounds, "wanted_drafts", lambda seq, end: {"scripted": K})
 
     def decide(budgets: list[Budget], load: Load) -> list[Decision]:
         return [Decision.of([Ask("scripted", K)]) for _ in budgets]

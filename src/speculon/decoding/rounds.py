@@ -38,12 +38,15 @@ class Span:
     length: int  # rows without the drafts
     samples: bool  # whether it reaches the last token, so that its last row is sampled
     decodes: bool  # whether drafts may follow it: by default after every last token alone
+    wanted: Mapping[str, int]  # by method: the most drafts that could be of use in this round
     given: int | None = None  # drafts that follow it, where a caller brings them
 
     @classmethod
     def of(cls, seq: Sequence, start: int, length: int, decodes: bool = False) -> Span:
         samples = start + length == len(seq.tokens)
-        return cls(seq, start, length, samples, decodes or (samples and length == 1))
+        decodes = decodes or (samples and length == 1)
+        wanted = wanted_drafts(seq, start + length) if decodes else {}
+        return cls(seq, start, length, samples, decodes, wanted)
 
     @property
     def end(self) -> int:
@@ -58,25 +61,24 @@ class Span:
         return missing and seq.wants_prompt_logprobs
 
     @property
-    def wanted(self) -> dict[str, int]:
-        """The most drafts of each method that could be of use in this round.
-
-        As many as are set and as the drafter can make (`Request.max_drafts`), as its context holds, and as
-        tokens may follow before the target's own last one.
-        """
-        seq, request = self.seq, self.seq.request
-        if seq.off:
-            return {}
-        room = seq.tokens_left - 1
-        left = {method: limit - self.end for method, limit in request.max_context.items()}
-        return {m: max(0, min(k, room, left.get(m, room))) for m, k in request.max_drafts.items()}
-
-    @property
     def most_drafts(self) -> int:
         """For how many drafts in all it may need room."""
         if self.given is not None:
             return self.given
-        return max(self.wanted.values(), default=0) if self.decodes else 0
+        return max(self.wanted.values(), default=0)
+
+
+def wanted_drafts(seq: Sequence, end: int) -> dict[str, int]:
+    """The most drafts of each method that could be of use behind `end` tokens.
+
+    As many as are set and as the drafter can make (`Request.max_drafts`), as its context holds, and as tokens
+    may follow before the target's own last one.
+    """
+    if seq.off:
+        return {}
+    request, room = seq.request, seq.tokens_left - 1
+    left = {method: limit - end for method, limit in request.max_context.items()}
+    return {m: max(0, min(k, room, left.get(m, room))) for m, k in request.max_drafts.items()}
 
 
 class Grant(NamedTuple):
@@ -106,22 +108,21 @@ class Budget:
 
     @classmethod
     def of(cls, span: Span, grant: Grant, unread: Mapping[str, int] | None = None) -> Budget:
-        wanted = span.wanted
-        max_drafts = {method: min(k, grant.drafts) for method, k in wanted.items()}
-        return cls(span, max_drafts, why_none(span, wanted, grant), unread or {})
+        max_drafts = {method: min(k, grant.drafts) for method, k in span.wanted.items()}
+        return cls(span, max_drafts, why_none(span, grant), unread or {})
 
     @property
     def seq(self) -> Sequence:
         return self.span.seq
 
 
-def why_none(span: Span, wanted: Mapping[str, int], grant: Grant) -> Reason | None:
+def why_none(span: Span, grant: Grant) -> Reason | None:
     """Why nothing may draft for a sequence under any policy."""
     if span.seq.off:
         return span.seq.off
     if span.seq.tokens_left <= 1:  # the last token needs no draft: the target's own one is enough
         return Reason.MAX_TOKENS
-    if span.seq.request.max_context and not any(wanted.values()):
+    if span.seq.request.max_context and not any(span.wanted.values()):
         return Reason.CONTEXT_LIMIT
     return None if grant.drafts else grant.reason
 
