@@ -73,7 +73,8 @@ class ScriptedRuntime:
 
     def close(self, seq: Sequence) -> None:
         if seq.id in self.held:
-            self.kept.append(self.held.pop(seq.id))
+            held = self.held.pop(seq.id)
+            self.kept += [held] if seq.request.prefix_cache else []
             del self.taken[seq.id]
 
     def check_integrity(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:

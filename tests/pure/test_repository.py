@@ -30,7 +30,7 @@ UNWANTED = [re.compile(pattern) for pattern in (*SECRETS, *PLACES)]
 WITHOUT_TORCH = """
 speculon speculon.cli speculon.core.config speculon.decoding.text.tokenizer speculon.runtimes.torch.kv.blocks
 speculon.checkpoints.headers speculon.speculation.control.policies speculon.speculation.proposers.compose
-speculon.speculation.vllm speculon.runtimes.torch.drafters.choose
+speculon.speculation.vllm speculon.runtimes.torch.drafters.choose speculon.runtimes.torch.backend
 speculon.engine.scheduler speculon.engine.async_engine
 speculon.server.app speculon.server.pool.pool speculon.operations.admin.service speculon.operations.cluster
 """.split()

@@ -242,7 +242,9 @@ class Engine:
 
     @torch.inference_mode()
     def logits_after(self, seq: Sequence) -> Tensor:  # [V]
-        """The target's logits after a sequence of nobody, computed as a prompt; nothing of it is kept."""
+        """The target's logits after a sequence that nobody runs, computed as a prompt. Only its prefix cache
+        keeps what was computed, if its request has one.
+        """
         space = self.runtime.space
         seq.committed = space.open(seq)
         try:

@@ -1,4 +1,7 @@
-"""How this runtime is found, sized and loaded: the module that `runtimes.registry` names."""
+"""How this runtime is found, sized and loaded: the module that `runtimes.registry` names.
+
+Torch is imported where it is used: a server looks for drafters in its own process, which holds no model.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,20 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from speculon.checkpoints.headers import read_checkpoint, refuse_unsafe
 from speculon.checkpoints.locate import locate
 from speculon.core.config import EngineConfig, ModelObject
 from speculon.core.errors import ConfigError
 from speculon.decoding.text.tokenizer import Tokenizer
-from speculon.runtimes.torch.budget import MemoryEstimate, free_memory
 from speculon.runtimes.torch.drafters.choose import by_method, check_drafts, with_drafts
 from speculon.runtimes.torch.drafters.choose import fits as fits
-from speculon.runtimes.torch.drafters.needs import drafter_needs
 from speculon.runtimes.torch.drafters.pairing import is_search
-from speculon.runtimes.torch.inspection import describe_alone as describe_alone
-from speculon.runtimes.torch.loading.ends import add_ends
-from speculon.runtimes.torch.loading.load import load_target, pick_device, wrap_model
-from speculon.runtimes.torch.loading.memory import largest_step, process_memory
-from speculon.runtimes.torch.runtime import TorchRuntime
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from speculon.runtimes.torch.budget import MemoryEstimate
+    from speculon.runtimes.torch.runtime import TorchRuntime
 
 log = logging.getLogger("speculon")
 
@@ -44,6 +41,12 @@ def load(
     config: EngineConfig, tokenizer: Tokenizer | None, progress: Callable[[str], None] | None = None
 ) -> TorchRuntime:
     """As `Backend` says."""
+    import torch
+
+    from speculon.runtimes.torch.loading.ends import add_ends
+    from speculon.runtimes.torch.loading.load import load_target
+    from speculon.runtimes.torch.runtime import TorchRuntime
+
     if config.threads:
         torch.set_num_threads(config.threads)
     target = load_target(
@@ -68,6 +71,12 @@ def load(
 
 def wrap(model: PreTrainedModel, tokenizer: Tokenizer | None, config: EngineConfig) -> TorchRuntime:
     """A runtime of a model in memory, which is not modified."""
+    import torch
+
+    from speculon.runtimes.torch.loading.ends import add_ends
+    from speculon.runtimes.torch.loading.load import wrap_model
+    from speculon.runtimes.torch.runtime import TorchRuntime
+
     if config.threads:
         torch.set_num_threads(config.threads)
     form = config.model_dump(include={"max_context", "compile", "batch_invariant"})
@@ -90,12 +99,17 @@ def drafts_of(draft: str) -> str | dict[str, str | ModelObject]:
 
 def device_name(config: EngineConfig) -> str:
     """Whose memory an engine of these settings takes. Raises `ConfigError` for a missing device."""
+    from speculon.runtimes.torch.loading.load import pick_device
+
     device = pick_device(config.device)
     return f"cuda:{device.index or 0}" if device.type == "cuda" else device.type
 
 
 def free_bytes(config: EngineConfig) -> int:
     """Free bytes of the device of these settings."""
+    from speculon.runtimes.torch.budget import free_memory
+    from speculon.runtimes.torch.loading.load import pick_device
+
     device = pick_device(config.device)
     if device.type == "cpu":
         return free_memory(device)
@@ -108,13 +122,24 @@ def memory_needed(settings: dict[str, Any], total: int) -> tuple[EngineConfig, M
     """The settings with their drafters, what the process of their engine takes of `total` bytes, and how much
     of that are pages. Raises what loading would.
     """
+    from speculon.runtimes.torch.drafters.needs import drafter_needs
+    from speculon.runtimes.torch.loading.memory import largest_step, process_memory
+
     config = prepare_drafts(EngineConfig(**settings))
     step = largest_step(config)
     memory, pool = process_memory(config, step, drafter_needs(config, step), total)
     return config, memory, pool
 
 
+def describe_alone(model: str, form: dict[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
+    """As `Backend` says."""
+    from speculon.runtimes.torch import inspection
+
+    return inspection.describe_alone(model, form, tell)
+
+
 def prepare_drafts(config: EngineConfig) -> EngineConfig:
+    """The settings with each drafter under its method, checked against the model's files."""
     config = with_drafts(config)
     check_drafts(config)
     return config

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from speculon.core.config import MAX_DRAFTS, EngineConfig
 from speculon.core.errors import InvalidParameter, NeverFits, SpeculonError
-from speculon.core.images import NO_IMAGES, ImageInput, PromptImages
+from speculon.core.images import ImageInput, PromptImages
 from speculon.core.types import Capability
 from speculon.decoding.rounds import Span
 from speculon.decoding.text.tokenizer import Tokenizer
@@ -115,8 +115,6 @@ class TorchRuntime:
 
     def read_images(self, prompt: list[int], images: Seq[ImageInput]) -> PromptImages:
         """As `Runtime` says; raises `NeverFits` for an image whose tokens are more than one step takes."""
-        if not images:
-            return NO_IMAGES
         if self.target.vision is None:
             raise InvalidParameter("images", len(images), self.target.no_images).about("images")
         read, most = self.target.vision.read(prompt, images), self.image_rows
