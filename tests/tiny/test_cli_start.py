@@ -100,7 +100,8 @@ def test_a_pair_that_does_not_fit_is_refused_before_anything_is_loaded(
     model: str, draft: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr("speculon.runtimes.torch.loading.load.load_target", lambda *_, **__: pytest.fail("loaded"))
+        loads = "speculon.runtimes.torch.loading.load.load_target"
+        patched.setattr(loads, lambda *_, **__: pytest.fail("loaded"))
         done = speculon("generate", "--model", model, "--draft", draft, *TEXT)
         with pytest.raises(WrongPair, match=message):
             LLM(model, speculation={"draft": draft})

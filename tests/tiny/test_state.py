@@ -15,7 +15,7 @@ from speculon import LLM, SamplingParams, SpeculativeDecoder
 from speculon.core.errors import ConfigError, StateInUse
 from speculon.core.types import Reason
 from speculon.engine import state as state_module
-from speculon.runtimes.torch import backend
+from speculon.runtimes.torch.loading import load as loading
 from tests.tiny.conftest import build
 from tests.tiny.folders import make_folder
 
@@ -112,7 +112,7 @@ def test_a_folder_in_use_is_refused_before_the_model_loads(
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(folder)], **pipes) as holder:  # type: ignore[call-overload]
         holder.stdout.readline()
         with monkeypatch.context() as patch:
-            patch.setattr(backend, "load_target", lambda *_, **__: pytest.fail("it loads"))
+            patch.setattr(loading, "load_target", lambda *_, **__: pytest.fail("it loads"))
             with pytest.raises(StateInUse, match=f"process {holder.pid} on"):
                 start(folder, tmp_path)
         holder.kill()
@@ -129,7 +129,7 @@ def test_a_folder_that_cannot_be_is_refused_before_the_model_loads(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads: list[str] = []
-    monkeypatch.setattr(backend, "load_target", lambda *_, **__: loads.append("target"))
+    monkeypatch.setattr(loading, "load_target", lambda *_, **__: loads.append("target"))
     with pytest.raises(ConfigError, match="state = '/proc/speculon'"):
         start(folder, Path("/proc/speculon"))
     assert loads == []
