@@ -120,6 +120,11 @@ def test_hosted_tools_are_left_out(
     )
 
 
+def test_the_content_of_an_item_that_is_left_out_is_not_read(inside: Inside) -> None:
+    other = {"type": "web_search_call", "content": [{"no": "type"}]}
+    assert inside.post("responses", input=[other, USER]).status_code == 200
+
+
 def test_a_namespaces_functions_have_its_name_where_they_need_it() -> None:
     assert names(chat_of(tools=[SHELL, GIT])) == ["shell", "log", "mcp__git__shell", "apply_patch"]
     long = {**GIT, "name": "a.b" * 30}

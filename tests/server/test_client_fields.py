@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import pytest
 from pydantic import ValidationError
 
@@ -270,6 +271,41 @@ def test_a_chat_of_minus_one_tokens_has_no_limit_of_its_own() -> None:
     for field in ({"max_tokens": -2}, {"max_completion_tokens": -1}):
         with pytest.raises(ValidationError, match="greater than or equal to 0"):
             sampled({}, **field)
+
+
+def chosen(kind: str) -> dict[str, Any]:
+    few = {"mode": "auto", "tools": [{"type": kind, "function": {"name": "f"}}]}
+    return {"messages": USER, "tool_choice": {"type": "allowed_tools", "allowed_tools": few}}
+
+
+def called(arguments: Any) -> dict[str, Any]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"messages": [{"role": "assistant", "tool_calls": [call]}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "taken"),
+    [
+        (chosen("function"), True),
+        (chosen("web_search"), True),
+        (called('{"a": 1}'), True),
+        (called({"a": 1}), True),
+        (called(None), True),
+        (called(7), True),
+        ({"messages": USER, "max_tokens": -1}, True),
+        ({"messages": USER, "max_tokens": -2}, False),
+        ({"messages": USER, "think": "high"}, True),
+        ({"messages": USER, "think": "much"}, False),
+    ],
+)
+def test_the_published_schema_allows_what_is_taken(body: dict[str, Any], taken: bool) -> None:
+    described = jsonschema.Draft202012Validator(ChatRequest.model_json_schema())
+    assert described.is_valid(body) is taken
+    if taken:
+        ChatRequest.model_validate(body)
+    else:
+        with pytest.raises(ValidationError):
+            ChatRequest.model_validate(body)
 
 
 @pytest.mark.parametrize("added", [True, False, None])

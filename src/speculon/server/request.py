@@ -242,5 +242,6 @@ def has_images(messages: Any) -> bool:
     """Whether any message, or item of a response, has one."""
     if not isinstance(messages, list):
         return False
-    contents = [getattr(message, "content", None) for message in messages]
+    # an item that is left out has no field of this name, but may have been sent one
+    contents = [message.content for message in messages if "content" in type(message).model_fields]
     return any(part.type in IMAGE_PARTS for parts in contents if isinstance(parts, list) for part in parts)

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from speculon.core.errors import InvalidParameter
 from speculon.core.media.parts import TEXT_PARTS, PartType, read_content
@@ -38,6 +38,7 @@ from speculon.server.schemas import (
     NamedFunction,
     NamedResponseTool,
     NamedTool,
+    OverlappingForms,
     ResponseFormat,
     ResponseTool,
     ResponseToolChoice,
@@ -119,7 +120,7 @@ def item_class(value: Any) -> str:
 
 
 AnyItem = Annotated[
-    Annotated[Item, Tag("Item")] | Annotated[OtherItem, Tag("OtherItem")], Discriminator(item_class)
+    Annotated[Item, Tag("Item")] | Annotated[OtherItem, Tag("OtherItem")], OverlappingForms(item_class)
 ]
 
 

@@ -18,6 +18,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    GetJsonSchemaHandler,
     StringConstraints,
     Tag,
     model_validator,
@@ -42,8 +43,13 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 AS_WHOLE = BeforeValidator(
     lambda value: int(value) if isinstance(value, float) and value.is_integer() else value
 )
-AS_NO_LIMIT = BeforeValidator(lambda value: None if value == -1 else value)
-AS_SWITCH = BeforeValidator(lambda value: value in LEVELS or value)
+AS_NO_LIMIT = BeforeValidator(
+    lambda value: None if value == -1 else value,
+    json_schema_input_type=Annotated[int, Field(ge=-1, le=2**31)] | None,
+)
+AS_SWITCH = BeforeValidator(
+    lambda value: value in LEVELS or value, json_schema_input_type=bool | Literal[LEVELS]
+)
 Whole = Annotated[int, AS_WHOLE]
 Count = Annotated[int, Field(ge=0, le=2**31), AS_WHOLE]
 TokenId = Count
@@ -125,7 +131,7 @@ def as_arguments(value: Any) -> Any:
     return "{}" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-Arguments = Annotated[str, BeforeValidator(as_arguments)]
+Arguments = Annotated[str, BeforeValidator(as_arguments, json_schema_input_type=Any)]
 
 
 def custom_arguments(text: str) -> str:
@@ -485,14 +491,25 @@ class NamedTool(OfFunction):
     function: NamedFunction
 
 
-def by_type(classes: dict[str, str]) -> Discriminator:
+class OverlappingForms(Discriminator):
+    """Tells the classes of a union by a function. A body may have the form of several of them (a hosted tool
+    may have any `type`), so the schema says `anyOf` where pydantic would write `oneOf`.
+    """
+
+    def __get_pydantic_json_schema__(self, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        described = handler(core)
+        described["anyOf"] = described.pop("oneOf")
+        return described
+
+
+def by_type(classes: dict[str, str]) -> OverlappingForms:
     """Tells the classes of a union by `type`; others are hosted tools."""
 
     def name(value: Any) -> str:
         kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
         return classes.get(kind, "HostedTool") if isinstance(kind, str) else "HostedTool"
 
-    return Discriminator(name)
+    return OverlappingForms(name)
 
 
 Hosted = Annotated[HostedTool, Tag("HostedTool")]
