@@ -21,6 +21,12 @@ CLUSTER := $(VENV)/cluster
 REAL := $(VENV)/real
 # vLLM's, of gigabytes, where ours takes its versions of everything else.
 VLLM := $(VENV)/vllm
+# llama.cpp, built once from its source: the wheel stays in a cache of the user, for other environments.
+LLAMA := $(VENV)/llama
+WHEELS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/speculon/wheels
+# Its own threads: a second OpenMP runtime beside torch's would wait for work on the same cores.
+LLAMA_FLAGS ?= -DCMAKE_PROJECT_llama_cpp_INCLUDE=$(CURDIR)/recipes/llama/slim.cmake -DLLAVA_BUILD=OFF -DGGML_RPC=ON \
+  -DGGML_OPENMP=OFF -DLLAMA_ALL_WARNINGS=OFF
 SUITES := $(wildcard tests/pure tests/differential tests/server tests/tiny tests/stat)
 # Three processes of one thread for two cores: tests also wait for servers. At the end they take tests from each other.
 IN_THREE := -n 3 --dist worksteal
@@ -37,7 +43,7 @@ PACKAGES_OF = $$($(1)/bin/python -c 'import site; print(site.getsitepackages()[0
 SHARE = echo $(call PACKAGES_OF,$(VENV)) > $(call PACKAGES_OF,$(1))/shared.pth
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models demo bench docs test older-chip long soak real clients cluster-test browser gpu vllm-test lint types check clean
+.PHONY: help setup models demo bench docs test older-chip long soak real llama clients cluster-test browser gpu vllm-test lint types check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -94,7 +100,7 @@ long: $(STAMP) ## tests of minutes: many requests, small pools, aborts, and many
 	$(BIN)/$(PYTEST) tests/soak $(SUITES) -m "soak and not gpu and not alone" $(IN_THREE) --timeout 1800 $(ARGS)
 	$(BIN)/$(PYTEST) tests/soak -m alone --timeout 1800
 
-soak: real clients cluster-test long ## all of what takes minutes: published models, foreign clients, replicas, long tests
+soak: real clients cluster-test long llama ## all of what takes minutes: published models, foreign clients, replicas, long tests
 
 $(CLIENTS)/.ready: $(STAMP) $(wildcard tests/clients/*.txt)
 	$(PYTHON) -m venv $(CLIENTS)
@@ -133,6 +139,20 @@ real: export HF_HUB_OFFLINE := 1
 real: export REAL_MODELS := $(abspath $(REAL))
 real: $(REAL)/.ready ## two published models, in bf16 with default settings
 	nice -n 19 $(BIN)/$(PYTEST) tests/real --timeout 1800 $(ARGS)
+
+$(LLAMA)/.ready: $(STAMP)
+	@mkdir -p $(WHEELS)
+	CMAKE_ARGS="$(LLAMA_FLAGS)" $(BIN)/python -m pip wheel --quiet --no-deps --find-links $(WHEELS) \
+	  --wheel-dir $(WHEELS) $$(grep '^llama' constraints.txt)
+	@$(BIN)/$(PIP) --no-deps --upgrade --target $(LLAMA) --find-links $(WHEELS) $$(grep -E '^(llama|diskcache)' constraints.txt)
+	@touch $@
+
+llama: export HF_HUB_OFFLINE := 1
+llama: export OMP_NUM_THREADS := 1
+llama: export REAL_MODELS := $(abspath $(REAL))
+llama: export PYTHONPATH := $(abspath $(LLAMA))
+llama: $(LLAMA)/.ready $(REAL)/.ready ## runtime llama: builds llama.cpp, which takes some minutes once, then its tests
+	$(BIN)/$(PYTEST) tests/llama --timeout 600 $(ARGS)
 
 cluster-test: export OMP_NUM_THREADS := 1
 cluster-test: $(CLUSTER)/.ready ## replicas on Ray Serve, on this machine: kills, scaling, a rolling restart

@@ -60,14 +60,18 @@ SECTION_OF_FIELD: Mapping[str, str] = {
         ),
         SPECULATION,
     ),
+    **dict.fromkeys(
+        ("gpu_layers", "kv_cache_type", "flash_attention", "mmap", "tensor_split", "rpc", "repack"),
+        "llama.cpp",
+    ),
     **dict.fromkeys(("memory_policy", "memory_limit_gb", "additional_memory_gb"), "Memory and speed"),
     **dict.fromkeys(("events", "events_limit_mb", "state", "allow_pickle", "trust_remote_code"), "Files"),
 }
 # settings that `--help` lists
 OFTEN_NEEDED = frozenset(
     "model draft method policy num_speculative_tokens temperature top_p max_tokens seed stop device dtype "
-    "threads max_context kv_memory_gb max_num_seqs memory_limit_gb host port api_key target data out "
-    "regenerate steps minutes layers hidden".split()
+    "runtime gpu_layers threads max_context kv_memory_gb max_num_seqs memory_limit_gb host port api_key "
+    "target data out regenerate steps minutes layers hidden".split()
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.table import Table
@@ -28,6 +28,9 @@ from speculon.runtimes.torch.drafters.mtp.tensors import MTP, find_mtp
 from speculon.runtimes.torch.drafters.pairing import check_fit
 from speculon.speculation.proposers.registry import AUTO
 
+if TYPE_CHECKING:
+    from speculon.runtimes.base import Backend
+
 Details = dict[str, Any]
 
 NO_TEXT = "none, token ids only"
@@ -43,7 +46,10 @@ FIT = (
     *("memory_policy", "memory_limit_gb", "additional_memory_gb"),
 )
 # how a model is loaded
-FORM = ("dtype", "device", "quantization", "fuse", "compile", "adapters")
+FORM = (
+    *("runtime", "dtype", "device", "quantization", "fuse", "compile", "adapters"),
+    *("gpu_layers", "kv_cache_type", "flash_attention", "mmap", "tensor_split", "rpc", "repack"),
+)
 
 # the parts of a memory estimate, whose module needs torch
 MEMORY = ("held", "drafters", "scratch", "remembered", "pages", "states", "snapshots", "additional")
@@ -141,9 +147,10 @@ def examine(
     model: str, speculation: Details, form: Details, tell: Callable[[str], None]
 ) -> tuple[Details, SpeculonError | None]:
     """What loading shows, and the error where something is refused: the target, or its engine alone."""
-    from speculon.runtimes.registry import backend
+    from speculon.runtimes.registry import for_settings
 
-    text = tokenizer_facts(model)
+    backend = for_settings(config := EngineConfig(model=model, **form, speculation=speculation))
+    text = tokenizer_facts(backend, config)
     try:
         return {**text, **with_engine(model, speculation, form, tell, text["tokenizer"] != NO_TEXT)}, None
     except MemoryExceeded as error:
@@ -151,26 +158,22 @@ def examine(
     except SpeculonError as error:
         refusal = error
     try:
-        alone = backend().describe_alone(model, form, tell)
+        alone = backend.describe_alone(model, form, tell)
     except SpeculonError as error:
         return {"supported": False, **as_json_error(error)}, error
     missing = "draft_fits" if speculation else "engine"
     return {**text, **alone, missing: False, **as_json_error(refusal)}, refusal
 
 
-def tokenizer_facts(model: str) -> Details:
+def tokenizer_facts(backend: Backend, config: EngineConfig) -> Details:
     """What reads and writes texts; where nothing can, the engine takes token ids alone."""
-    from speculon.checkpoints.reading import load_tokenizer
-    from speculon.decoding.text.tokenizer import Tokenizer
-
     try:
-        inner = load_tokenizer(model)
+        tokenizer = backend.tokenizer(config)
     except ModelError as error:
         return {"tokenizer": NO_TEXT, "tokenizer_error": str(error), "chat": False, "tools": None}
-    tokenizer = Tokenizer(inner)
     own_form = parser_for(tokenizer.template_for(tools=True)) is not None
     return {
-        "tokenizer": f"{type(inner).__name__}, {len(inner)} tokens",
+        "tokenizer": f"{type(tokenizer.inner).__name__}, {tokenizer.vocab_size} tokens",
         "chat": tokenizer.has_chat_template,
         "tools": ("template" if own_form else "generic") if tokenizer.has_chat_template else None,
     }
@@ -221,7 +224,7 @@ def summary_rows(facts: Details) -> Iterator[tuple[str, str, str]]:
     yield "model", f"{Path(facts['path']).name}: {facts['architecture']}, {model_size(facts)}", ""
     yield "at", facts["path"], ""
     if facts.get("supported"):
-        yield "supported", "yes: equal to its stock forward", "green"
+        yield "supported", f"yes: {facts['checked']}", "green"
     elif "error" in facts and "memory" not in facts:
         yield "supported", f"no: {facts['error']['message']}", "red"
     if "tokenizer" in facts:
@@ -392,7 +395,7 @@ def detail_words(name: str, value: Any, facts: Details) -> str:
 
 
 def memory_words(memory: Details) -> str:
-    parts = ", ".join(f"{name} {size(memory[name])}" for name in MEMORY if memory[name])
+    parts = ", ".join(f"{name} {size(memory[name])}" for name in MEMORY if memory.get(name))
     verdict = "within" if memory["fits"] else "beyond"
     total, limit = size(memory["estimate"]), size(memory["limit"])
     return f"{total} ({parts})\n{verdict} the limit of {limit}: {memory['action']}"

@@ -1,6 +1,6 @@
 """The nouns below requests: drafts, verdicts, decisions, costs. Plain data; no torch here.
 
-Shape letters used everywhere: B sequences, T tokens of a flat batch, R scored rows, K drafts,
+Shape letters used everywhere: B sequences, T rows of a call, R scored rows, K drafts,
 V vocabulary, D hidden (or head) width, L layers, H heads.
 """
 

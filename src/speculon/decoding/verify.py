@@ -128,7 +128,7 @@ def count(spans: list[Scored]) -> int:
 
 
 def match(spans: list[Scored], logits: Tensor, draw: Draw | None = None) -> Accepted:
-    """Keeps the drafts that equal the target's samples, then the correction or the bonus."""
+    """Keeps the drafts that equal the target's samples (`Draft.accepted`), then the correction or bonus."""
     if all(span.seq.request.rules.plain for span in spans):
         tokens = iter(best(scored_logits(spans, logits)).tolist() if spans else ())
     else:

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 import multiprocessing as mp
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -42,9 +43,21 @@ from speculon.engine.worker import main as run_worker
 MAX_LOST_LOADS = 5  # guess: processes in a row that may be lost while they load
 # guesses: how long a process has to serve for the next one to start at once, and the longest pause before it
 STEADY_SECONDS, MAX_PAUSE = 30.0, 60.0
+NATIVE_FAULT = (
+    ", a fault of native code; on runtime llama, --no-repack, --gpu-layers 0 or --runtime torch may avoid it"
+)
 STOP_SECONDS = 10.0  # given to a process to end by itself
 
 log = logging.getLogger("speculon")
+
+
+def how_it_ended(code: int | None) -> str:
+    """What the exit code of a process tells beyond its end; empty for nothing."""
+    if code is None or code >= 0:
+        return ""
+    name = signal.Signals(-code).name
+    native = name in ("SIGILL", "SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE")
+    return f" by {name}" + NATIVE_FAULT * native
 
 
 class EngineProcess:
@@ -108,7 +121,9 @@ class EngineProcess:
                     self._received += 1
                     loop.call_soon_threadsafe(self._deliver, message)
             except (EOFError, OSError):
-                loop.call_soon_threadsafe(self._lose, EngineError("the engine's process has ended"))
+                self._process.join(1.0)
+                fault = EngineError(f"the engine's process has ended{how_it_ended(self._process.exitcode)}")
+                loop.call_soon_threadsafe(self._lose, fault)
             except Exception as error:  # not to be unpickled
                 fault = EngineError(f"a message of the engine cannot be read: {type(error).__name__}")
                 loop.call_soon_threadsafe(self._lose, fault)

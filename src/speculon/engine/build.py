@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from speculon.checkpoints.reading import load_tokenizer
 from speculon.core.config import EngineConfig
-from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.engine import Engine
 from speculon.engine.state import hold
 from speculon.engine.warm_up import warm_up
-from speculon.runtimes.registry import backend
+from speculon.runtimes.registry import backend, chosen
 
 log = logging.getLogger("speculon")
 
@@ -24,12 +22,14 @@ def build_engine(
     Without `texts` no tokenizer is loaded, and the engine takes token ids alone.
     """
     lock = None if config.state is None else hold(config.state, config.model)  # refused before a model loads
-    runs = backend()
+    name = chosen(config)
+    if progress is not None:
+        progress(f"{config.model} runs on {name}")
+    runs = backend(name)
     # what is wrong with a model is said before what is wrong with its tokenizer
     config = runs.prepare(config)
-    tokenizer = None
-    if texts:  # first: then the weights need no memory beside what reading a tokenizer takes
-        tokenizer = Tokenizer(load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
+    # first: then the weights need no memory beside what reading a tokenizer takes
+    tokenizer = runs.tokenizer(config) if texts else None
     engine = Engine(runs.load(config, tokenizer, progress), tokenizer, config)
     if note := engine.facts().note:
         log.warning(note)

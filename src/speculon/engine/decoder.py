@@ -25,7 +25,7 @@ from speculon.decoding.verify import read_logits, verify_given
 from speculon.engine.admission import check_draft, check_room, read_ids
 from speculon.engine.engine import Engine
 from speculon.engine.outputs import Completion, RequestOutput, StepResult, absorb, write_texts
-from speculon.runtimes.registry import backend
+from speculon.runtimes.registry import TORCH, backend
 from speculon.speculation.control.adaptive import Adaptive, AdaptiveLookahead
 from speculon.speculation.control.fixed import Fixed
 from speculon.speculation.drafting import Drafting
@@ -91,7 +91,8 @@ class SpeculativeDecoder:
         if method in WITH_CHECKPOINT and method not in chosen.drafts:
             raise ConfigError(f"method = {method!r}: needs draft = a model object or a checkpoint")
         self.tokenizer = None if tokenizer is None else Tokenizer(tokenizer)
-        runtime = backend().wrap(model, self.tokenizer, self.config)
+        named = self.config.runtime
+        runtime = backend(TORCH if named == "auto" else named).wrap(model, self.tokenizer, self.config)
         self.engine = Engine(runtime, self.tokenizer, self.config)
         self.adaptive = None
         if chosen.policy == "adaptive" and chosen.most():

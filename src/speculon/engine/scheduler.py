@@ -121,7 +121,7 @@ class Scheduler:
         first = next((seq for seq in self.waiting if seq not in started), None)
         fixed = [seq for seq in (first, *started) if seq is not None and seq in self.waiting]
         places = self.max_num_seqs - len(self.running) - len(fixed)
-        room = self.space.room - self._most_taken(rows, len(self.running))
+        room = self.space.room - self._most_taken(rows, self.running)
         room -= sum(map(self.space.needed, {*fixed, *started}))
         fitting: list[Sequence] = []
         for seq in seqs:
@@ -131,10 +131,11 @@ class Scheduler:
                 fitting.append(seq)
         return fitting
 
-    def _most_taken(self, rows: int, sequences: int) -> int:
-        """The most room that so many sequences take with so many rows."""
+    def _most_taken(self, rows: int, seqs: list[Sequence]) -> int:
+        """The most room that running sequences take with so many rows."""
         size = self.space.block_size
-        return (ceil_div(rows, size) + sequences) * size
+        each = sum(self.space.needed(seq, seq.committed + rows) for seq in seqs)
+        return min(each, (ceil_div(rows, size) + len(seqs)) * size)
 
     def _go_on(self, seq: Sequence, rows: int, step: StepPlan) -> bool:
         """Gives a running sequence its rows and room; returns whether nobody had to give room back."""
@@ -160,7 +161,7 @@ class Scheduler:
         seq.committed = self.space.open(seq)
         step.room += self.space.room - before
         needed, length = self.space.needed(seq), self.space.chunk(seq, rows)
-        others = self._most_taken(step.rows, len(step.left)) if step.left else 0
+        others = self._most_taken(step.rows, step.left) if step.left else 0
         if not length or needed > step.room - others:
             self._close(seq, step)
             return False

@@ -7,6 +7,7 @@ import mmap
 import re
 import struct
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -188,6 +189,15 @@ def check_size(header: GgufHeader) -> None:
         raise CorruptWeights(f"{header.path}: it has no tensors")
     if size < needed:
         raise CorruptWeights(f"{header.path}: {size} bytes, but its header says {needed}: truncated")
+
+
+def chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """The template, or several by name."""
+    default, prefix = metadata.get(TEMPLATE), f"{TEMPLATE}."
+    named = {key.removeprefix(prefix): text for key, text in metadata.items() if key.startswith(prefix)}
+    if not named:
+        return default or None
+    return {"default": default, **named} if default else named
 
 
 class HeaderReader:

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from speculon.checkpoints.gguf.header import CONTROL, TEMPLATE, TOKENS, GgufHeader, read_gguf
+from speculon.checkpoints.gguf.header import CONTROL, TOKENS, GgufHeader, chat_template, read_gguf
 from speculon.checkpoints.gguf.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from speculon.core.errors import CorruptWeights, UnsupportedModel
 from speculon.decoding.text.tokenizer import byte_alphabet
@@ -286,15 +286,6 @@ def refuse_rivals(vocabulary: Vocabulary, made: Mapping[str, list[tuple[str, str
             raise vocabulary.unsupported(
                 f"its tokens {token!r} and {min(rivals)!r} have one score, so their order is not known"
             )
-
-
-def chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """The template, or several by name."""
-    default, prefix = metadata.get(TEMPLATE), f"{TEMPLATE}."
-    named = {key.removeprefix(prefix): text for key, text in metadata.items() if key.startswith(prefix)}
-    if not named:
-        return default or None
-    return {"default": default, **named} if default else named
 
 
 SENTENCE_PIECE = Defaults(True, {"bos": 1, "eos": 2, "unk": 0})

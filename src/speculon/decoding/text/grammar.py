@@ -163,7 +163,15 @@ class Grammars:
         from tokenizers import Tokenizer as Backend
         from tokenizers import decoders
 
-        known = getattr(self.tokenizer and self.tokenizer.inner, "backend_tokenizer", None)
+        inner = self.tokenizer and self.tokenizer.inner
+        if (read := getattr(inner, "lltokenizer", None)) is not None:  # it reads itself
+            if not self.ends:
+                self._no_token = self._vocab_size
+                self.ends = frozenset([self._no_token])
+            self._inner = read(max(self._vocab_size, max(self.ends) + 1), sorted(self.ends))
+            self._executor = LLExecutor(self._threads)
+            return self._inner
+        known = getattr(inner, "backend_tokenizer", None)
         if not isinstance(known, Backend):
             own = "none" if self.tokenizer is None else type(self.tokenizer.inner).__name__
             limit = f"needs a tokenizer of the tokenizers library (a fast one), this is {own}"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from speculon.checkpoints.headers import read_checkpoint, refuse_unsafe
 from speculon.checkpoints.locate import locate
 from speculon.core.config import EngineConfig, ModelObject
+from speculon.core.config.engine import changed
 from speculon.core.errors import ConfigError
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.runtimes.torch.drafters.choose import by_method, check_drafts, with_drafts
@@ -27,6 +28,23 @@ if TYPE_CHECKING:
     from speculon.runtimes.torch.runtime import TorchRuntime
 
 log = logging.getLogger("speculon")
+
+
+# settings of runtime llama
+LLAMA_ALONE = ("gpu_layers", "kv_cache_type", "flash_attention", "mmap", "tensor_split", "rpc", "repack")
+
+
+def refusal(config: EngineConfig) -> str | None:
+    """As `Backend` says."""
+    other = changed(config, LLAMA_ALONE)
+    return other and f"{other} is a setting of runtime llama"
+
+
+def tokenizer(config: EngineConfig) -> Tokenizer:
+    """As `Backend` says."""
+    from speculon.checkpoints.reading import load_tokenizer  # with transformers, which takes seconds
+
+    return Tokenizer(load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
 
 
 def prepare(config: EngineConfig) -> EngineConfig:

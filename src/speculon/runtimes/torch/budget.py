@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import resource
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from speculon.core.config import EngineConfig
 from speculon.core.errors import ConfigError
+from speculon.core.memory import free_bytes, held_bytes
 from speculon.runtimes.torch.kv.reach import joint_reach, max_pages
 from speculon.runtimes.torch.kv.store import gather_bytes
 from speculon.runtimes.torch.needs import LayerSpec, Needs
@@ -39,15 +36,7 @@ def free_memory(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
-    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        free = min(free, int(text) - int(used.read_text()))
-    return max(free, 0)
+    return free_bytes()
 
 
 def held_memory(device: torch.device) -> int:
@@ -56,11 +45,7 @@ def held_memory(device: torch.device) -> int:
         return torch.cuda.memory_reserved(device)
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return held_bytes()
 
 
 def inner_size(config: Any) -> int:

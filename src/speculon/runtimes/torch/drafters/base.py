@@ -24,7 +24,8 @@ class WeightedProposer(Proposer):
     """
 
     needs: Needs  # a forecast until `load`
-    runner: Runner  # which of its layers are fused, and whether its forwards are compiled or captured
+    # which of its layers are fused, and whether its forwards are compiled or captured; None: it does not say
+    runner: Runner | None = None
     pages: DraftPages
 
     @classmethod

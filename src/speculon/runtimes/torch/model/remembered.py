@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 import transformers
 
-from speculon.core.config.file import CACHE
+from speculon.core.config.file import cache_folder
 
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # read of each file of weights, evenly spread, beside its beginning
 KERNELS = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "OMP_", "KMP_", "CUBLAS", "NVIDIA_")  # what chooses them
@@ -89,14 +89,6 @@ def passed(name: str) -> bool:
 def passes(name: str) -> None:
     """Keeps that a check passed."""
     once(name, lambda: True)
-
-
-def cache_folder() -> Path | None:
-    named = os.environ.get(CACHE)
-    if named is None:
-        base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        return None if base.startswith("~") else Path(base) / "speculon" / "loads"  # a user without a home
-    return Path(named) if named else None
 
 
 def read(path: Path, key: str) -> dict[str, Any]:

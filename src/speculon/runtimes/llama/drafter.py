@@ -1,0 +1,157 @@
+"""Another GGUF file as draft model: it drafts token by token, in a context and streams of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from speculon.checkpoints.gguf.header import read_gguf
+from speculon.core.config import EngineConfig
+from speculon.core.errors import ConfigError, UnsupportedModel, WrongPair
+from speculon.core.memory import free_bytes
+from speculon.core.types import Draft, Limits, Verdict
+from speculon.decoding.sequence import Sequence
+from speculon.runtimes.llama.memory import plan_memory
+from speculon.runtimes.llama.model import LlamaModel, Rows
+from speculon.runtimes.llama.streams import common
+from speculon.speculation.proposers.base import Proposer
+from speculon.speculation.proposers.chain import draft_chain
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from speculon.runtimes.llama.runtime import LlamaRuntime
+
+NAME = "draft_model"
+
+
+@dataclass(slots=True, eq=False)
+class DraftStream:
+    """What the draft model has read of a sequence."""
+
+    id: int
+    tokens: list[int] = field(default_factory=list)
+    owner: int | None = None
+    used: int = 0
+
+
+class LlamaDraftModel(Proposer):
+    """As `Proposer` says. It reads what was committed with the next draft, and forgets rejected ones then."""
+
+    def __init__(self, model: LlamaModel, vocab_size: int, streams: int, min_confidence: float):
+        self.model, self._vocab_size, self._min_confidence = model, vocab_size, min_confidence
+        self.limits = Limits(max_context=model.length, branches=False)
+        self._streams = [DraftStream(number) for number in range(streams)]
+        self._of: dict[int, DraftStream] = {}
+        self._calls = 0
+
+    @classmethod
+    def load(cls, path: Path, config: EngineConfig, runtime: LlamaRuntime, repack: bool) -> Self:
+        """Raises `WrongPair` for a model with other tokens, `UnsupportedModel` for a recurrent one."""
+        own = config.model_copy(update={"max_context": min(runtime.model.length, context_of(path))})
+        plan = plan_memory(read_gguf(path), own, free_bytes())
+        if plan.streams < (streams := runtime.plan.streams):
+            why = f"the memory has room for {plan.streams} contexts of draft {path}"
+            raise ConfigError(f"max_num_seqs = {config.max_num_seqs}: {why}, and the target has {streams}")
+        rows = config.max_batch_tokens + runtime.draft_rows
+        model = LlamaModel(
+            path,
+            own,
+            repack=repack,
+            streams=streams,
+            length=plan.length,
+            rows=rows,
+            outputs=streams,
+            rollback=0,
+        )
+        if model.recurrent:
+            model.close()
+            raise UnsupportedModel(f"draft {path}: a recurrent state cannot go back to what was accepted")
+        check_vocabulary(model, runtime.model)
+        return cls(model, runtime.model.vocab_size, streams, config.speculation.draft_min_confidence)
+
+    def admit(self, seq: Sequence) -> None:
+        """Its stream is found with its first draft."""
+
+    def observe(self, seqs: list[Sequence], verdicts: list[Verdict]) -> None:
+        """What was rejected is forgotten with the next draft."""
+
+    def release(self, seq: Sequence) -> None:
+        if (stream := self._of.pop(seq.id, None)) is not None:
+            stream.owner = None
+
+    def unread(self, seq: Sequence) -> int:
+        """As `ReadsTokens` says."""
+        stream = self._of.get(seq.id)
+        read = 0 if stream is None else common(stream.tokens, seq.tokens)
+        return max(0, len(seq.tokens) - 1 - read)
+
+    def propose(self, seqs: list[Sequence], ks: list[int]) -> list[Draft]:
+        self._calls += 1
+        streams = [self._stream(seq) for seq in seqs]
+        for seq, stream in zip(seqs, streams, strict=True):
+            self._catch_up(seq, stream)
+
+        def forward(which: list[int], drafts: list[list[int]]) -> Tensor:
+            return self._next([(streams[i], [*seqs[i].tokens, *drafts[i]]) for i in which])
+
+        return draft_chain(NAME, seqs, ks, forward, self._min_confidence)
+
+    def _stream(self, seq: Sequence) -> DraftStream:
+        """The sequence's own stream, else the one that was unused for longest."""
+        stream = self._of.get(seq.id)
+        if stream is None:
+            stream = min(self._streams, key=lambda one: (one.owner is not None, one.used, one.id))
+            if stream.owner is not None:
+                del self._of[stream.owner]
+            stream.owner, self._of[seq.id] = seq.id, stream
+        stream.used = self._calls
+        return stream
+
+    def _catch_up(self, seq: Sequence, stream: DraftStream) -> None:
+        """Goes back to what both have in common, and reads on until one call can take the rest of all."""
+        read = min(common(stream.tokens, seq.tokens), len(seq.tokens) - 1)
+        self.model.cut(stream.id, read)
+        del stream.tokens[read:]
+        room = self.model.batch.size // len(self._streams)
+        while len(seq.tokens) - read > room:
+            rows = seq.tokens[read : min(read + self.model.batch.size, len(seq.tokens) - 1)]
+            self.model.run([Rows(stream.id, read, rows, len(rows))])
+            stream.tokens += rows
+            read += len(rows)
+
+    def _next(self, texts: list[tuple[DraftStream, list[int]]]) -> Tensor:
+        """Logits [B, V] after each text, of which the streams read what they lack."""
+        order = sorted(range(len(texts)), key=lambda i: texts[i][0].id)
+        parts = []
+        for stream, tokens in (texts[i] for i in order):
+            start = len(stream.tokens)
+            parts.append(Rows(stream.id, start, tokens[start:], len(tokens) - start - 1))
+        logits, _ = self.model.run(parts)
+        for i, part in zip(order, parts, strict=True):
+            texts[i][0].tokens += part.tokens
+        places = torch.empty(len(order), dtype=torch.long)
+        places[order] = torch.arange(len(order))
+        return logits[places, : self._vocab_size]
+
+
+def context_of(path: Path) -> int:
+    return read_gguf(path).number("context_length") or 2
+
+
+def check_vocabulary(draft: LlamaModel, target: LlamaModel) -> None:
+    """Raises `WrongPair` where a token has another text, or the draft model has fewer of them."""
+    if draft.vocab_size < target.vocab_size:
+        sizes = f"{draft.vocab_size} tokens, the target's {target.vocab_size}"
+        raise WrongPair(f"draft {draft.path}: its vocabulary has {sizes}")
+    kinds = [draft.lib.llama_vocab_type(model.vocab) for model in (draft, target)]
+    if 0 in kinds:  # llama.cpp ends the process where such tokens are asked for
+        raise WrongPair(f"draft {draft.path}: only files with a tokenizer can be compared")
+    text = draft.lib.llama_vocab_get_text
+    for token in range(target.vocab_size):
+        mine, theirs = text(draft.vocab, token), text(target.vocab, token)
+        if mine != theirs:
+            raise WrongPair(f"draft {draft.path}: token {token} is {mine!r}, and the target's is {theirs!r}")

@@ -1,0 +1,70 @@
+"""LoRA adapters in GGUF files: each request computes under its own, alone or beside others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from speculon import LLM
+from speculon.core.errors import UnknownModel
+from tests.llama.conftest import TOY, Toy
+from tests.llama.test_drafts import GREEDY, PLAIN, PROMPTS, with_lies
+
+RANK, WIDTH = 4, 32
+
+
+def write_adapter(path: Path, seed: int) -> Path:
+    chance = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 8.0)
+    for layer in range(2):
+        for name, width in (("attn_q", WIDTH), ("ffn_down", 64)):
+            a = chance.normal(size=(RANK, width)).astype(np.float32)
+            b = chance.normal(size=(WIDTH, RANK)).astype(np.float32)
+            writer.add_tensor(f"blk.{layer}.{name}.weight.lora_a", a)
+            writer.add_tensor(f"blk.{layer}.{name}.weight.lora_b", b)
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        step()
+    writer.close()
+    return path
+
+
+def test_requests_have_their_own(toy: Toy, tmp_path: Path) -> None:
+    adapters = {name: str(write_adapter(tmp_path / f"{name}.gguf", seed)) for seed, name in enumerate("ab")}
+    with LLM(str(toy()), tokenizer=None, adapters=adapters, **TOY) as llm:
+        names = ["a", "b", "", "a"]
+        alone = [
+            llm.generate([prompt], GREEDY, speculation=PLAIN, adapter=name)[0].token_ids
+            for prompt, name in zip(PROMPTS, names, strict=True)
+        ]
+        together = llm.generate(PROMPTS, GREEDY, speculation=PLAIN, adapter=names)
+        assert [out.token_ids for out in together] == alone
+        own = [
+            {
+                "method": "prediction",
+                "policy": "fixed",
+                "num_speculative_tokens": 4,
+                "prediction": with_lies(text),
+            }
+            for text in alone
+        ]
+        drafted = llm.generate(PROMPTS, GREEDY, speculation=own, adapter=names)
+        assert [out.token_ids for out in drafted] == alone
+        base = llm.generate(PROMPTS, GREEDY, speculation=PLAIN)
+        assert [out.token_ids == text for out, text in zip(base, alone, strict=True)] == [
+            False,
+            False,
+            True,
+            False,
+        ]
+        # what was computed under one is not found by another
+        again = llm.generate([PROMPTS[2]], GREEDY, adapter="b")[0]
+        assert again.outputs[0].stats.cached_tokens == 0
+        with pytest.raises(UnknownModel, match="adapter"):
+            llm.generate([PROMPTS[0]], GREEDY, adapter="c")
+        llm.engine.check_integrity()

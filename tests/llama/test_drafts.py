@@ -1,0 +1,243 @@
+"""Drafts over llama.cpp: they are accepted and rejected, and leave the text and the memory as they were."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from speculon import LLM, SamplingParams
+from speculon.core.errors import EngineError, WrongPair
+from speculon.runtimes.base import Output
+from speculon.runtimes.llama.model import LlamaModel
+from speculon.runtimes.llama.runtime import LlamaRuntime
+from speculon.runtimes.llama.step import LlamaStep
+from tests.llama.conftest import TOY, Toy
+from tests.tiny.test_gguf_architectures import FIRST
+
+PROMPTS = [[5, 9, 13] * 4, [7] * 20, [*range(4, 60)], [20, 21]]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True)
+PLAIN = {"method": "off"}
+
+
+def runtime_of(llm: LLM) -> LlamaRuntime:
+    assert isinstance(llm.engine.runtime, LlamaRuntime)
+    return llm.engine.runtime
+
+
+def with_lies(tokens: list[int], every: int = 5) -> tuple[int, ...]:
+    """The expected text with a wrong token now and then."""
+    return tuple(
+        (token + 1) % 90 + 4 if place % every == every - 1 else token for place, token in enumerate(tokens)
+    )
+
+
+def texts(llm: LLM, params: SamplingParams, speculation: Any, prompts: Any = PROMPTS) -> list[list[int]]:
+    return [out.token_ids for out in llm.generate(prompts, params, speculation=speculation)]
+
+
+def check_drafts(llm: LLM, params: SamplingParams = GREEDY) -> None:
+    plain = texts(llm, params, PLAIN)
+    drafted = [
+        {
+            "method": "prediction",
+            "policy": "fixed",
+            "num_speculative_tokens": k,
+            "prediction": with_lies(text),
+        }
+        for text, k in zip(plain, (1, 3, 7, 4), strict=True)
+    ]
+    outs = llm.generate(PROMPTS, params, speculation=drafted)
+    assert [out.token_ids for out in outs] == plain
+    stats = [out.speculation for out in outs]
+    accepted, rejected = (sum(getattr(one, name) for one in stats) for name in ("accepted", "rejected"))
+    assert accepted > 10 and rejected > 3, stats
+    llm.engine.check_integrity()
+
+
+# llama.cpp takes keys and values of one width there
+OTHERWISE = {"qwen35": {"linear_key_head_dim": 16}, "qwen35moe": {"linear_key_head_dim": 16}}
+
+
+def toy_of(name: str, toy: Toy) -> str:
+    case = FIRST[name]
+    return str(toy(case.model_type, **case.config | OTHERWISE.get(name, {})))
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_drafts_change_no_text_of_any_architecture(name: str, toy: Toy) -> None:
+    """Recurrent states are rolled back in place, or saved and restored."""
+    with LLM(toy_of(name, toy), tokenizer=None, **{**TOY, "max_context": 128}) as llm:
+        for params in (GREEDY, SEEDED):
+            check_drafts(llm, params)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen35"])
+def test_states_that_lie_in_another_order_go_back(name: str, toy: Toy) -> None:
+    with LLM(toy_of(name, toy), tokenizer=None, prefix_cache=False, **TOY) as llm:
+        for length in (7, 3, 9, 5, 2, 8):  # streams are given back in another order than they were taken
+            texts(llm, GREEDY.model_copy(update={"max_tokens": length}), PLAIN)
+        check_drafts(llm)
+
+
+def test_a_state_that_cannot_go_back_is_restored(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("speculon.runtimes.llama.backend.ROLLBACK", 0)
+    with LLM(toy_of("lfm2", toy), tokenizer=None, **TOY) as llm:
+        assert runtime_of(llm).model.recurrent and not runtime_of(llm).model.rollback
+        check_drafts(llm)
+        assert llm.engine.counters.repair_ms > 0
+
+
+def test_planted_error_rejected_drafts_that_stay(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LlamaModel, "cut", lambda *_: True)
+    with pytest.raises((AssertionError, EngineError)):
+        check_drafts(llm)
+    monkeypatch.undo()
+    for stream in runtime_of(llm).space.streams:
+        runtime_of(llm).space.cut(stream, 0)
+
+
+def test_planted_error_rows_of_another_place(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = LlamaStep.forward
+
+    def shifted(step: LlamaStep, drafted: Any) -> Output:
+        out = forward(step, drafted)
+        return Output(out.logits.roll(1, 0) if len(out.logits) > 1 else out.logits, out.scored, out.ms)
+
+    monkeypatch.setattr(LlamaStep, "forward", shifted)
+    with pytest.raises(AssertionError):
+        check_drafts(llm)
+
+
+@pytest.mark.parametrize("name", ["llama", "lfm2", "qwen35"])
+def test_a_failed_call_leaves_every_sequence_as_it_was(
+    name: str, toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(toy_of(name, toy), tokenizer=None, **TOY) as llm:
+        check_failures(llm, monkeypatch)
+
+
+def check_failures(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, calls = texts(llm, GREEDY, PLAIN), Counter[str]()
+    decode = LlamaModel.decode
+
+    def failing(model: LlamaModel, parts: Any) -> torch.Tensor:
+        logits = decode(model, parts)
+        calls["all"] += 1
+        if calls["all"] in (2, 7, 11):  # after it was computed: what is in the memory must go
+            raise EngineError("the device is gone")
+        return logits
+
+    monkeypatch.setattr(LlamaModel, "decode", failing)
+    engine, done = llm.engine, dict[str, list[int]]()
+    for number, prompt in enumerate(PROMPTS):
+        engine.add_request(prompt, GREEDY, {"method": "suffix", "policy": "fixed"}, request_id=str(number))
+    while engine.has_work:
+        try:
+            for event in engine.step():
+                done.setdefault(event.request_id, []).extend(event.tokens)
+        except EngineError:
+            engine.check_integrity()
+    assert [done[str(number)] for number in range(len(PROMPTS))] == plain
+
+
+def test_an_abort_frees_its_stream(llm: LLM) -> None:
+    engine = llm.engine
+    engine.add_request(PROMPTS[0], GREEDY, request_id="a")
+    engine.step()
+    engine.abort("a")
+    engine.check_integrity()
+    assert len(runtime_of(llm).space.free) == 4
+
+
+# draft models
+
+
+def test_a_draft_model_that_is_the_target_is_always_right(toy: Toy) -> None:
+    path = str(toy())
+    own = {"draft": path, "method": "draft_model", "policy": "fixed", "num_speculative_tokens": 3}
+    with LLM(path, tokenizer=None, speculation=own, **TOY) as llm:
+        plain = texts(llm, GREEDY, PLAIN)
+        outs = llm.generate(PROMPTS, GREEDY)
+        assert [out.token_ids for out in outs] == plain
+        assert all(out.speculation.acceptance_rate == 1 for out in outs)
+
+
+def test_another_draft_model_changes_no_text(toy: Toy) -> None:
+    own = {"draft": str(toy(seed=1)), "method": "draft_model", "policy": "fixed", "num_speculative_tokens": 4}
+    with LLM(str(toy()), tokenizer=None, speculation=own, **TOY) as llm:
+        for params in (GREEDY, SEEDED):
+            plain = texts(llm, params, PLAIN)
+            outs = llm.generate(PROMPTS, params)
+            assert [out.token_ids for out in outs] == plain
+            assert sum(out.speculation.drafted for out in outs) > 40
+        llm.engine.check_integrity()
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(toy: Toy, files: dict[str, Path]) -> None:
+    with pytest.raises(WrongPair, match="token|tokens"):
+        LLM(str(files["smollm2"]), speculation={"draft": str(toy())}, **{**TOY, "warmup": False})
+
+
+@pytest.mark.parametrize("acceptance", ["block", "rejection", "matching"])
+def test_sampled_output_has_the_targets_distribution(toy: Toy, acceptance: str) -> None:
+    """The first two tokens of many samples, counted: chi-square against the product of the target's p."""
+    own = {"draft": str(toy(seed=1)), "method": "draft_model", "policy": "fixed", "num_speculative_tokens": 2}
+    path = toy(initializer_range=0.15)  # flat enough that many pairs are drawn
+    with LLM(str(path), tokenizer=None, speculation={**own, "acceptance": acceptance}, **TOY) as llm:
+        assert surprise(llm) < 4.5  # standard deviations of a chi-square
+
+
+def test_planted_error_another_distribution_is_seen(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = LlamaModel.decode
+    own = {"draft": str(toy(seed=1)), "method": "draft_model", "policy": "fixed", "num_speculative_tokens": 2}
+    with LLM(str(toy(initializer_range=0.15)), tokenizer=None, speculation=own, **TOY) as llm:
+        expected = pairs(llm)
+        target = runtime_of(llm).model
+
+        def sharper(model: LlamaModel, parts: Any) -> torch.Tensor:
+            return decode(model, parts) * (1.5 if model is target else 1.0)
+
+        monkeypatch.setattr(LlamaModel, "decode", sharper)
+        assert surprise(llm, expected) > 6
+
+
+def pairs(llm: LLM) -> torch.Tensor:  # [V, V]
+    """The probability of each pair of first tokens, by log-probabilities of single prompts."""
+    size = llm.engine.runtime.facts.vocab_size
+    all_of_them = SamplingParams(max_tokens=1, temperature=1.0, logprobs=size, ignore_eos=True)
+
+    def law(prompts: list[list[int]]) -> torch.Tensor:
+        rows = []
+        for out in llm.generate(prompts, all_of_them, speculation=PLAIN):
+            assert out.logprobs
+            row = torch.full((size,), float("-inf"))
+            for token, value in out.logprobs[0].top:
+                row[token] = value
+            rows.append(row.exp())
+        return torch.stack(rows)
+
+    first = law([PROMPTS[0]])[0]
+    return first[:, None] * law([[*PROMPTS[0], token] for token in range(size)])
+
+
+def surprise(llm: LLM, expected: torch.Tensor | None = None, draws: int = 1500) -> float:
+    """How far the counts of pairs are from the expected ones, in standard deviations of chi-square."""
+    p = (pairs(llm) if expected is None else expected).flatten()
+    params = SamplingParams(temperature=1.0, max_tokens=2, n=50, ignore_eos=True)
+    seen = Counter[int]()
+    size = llm.engine.runtime.facts.vocab_size
+    for _ in range(draws // 50):
+        (out,) = llm.generate([PROMPTS[0]], params)
+        seen.update(one.token_ids[0] * size + one.token_ids[1] for one in out.outputs)
+    often = p * draws >= 5
+    counts = torch.tensor([float(seen[pair]) for pair in range(len(p))])
+    observed = torch.cat([counts[often], counts[~often].sum()[None]])
+    wanted = torch.cat([p[often], p[~often].sum()[None]]) * draws
+    chi = float(((observed - wanted) ** 2 / wanted).sum())
+    degrees = len(wanted) - 1
+    return (chi - degrees) / (2 * degrees) ** 0.5

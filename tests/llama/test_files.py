@@ -1,0 +1,107 @@
+"""Files and settings that runtime llama cannot use are refused by name, before llama.cpp ends the process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speculon import LLM, SamplingParams
+from speculon.core.config import EngineConfig
+from speculon.core.errors import ConfigError, CorruptWeights, ModelError, SpeculonError, UnsupportedModel
+from speculon.runtimes.llama.memory import LENGTHS, bytes_per_token, plan_memory
+from speculon.runtimes.registry import chosen
+from tests.llama.conftest import TOY, Toy
+from tests.llama.test_drafts import GREEDY, PLAIN, runtime_of, texts
+
+OWN = {"runtime": "llama", "warmup": False, "max_context": 256, "max_num_seqs": 2, "repack": False}
+
+
+def test_a_truncated_file(toy: Toy, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(toy().read_bytes()[:-4000])
+    with pytest.raises(CorruptWeights, match="truncated"):
+        LLM(str(cut), **OWN)
+
+
+def test_an_unknown_architecture(toy: Toy, tmp_path: Path) -> None:
+    other = tmp_path / "other.gguf"
+    other.write_bytes(toy().read_bytes().replace(b"llama", b"lxama"))
+    with pytest.raises(UnsupportedModel, match="lxama"):
+        LLM(str(other), **OWN)
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="runtime = 'llama'.*GGUF"):
+        LLM(str(tmp_path), **OWN)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"quantization": "int4"}, "quantization = 'int4' is a setting of runtime torch"),
+        ({"compile": True}, "compile = True is a setting of runtime torch"),
+        ({"device": "cuda:1"}, "gpu_layers"),
+        ({"speculation": {"method": "eagle3"}}, "method = 'eagle3' needs runtime torch"),
+        ({"speculation": {"draft": "smollm2-eagle3"}}, "needs runtime torch"),
+        ({"adapters": {"a": "folder"}}, "adapter 'folder' needs runtime torch"),
+        ({"kv_memory_gb": 1e-6}, "a sequence of 256 tokens takes"),
+        ({"kv_cache_type": "q8_0", "flash_attention": "off"}, "q8_0"),
+        ({"rpc": ("127.0.0.1:1",)}, "rpc"),
+    ],
+)
+def test_settings_that_it_cannot_follow(toy: Toy, settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(SpeculonError, match=why):
+        LLM(str(toy()), **{**OWN, **settings})
+
+
+def test_auto_takes_it_for_a_gguf_file_unless_a_setting_needs_torch(toy: Toy) -> None:
+    path = str(toy())
+    assert chosen(EngineConfig(model=path)) == "llama"
+    assert chosen(EngineConfig(model=path, dtype="float32")) == "torch"
+    assert chosen(EngineConfig(model=path, speculation={"method": "mtp"})) == "torch"
+    assert chosen(EngineConfig(model="some/folder")) == "torch"
+    with pytest.raises(ConfigError, match="gpu_layers = 3 is a setting of runtime llama, and dtype"):
+        chosen(EngineConfig(model=path, gpu_layers=3, dtype="float32"))
+    with pytest.raises(ConfigError, match="runtime = 'torch': mmap"):
+        chosen(EngineConfig(model=path, runtime="torch", mmap=False))
+
+
+def test_the_memory_plan(toy: Toy) -> None:
+    from speculon.checkpoints.gguf.header import read_gguf
+
+    header = read_gguf(toy())
+    each = bytes_per_token(header, "f16")
+    assert each == 2 * 2 * 2 * 8 * 2  # layers, heads, K and V, width, bytes
+    config = EngineConfig(model="x", max_num_seqs=8, kv_memory_gb=5 * LENGTHS * each / 2**30)
+    plan = plan_memory(header, config, 2**34)
+    assert (plan.streams, plan.length) == (5, 128), "one of 128 tokens takes 256 in llama.cpp"
+    with pytest.raises(ConfigError, match="max_context"):
+        plan_memory(header, EngineConfig(model="x", max_context=10**9), 2**30)
+
+
+def test_what_it_tells_of_itself(toy: Toy) -> None:
+    with LLM(str(toy()), **TOY) as llm:
+        table = llm.engine.capabilities()
+        assert table["batch_invariant"].status == "off" and "rows" in table["batch_invariant"].limits
+        assert table["rollback.streams"].status == "on" and table["images"].status == "refused"
+        assert table["methods.eagle3"].status == "off"
+        assert runtime_of(llm).describe()["supported"]
+
+
+def test_a_kv_cache_of_8_bits(toy: Toy) -> None:
+    own = {**OWN, "kv_cache_type": "q8_0", "flash_attention": "on"}
+    with LLM(str(toy(head_dim=32, hidden_size=128)), tokenizer=None, **own) as llm:
+        plain = texts(llm, GREEDY, PLAIN)
+        assert texts(llm, GREEDY, {"method": "suffix", "policy": "fixed"}) == plain
+
+
+def test_images_are_refused(toy: Toy) -> None:
+    with LLM(str(toy()), **TOY) as llm, pytest.raises(SpeculonError, match="image"):
+        llm.generate([{"prompt": "x", "images": [b"no image"]}], SamplingParams(max_tokens=1))
+
+
+def test_an_adapter_of_another_model(toy: Toy) -> None:
+    with pytest.raises(ModelError, match="adapter"):
+        LLM(str(toy()), adapters={"a": str(toy(seed=1))}, **TOY)

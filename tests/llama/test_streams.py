@@ -1,0 +1,110 @@
+"""What a stream computed is used by later sequences that begin alike, and never by others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from speculon import LLM, SamplingParams
+from speculon.core.errors import EngineError, InvalidRequest
+from speculon.decoding.sequence import Sequence
+from speculon.runtimes.llama.streams import Streams, common
+from tests.llama.conftest import TOY, Toy
+from tests.llama.test_drafts import GREEDY, PLAIN, runtime_of, texts
+
+LONG = [(7 * place) % 90 + 4 for place in range(120)]
+
+
+@pytest.fixture
+def llm(toy: Toy) -> Iterator[LLM]:
+    with LLM(str(toy()), tokenizer=None, **TOY) as llm:
+        runtime_of(llm).space.copied_from = 16  # as where copies are fast
+        yield llm
+        llm.engine.check_integrity()
+
+
+def cached(llm: LLM, prompt: list[int], **request: bool) -> int:
+    params = GREEDY if not request else GREEDY.model_copy(update=request)
+    return llm.generate([prompt], params)[0].outputs[0].stats.cached_tokens
+
+
+def test_the_same_prompt_is_computed_once(llm: LLM) -> None:
+    first, again = (texts(llm, GREEDY, PLAIN, [LONG]) for _ in range(2))
+    assert first == again
+    assert cached(llm, LONG) == len(LONG) - 1
+
+
+def test_a_conversation_goes_on_in_its_stream(llm: LLM) -> None:
+    (out,) = llm.generate([LONG[:60]], GREEDY)
+    assert cached(llm, [*LONG[:60], *out.token_ids, 5, 6]) == 60 + len(out.token_ids) - 1
+
+
+def test_a_running_prompt_is_copied(llm: LLM) -> None:
+    params = GREEDY.model_copy(update={"n": 3, "temperature": 1.0, "seed": 1})
+    (computed,) = llm.generate([LONG[:100]], params)
+    assert [one.stats.cached_tokens for one in computed.outputs] == [0, 99, 99]
+    (found,) = llm.generate([LONG[:100]], params)
+    assert [one.token_ids for one in found.outputs] == [one.token_ids for one in computed.outputs]
+    assert len({tuple(one.token_ids) for one in found.outputs}) == 3
+
+
+def test_a_little_in_common_does_not_drop_another_conversation(llm: LLM) -> None:
+    assert cached(llm, LONG) == 0
+    assert cached(llm, [*LONG[:20], *[5] * 60]) == 20, "a copy: the whole stream stays"
+    assert cached(llm, LONG) == len(LONG) - 1
+
+
+def test_without_the_cache_nothing_is_found(toy: Toy) -> None:
+    with LLM(str(toy()), tokenizer=None, prefix_cache=False, **TOY) as llm:
+        assert [cached(llm, LONG) for _ in range(2)] == [0, 0]
+
+
+def test_more_sequences_than_streams_wait_and_the_oldest_stream_is_dropped(llm: LLM) -> None:
+    prompts = [[4 + number] * (10 + number) for number in range(11)]
+    alone = [texts(llm, GREEDY, PLAIN, [prompt])[0] for prompt in prompts]
+    assert texts(llm, GREEDY, PLAIN, prompts) == alone
+    assert {stream.owner for stream in runtime_of(llm).space.streams} == {None}
+
+
+def test_prompt_log_probabilities_take_nothing_from_the_cache(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    first, again = (llm.generate([LONG], params)[0].prompt_logprobs for _ in range(2))
+    assert first and first == again and len(first) == len(LONG)
+
+
+def test_a_prompt_beyond_the_context_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="256"):
+        llm.generate([[5] * 300], GREEDY)
+
+
+def test_planted_error_a_stream_that_claims_too_much(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = [*LONG[:50], *[11] * 30]
+    (expected,) = texts(llm, GREEDY, PLAIN, [prompt])
+    opened = Streams.open
+
+    def too_much(space: Streams, seq: Sequence) -> int:
+        length = opened(space, seq)
+        space.of(seq).tokens = seq.tokens[: length + 1]
+        return length + 1
+
+    monkeypatch.setattr(Streams, "open", too_much)
+    for stream in runtime_of(llm).space.streams:
+        runtime_of(llm).space.cut(stream, 40)
+    with pytest.raises((AssertionError, EngineError)):
+        assert texts(llm, GREEDY, PLAIN, [prompt]) == [expected]
+    monkeypatch.undo()
+    for seq in [*llm.engine.scheduler.running]:
+        llm.engine.abort(seq.request.id)
+    for stream in runtime_of(llm).space.streams:
+        runtime_of(llm).space.cut(stream, 0)
+
+
+def test_common_beginnings_are_those_of_a_plain_count() -> None:
+    chance = random.Random(5)
+    for _ in range(300):
+        a = [chance.randrange(2) for _ in range(chance.randrange(12))]
+        b = [*a[: chance.randrange(13)], *(chance.randrange(2) for _ in range(chance.randrange(5)))]
+        plain = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        assert common(a, b) == plain
