@@ -59,8 +59,8 @@ def check_drafts(llm: LLM, params: SamplingParams = GREEDY) -> None:
     llm.engine.check_integrity()
 
 
-# llama.cpp takes keys and values of one width there
-OTHERWISE = {"qwen35": {"linear_key_head_dim": 16}, "qwen35moe": {"linear_key_head_dim": 16}}
+# llama.cpp takes keys and values of one width there, and heads as wide as their three axes of positions
+OTHERWISE = dict.fromkeys(("qwen35", "qwen35moe"), {"linear_key_head_dim": 16, "head_dim": 64})
 
 
 def toy_of(name: str, toy: Toy) -> str:
@@ -121,14 +121,20 @@ def test_a_failed_call_leaves_every_sequence_as_it_was(
         check_failures(llm, monkeypatch)
 
 
-def check_failures(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repair_that_fails_is_made_before_the_next_step(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(toy_of("lfm2", toy), tokenizer=None, **TOY) as llm:
+        check_failures(llm, monkeypatch, repairs=True)
+
+
+def check_failures(llm: LLM, monkeypatch: pytest.MonkeyPatch, repairs: bool = False) -> None:
     plain, calls = texts(llm, GREEDY, PLAIN), Counter[str]()
     decode = LlamaModel.decode
 
     def failing(model: LlamaModel, parts: Any) -> torch.Tensor:
         logits = decode(model, parts)
-        calls["all"] += 1
+        calls["all"] += repairs or len(logits) > 0
         if calls["all"] in (2, 7, 11):  # after it was computed: what is in the memory must go
+            calls["all"] += 1
             raise EngineError("the device is gone")
         return logits
 
@@ -141,7 +147,8 @@ def check_failures(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
             for event in engine.step():
                 done.setdefault(event.request_id, []).extend(event.tokens)
         except EngineError:
-            engine.check_integrity()
+            if not repairs:
+                engine.check_integrity()
     assert [done[str(number)] for number in range(len(PROMPTS))] == plain
 
 

@@ -14,6 +14,7 @@ import pytest
 from tests.server.outside import LOCAL_HTTP, REAL, Outside, started
 
 pytestmark = pytest.mark.timeout(300)
+QUESTION = "What is the capital of France? Answer in one short sentence."
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +22,14 @@ def server(tmp_path_factory: pytest.TempPathFactory, files: dict[str, Path]) -> 
     options = ("--model", "smollm2", "--runtime", "llama", "--threads", "1", "--max-context", "2048")
     paths = os.environ["PYTHONPATH"]
     folder = tmp_path_factory.mktemp("server")
-    with started(folder, *options, "--max-num-seqs", "4", program=REAL, PYTHONPATH=paths) as server:
+    with started(folder, *options, "--max-num-seqs", "4", "--restart-engine", program=REAL, PYTHONPATH=paths) as server:
         server.ready()
         yield server
 
 
 def post(server: Outside, path: str = "chat/completions", **body: Any) -> httpx.Response:
     if path == "chat/completions":
-        body.setdefault("messages", [{"role": "user", "content": "What is the capital of France?"}])
+        body.setdefault("messages", [{"role": "user", "content": QUESTION}])
     return httpx.post(f"{server.url()}/v1/{path}", json={"max_tokens": 24, **body}, timeout=120, **LOCAL_HTTP)
 
 

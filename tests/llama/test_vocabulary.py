@@ -63,9 +63,8 @@ def test_special_tokens_and_ends(both: tuple[Tokenizer, Tokenizer]) -> None:
     own, other = both
     assert own.vocab_size == other.vocab_size
     assert own.end_ids == other.end_ids
-    assert {own.token_text(token) for token in own.special_ids} >= {"<|im_end|>"} or "<eos>" in str(
-        own.special_ids
-    )
+    # llama.cpp takes texts for ends of turns that the file does not mark: </s> in Gemma's
+    assert own.special_ids >= other.special_ids and len(own.special_ids - other.special_ids) <= 1
     ids = range(0, own.vocab_size, 97)
     assert [own.token_bytes(token) for token in ids] == [other.token_bytes(token) for token in ids]
 

@@ -11,7 +11,8 @@ from speculon.core.errors import ConfigError
 
 BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}  # of a number in the KV cache
 SHARE_OF_FREE = 0.3  # as runtime torch has it
-STREAMS_AT_LEAST = 4  # guess: contexts are shortened so far that so many sequences run at once
+# where max_num_seqs is not set, as llama.cpp's own server has it: each takes its memory at the start
+USUAL_STREAMS = 4
 MOST_STREAMS = 256  # of llama.cpp
 LENGTHS = 256  # llama.cpp rounds the length of a stream up to a multiple of it
 
@@ -66,7 +67,9 @@ def plan_memory(header: GgufHeader, config: EngineConfig, free: int, rollback: i
     given = config.kv_memory_gb
     budget = int(max(0, free - weights) * SHARE_OF_FREE) if given is None else int(given * 2**30)
     length, why_length = config.max_context or own, "the model's"
-    at_once = min(STREAMS_AT_LEAST, config.max_num_seqs)
+    is_set = "max_num_seqs" in config.model_fields_set
+    most = config.max_num_seqs if is_set else min(USUAL_STREAMS, config.max_num_seqs)
+    at_once = min(USUAL_STREAMS, most)  # contexts are shortened so far that so many sequences run
     if config.max_context is None and at_once * (padded(length) * each + state) > budget:
         room = max(0, budget // at_once - state) // each
         length = min(own, max(LENGTHS, room // LENGTHS * LENGTHS))
@@ -74,12 +77,13 @@ def plan_memory(header: GgufHeader, config: EngineConfig, free: int, rollback: i
             f"of the model's {own} tokens, what {at_once} sequences have room for (max_context sets it)"
         )
     one = padded(length) * each + state
-    streams = min(config.max_num_seqs, MOST_STREAMS, budget // one)
+    streams = min(most, MOST_STREAMS, budget // one)
     if streams < 1:
         name, value = ("max_context", length) if given is None else ("kv_memory_gb", given)
         needed = f"a sequence of {length} tokens takes {one} bytes, {budget} are for them"
         raise ConfigError(f"{name} = {value}: {needed}")
-    why = "max_num_seqs" if streams == config.max_num_seqs else "what llama.cpp and the memory have room for"
+    why = "set by max_num_seqs" if is_set else "the usual number, which max_num_seqs changes"
+    why = why if streams == most else "what llama.cpp and the memory have room for"
     return MemoryPlan(streams, length, each, state, weights, free, why, why_length)
 
 

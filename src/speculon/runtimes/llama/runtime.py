@@ -29,7 +29,7 @@ from speculon.speculation.proposers.base import Proposer
 from speculon.speculation.proposers.compose import Refusal
 
 NO_IMAGES = "runtime llama reads no images; runtime torch does, from a folder"
-PROBE = 32  # tokens of the context after which rows are compared
+PROBE, SPANS = 24, (2, 4)  # tokens of the context after which rows of such spans are compared
 
 
 class LlamaRuntime:
@@ -169,17 +169,17 @@ def digest(file: Path) -> str:
 
 
 def measure(model: LlamaModel, space: Streams) -> int:
-    """The most rows of a span (1, 2, 4, 8) whose logits have the bits of single rows here, and from how many
+    """The most rows of a span (1, or of `SPANS`) whose logits have the bits of single rows here, and from how many
     tokens on a copied stream is faster than computing.
     """
-    tokens = [(7919 * place) % model.vocab_size for place in range(PROBE + 8)]
+    tokens = [(7919 * place) % model.vocab_size for place in range(PROBE + max(SPANS))]
     began = perf_counter()
     model.run([Rows(0, 0, tokens[:PROBE], PROBE)])
     row_s = (perf_counter() - began) / PROBE
-    single = [model.run([Rows(0, PROBE + i, [tokens[PROBE + i]], 0)])[0] for i in range(8)]
+    single = [model.run([Rows(0, PROBE + i, [tokens[PROBE + i]], 0)])[0] for i in range(max(SPANS))]
     equal = 1
     if not model.recurrent:
-        for rows in (2, 4, 8):
+        for rows in SPANS:
             model.cut(0, PROBE)
             together, _ = model.run([Rows(0, PROBE, tokens[PROBE : PROBE + rows], 0)])
             if not torch.equal(together, torch.cat(single[:rows])):

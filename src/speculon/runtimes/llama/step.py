@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from speculon.core.errors import EngineError
 from speculon.decoding.rounds import Drafted, Grant, Judged, Span, grants
 from speculon.runtimes.base import Output
 from speculon.runtimes.llama.model import Rows
@@ -65,8 +64,8 @@ class LlamaStep:
 
     def _part(self, one: Drafted, stream: Stream) -> Rows:
         span = one.span
-        if span.start != len(stream.tokens):
-            raise EngineError(f"stream {stream.id} has {len(stream.tokens)} tokens, not {span.start}")
+        if span.start != len(stream.tokens):  # a repair has failed before
+            self._compute(stream, 0, one.seq.tokens[: span.start])
         if one.draft.tokens and self._model.recurrent and not self._model.rollback:
             self._states[stream.id] = self._model.save_state(stream.id)
         self._ends[stream.id] = one.end
@@ -93,17 +92,21 @@ class LlamaStep:
         can_go_back = end > len(held) or not self._model.recurrent
         if state is None and can_go_back and self._model.cut(stream.id, end):
             return False
-        stream.tokens = []  # if what follows fails, nothing is claimed
-        start = len(held) if state is not None else 0
         if state is not None:
             self._model.restore_state(stream.id, state)
-        self._model.cut(stream.id, start)  # what layers with keys and values have
-        self._runtime.use_adapter(stream.adapter)
-        for first in range(start, end, self._model.batch.size):
-            rows = tokens[first : min(end, first + self._model.batch.size)]
-            self._model.run([Rows(stream.id, first, rows, len(rows))])
+        self._compute(stream, len(held) if state is not None else 0, tokens[:end])
         stream.tokens = held
         return True
+
+    def _compute(self, stream: Stream, start: int, tokens: list[int]) -> None:
+        """Makes a stream that has the first `start` of these tokens have all of them."""
+        stream.tokens = []  # if it fails, nothing is claimed
+        self._model.cut(stream.id, start)
+        self._runtime.use_adapter(stream.adapter)
+        for first in range(start, len(tokens), self._model.batch.size):
+            rows = tokens[first : first + self._model.batch.size]
+            self._model.run([Rows(stream.id, first, rows, len(rows))])
+        stream.tokens = [*tokens]
 
     def __enter__(self) -> LlamaStep:
         return self

@@ -38,6 +38,7 @@ class Vocabulary:
         self._vocab = lib.llama_model_get_vocab(self._model)
         self._refuse_what_ends_the_process(path)
         self._size: int = lib.llama_vocab_n_tokens(self._vocab)
+        self._pieces: dict[int, bytes] = {}
         self.chat_template = chat_template(read_gguf(path).metadata)
 
     def __len__(self) -> int:
@@ -80,16 +81,23 @@ class Vocabulary:
         character are U+FFFD.
         """
         hidden = self._special if skip_special_tokens else ()
-        data = b"".join(self._pieces[token] for token in ids if token not in hidden)
+        data = b"".join(self._piece(token) for token in ids if token not in hidden)
         return (data[1:] if self._begins_with_space and data[:1] == b" " else data).decode(errors="replace")
 
-    @cached_property
-    def _pieces(self) -> list[bytes]:
-        """The bytes of each token."""
-        size = 1 << 16
-        buffer, write = ctypes.create_string_buffer(size), self._lib.llama_token_to_piece
-        counts = (write(self._vocab, token, buffer, size, 0, True) for token in range(self._size))
-        return [ctypes.string_at(buffer, max(0, count)) for count in counts]
+    def _piece(self, token: int) -> bytes:
+        """The bytes of a token. Raises `IndexError` for one that is none: llama.cpp would end the process."""
+        if not 0 <= token < self._size:
+            raise IndexError(f"token {token} of {self._size}")
+        if token not in self._pieces:
+            size = 1 << 12
+            while True:
+                text = ctypes.create_string_buffer(size)
+                count = self._lib.llama_token_to_piece(self._vocab, token, text, size, 0, True)
+                if count >= 0:
+                    break
+                size = -count
+            self._pieces[token] = text.raw[:count]
+        return self._pieces[token]
 
     @cached_property
     def _begins_with_space(self) -> bool:
