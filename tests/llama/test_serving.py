@@ -20,9 +20,9 @@ QUESTION = "What is the capital of France? Answer in one short sentence."
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, files: dict[str, Path]) -> Iterator[Outside]:
     options = ("--model", "smollm2", "--runtime", "llama", "--threads", "1", "--max-context", "2048")
-    paths = os.environ["PYTHONPATH"]
-    folder = tmp_path_factory.mktemp("server")
-    with started(folder, *options, "--max-num-seqs", "4", "--restart-engine", program=REAL, PYTHONPATH=paths) as server:
+    options += ("--max-num-seqs", "4", "--restart-engine")
+    paths, folder = os.environ["PYTHONPATH"], tmp_path_factory.mktemp("server")
+    with started(folder, *options, program=REAL, PYTHONPATH=paths) as server:
         server.ready()
         yield server
 

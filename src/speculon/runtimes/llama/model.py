@@ -59,7 +59,7 @@ class Batch:
         # each row's list of streams: a pointer to its one entry in `streams`
         self._lists = np.arange(size, dtype=np.uintp) * 4 + self.streams.ctypes.data
         self.view = lib.llama_batch()
-        pointers = {
+        pointers: dict[str, Any] = {
             "token": self.tokens,
             "pos": self.positions,
             "n_seq_id": self._one,

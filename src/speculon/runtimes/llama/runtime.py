@@ -169,8 +169,9 @@ def digest(file: Path) -> str:
 
 
 def measure(model: LlamaModel, space: Streams) -> int:
-    """The most rows of a span (1, or of `SPANS`) whose logits have the bits of single rows here, and from how many
-    tokens on a copied stream is faster than computing.
+    """The most rows of a span (1, or of `SPANS`) whose logits have the bits of single rows here.
+
+    Tells the streams from how many tokens on a copy is faster than computing.
     """
     tokens = [(7919 * place) % model.vocab_size for place in range(PROBE + max(SPANS))]
     began = perf_counter()

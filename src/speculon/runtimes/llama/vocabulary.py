@@ -124,7 +124,8 @@ class Vocabulary:
 
     def convert_ids_to_tokens(self, token: int) -> str:
         """The token as the vocabulary writes it."""
-        return self._lib.llama_vocab_get_text(self._vocab, token).decode(errors="replace")
+        text: bytes = self._lib.llama_vocab_get_text(self._vocab, token)
+        return text.decode(errors="replace")
 
     def convert_tokens_to_ids(self, name: str) -> int | None:
         return self._ids.get(name)

@@ -71,8 +71,8 @@ def modes(runtime: TorchRuntime, config: EngineConfig) -> CapabilityRows:
     for form, device in (("compiled", "cpu"), ("captured", "cuda")):
         yield form, programs(form, device, runner, config, model.device.type)
         for name, drafter in runtime.drafters.items():
-            if drafter.runner is not None:
-                yield f"{form}.{name}", programs(form, device, drafter.runner, config, model.device.type)
+            if (own := getattr(drafter, "runner", None)) is not None:
+                yield f"{form}.{name}", programs(form, device, own, config, model.device.type)
     why = model.invariance.partition(": ")[2] or "batch_invariant is false"
     yield "batch_invariant", on_or_off(model.batch_invariant, why, why)
 

@@ -24,8 +24,8 @@ class WeightedProposer(Proposer):
     """
 
     needs: Needs  # a forecast until `load`
-    # which of its layers are fused, and whether its forwards are compiled or captured; None: it does not say
-    runner: Runner | None = None
+    # which of its layers are fused, and whether its forwards are compiled or captured; a plug-in may have none
+    runner: Runner
     pages: DraftPages
 
     @classmethod
