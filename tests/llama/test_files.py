@@ -48,7 +48,6 @@ def test_a_folder(tmp_path: Path) -> None:
         ({"adapters": {"a": "folder"}}, "adapter 'folder' needs runtime torch"),
         ({"kv_memory_gb": 1e-6}, "a sequence of 256 tokens takes"),
         ({"kv_cache_type": "q8_0", "flash_attention": "off"}, "q8_0"),
-        ({"rpc": ("127.0.0.1:1",)}, "rpc"),
     ],
 )
 def test_settings_that_it_cannot_follow(toy: Toy, settings: dict[str, Any], why: str) -> None:

@@ -24,7 +24,7 @@ class WeightedProposer(Proposer):
     """
 
     needs: Needs  # a forecast until `load`
-    # which of its layers are fused, and whether its forwards are compiled or captured; a plug-in may have none
+    # which of its layers are fused, and whether forwards are compiled or captured; a plug-in may have none
     runner: Runner
     pages: DraftPages
 

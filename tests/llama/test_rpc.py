@@ -1,0 +1,108 @@
+"""Layers on RPC servers: the same text, and typed errors where llama.cpp would end the process."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from speculon import LLM
+from speculon.core.errors import ConfigError
+from speculon.runtimes.llama import servers
+from speculon.runtimes.llama.library import library
+from tests.llama.conftest import TOY, Toy
+from tests.llama.test_drafts import GREEDY, PLAIN, check_drafts, texts
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serving(port: int) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "tests.llama.rpc_server", str(port)]
+    child = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+
+
+@pytest.fixture(autouse=True)
+def needs_rpc() -> None:
+    assert library().llama_supports_rpc(), "make llama builds it with GGML_RPC"
+
+
+def test_layers_on_a_server_give_the_same_texts(toy: Toy) -> None:
+    path, port = str(toy()), free_port()
+    with LLM(path, tokenizer=None, **TOY) as llm:
+        local = texts(llm, GREEDY, PLAIN)
+    with serving(port), LLM(path, tokenizer=None, rpc=(f"127.0.0.1:{port}",), **TOY) as llm:
+        assert texts(llm, GREEDY, PLAIN) == local
+        check_drafts(llm)
+
+
+@pytest.mark.parametrize("endpoint", ["50052", "[::1]:50052", "host:0", "a:b"])
+def test_an_address_that_llama_cpp_cannot_read(toy: Toy, endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="it is HOST:PORT"):
+        LLM(str(toy()), rpc=(endpoint,), **TOY)
+
+
+def test_nobody_is_there(toy: Toy) -> None:
+    with pytest.raises(ConfigError, match="no RPC server of llama.cpp answers there"):
+        LLM(str(toy()), rpc=(f"127.0.0.1:{free_port()}",), **TOY)
+
+
+def test_a_server_that_is_busy_or_of_another_kind(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        with pytest.raises(ConfigError, match="one client at a time"):
+            LLM(str(toy()), rpc=(f"127.0.0.1:{silent.getsockname()[1]}",), **TOY)
+
+
+def test_a_server_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    with serving(port):
+        monkeypatch.setattr(servers, "VERSION", (1, 0))
+        with pytest.raises(ConfigError, match=r"its protocol is \d+\.\d+, that of this package 1\.0"):
+            servers.greet("x", ("127.0.0.1", port))
+
+
+def test_a_server_that_dies_ends_the_process_with_a_reason(toy: Toy) -> None:
+    """In a process of its own, as the engine of a server is."""
+    port = free_port()
+    program = f"""
+from speculon import LLM, SamplingParams
+llm = LLM({str(toy())!r}, tokenizer=None, rpc=("127.0.0.1:{port}",), runtime="llama", warmup=False,
+          max_num_seqs=1, max_context=256, repack=False)
+print("loaded", flush=True)
+input()
+llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8))
+"""
+    with serving(port) as server:
+        child = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert child.stdout and child.stdout.readline() == b"loaded\n"
+        server.kill()
+        server.wait()
+        _, said = child.communicate(b"\n", timeout=60)
+    assert child.returncode < 0 and b"RPC server" in said
