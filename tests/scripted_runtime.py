@@ -104,6 +104,9 @@ class ScriptedRuntime:
     def loading_ended(self) -> None:
         pass
 
+    def end(self) -> None:
+        pass
+
 
 class ScriptedStep:
     def __init__(self, runtime: ScriptedRuntime, spans: list[Span]):

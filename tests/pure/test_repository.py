@@ -97,9 +97,12 @@ def test_a_module_that_imports_torch_is_seen() -> None:
 
 def test_every_import_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = [project["optional-dependencies"][extra] for extra in ("bench", "admin", "ray", "images")]
+    extras = [
+        project["optional-dependencies"][extra] for extra in ("bench", "admin", "ray", "images", "llama")
+    ]
     lines = sum(extras, project["dependencies"])
     declared = {re.split(r"[^\w-]", line)[0].replace("-", "_").replace("pillow", "PIL") for line in lines}
+    declared |= {"llama_cpp"} & {name.removesuffix("_python") for name in declared}
     graph = grimp.build_graph(
         "speculon", include_external_packages=True, exclude_type_checking_imports=True, cache_dir=None
     )

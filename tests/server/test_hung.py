@@ -201,7 +201,7 @@ def test_a_full_pipe_blocks_neither_the_loop_nor_the_end() -> None:
     class Deaf:
         """A process that reads nothing."""
 
-        alive = True
+        alive, exitcode = True, None
 
         def is_alive(self) -> bool:
             return self.alive

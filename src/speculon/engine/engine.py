@@ -314,11 +314,14 @@ class Engine:
         return count
 
     def close(self) -> None:
-        """Writes out what the record of rounds still holds, and what is kept across restarts."""
+        """Writes out what the record of rounds still holds, and what is kept across restarts; ends the
+        runtime.
+        """
         if self.events is not None:
             self.events.close()
         if self.state is not None:
             self.state.close()
+        self.runtime.end()
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page is accounted for."""

@@ -216,6 +216,10 @@ class Runtime(Protocol):
         """
         ...
 
+    def end(self) -> None:
+        """Frees what it holds. Nothing else is called after that."""
+        ...
+
     def loading_ended(self) -> None:
         """All is loaded and warm: notes and logs what memory is held now."""
         ...

@@ -152,6 +152,8 @@ class LlamaModel:
         """
         if sum(len(part.tokens) for part in parts) > self.batch.size:
             raise EngineError(f"a batch of more than {self.batch.size} rows")
+        if not self.close.alive:
+            raise EngineError(f"{self.path}: the runtime is closed")
         errors.clear()
         if status := self.lib.llama_decode(self.context, self.batch.fill(parts)):
             why = DECODE.get(status, f"status {status}")

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,8 +25,10 @@ from speculon.runtimes.llama.model import LlamaModel, Rows
 from speculon.runtimes.llama.servers import of_this_machine
 from speculon.runtimes.llama.step import LlamaStep
 from speculon.runtimes.llama.streams import Streams
-from speculon.speculation.proposers.base import Proposer
 from speculon.speculation.proposers.compose import Refusal
+
+if TYPE_CHECKING:
+    from speculon.runtimes.llama.drafter import LlamaDraftModel
 
 NO_IMAGES = "runtime llama reads no images; runtime torch does, from a folder"
 PROBE, SPANS = 24, (2, 4)  # tokens of the context after which rows of such spans are compared
@@ -49,7 +51,7 @@ class LlamaRuntime:
             outputs=scored,
             rollback=rollback,
         )
-        self.drafters: dict[str, Proposer] = {}
+        self.drafters: dict[str, LlamaDraftModel] = {}
         self.refusals: dict[str, Refusal] = {}
         self.space = Streams(self.model, plan.streams, config.prefix_cache)
         self.device = torch.device("cpu")  # of the logits
@@ -158,6 +160,11 @@ class LlamaRuntime:
             "supported": True,
             "memory": self.plan.to_dict(),
         }
+
+    def end(self) -> None:
+        for drafter in self.drafters.values():
+            drafter.model.close()
+        self.model.close()
 
     def loading_ended(self) -> None:
         self.plan = replace(self.plan, measured=held_bytes())

@@ -143,6 +143,9 @@ class TorchRuntime:
     def describe(self) -> dict[str, Any]:
         return target_facts(self.target) | {"memory": self.estimate.to_dict()}
 
+    def end(self) -> None:
+        """As `Runtime` says: tensors are freed with the last reference to them."""
+
     def loading_ended(self) -> None:
         self.estimate = replace(self.estimate, measured=held_memory(self.device))
         log.info("memory: %s; %d bytes are held now", self.estimate, self.estimate.measured)
