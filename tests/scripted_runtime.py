@@ -111,10 +111,9 @@ class ScriptedRuntime:
 class ScriptedStep:
     def __init__(self, runtime: ScriptedRuntime, spans: list[Span]):
         self.runtime, self.spans, self.grants = runtime, spans, list[Grant]()
-        for span in spans:
-            runtime.taken[span.seq.id] = span.end
-        room = runtime.room
+        room = runtime.room - sum(span.end - runtime.taken[span.seq.id] for span in spans)
         assert room >= 0, "more is reserved than there is"
+        runtime.taken |= {span.seq.id: span.end for span in spans}
         for span in spans:
             drafts = min(room, span.most_drafts)
             self.grants.append(Grant(drafts, Reason.NO_PAGES if span.most_drafts and not drafts else None))

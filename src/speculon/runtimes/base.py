@@ -10,8 +10,12 @@ test of all that follows. One thread at a time calls it. It reads of a `Sequence
 anything: the step is left, every sequence is as it was, and the server tries once more before it ends the
 running requests. No member of `Space` raises, but for `check_integrity`.
 
-Optional are the prefix cache (`cached` and `open` give 0, `shares` False), trees, drafters and refusals
-(empty), images (`prepare_images` gives None), adapters, `capabilities`, `memory` and `loading_ended`.
+A round in one line: plan (by `Space`), `prepare_images` of each span, `reserve`, `__enter__`, `forward`,
+`commit`, the sequences advance, `__exit__`, `close` of those that have ended.
+
+Optional, which means present with an empty result, are the prefix cache (`cached` and `open` give 0,
+`shares` False), trees, drafters and refusals, images (`prepare_images` gives None), adapters,
+`capabilities`, `memory`, `loading_ended`, and `describe`, which `speculon inspect` alone reads.
 """
 
 from __future__ import annotations
@@ -258,8 +262,9 @@ class Needed(Protocol):
 
 
 class Backend(Protocol):
-    """The module of a runtime, by which it is found, sized and loaded; a row of `TABLE` in `registry.py`
-    names it. `LLM` needs `refusal`, `tokenizer`, `prepare` and `load`; the others may raise `ConfigError`.
+    """The module of a runtime, by which it is found, sized and loaded. A row of `TABLE` in `registry.py`
+    names it, and so does the setting `runtime`. `LLM` needs `refusal`, `tokenizer`, `prepare` and `load`; the
+    others may raise `ConfigError`.
     """
 
     def refusal(self, config: EngineConfig) -> str | None:
