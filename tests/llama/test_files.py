@@ -43,6 +43,7 @@ def test_a_folder(tmp_path: Path) -> None:
         ({"quantization": "int4"}, "quantization = 'int4' is a setting of runtime torch"),
         ({"compile": True}, "compile = True is a setting of runtime torch"),
         ({"device": "cuda:1"}, "gpu_layers"),
+        ({"device": "cpu", "gpu_layers": 2}, "leaves none for a GPU"),
         ({"speculation": {"method": "eagle3"}}, "method = 'eagle3' needs runtime torch"),
         ({"speculation": {"draft": "smollm2-eagle3"}}, "needs runtime torch"),
         ({"adapters": {"a": "folder"}}, "adapter 'folder' needs runtime torch"),

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from speculon.checkpoints.gguf.header import GgufHeader, is_gguf, read_gguf
+from speculon.checkpoints.gguf.header import is_gguf, read_gguf
 from speculon.checkpoints.locate import locate, named
 from speculon.core.config import EngineConfig, SpeculationConfig
 from speculon.core.config.engine import changed
 from speculon.core.config.speculation import AUTO, OFF
-from speculon.core.errors import ConfigError, ModelError, ModelNotFound
+from speculon.core.errors import ConfigError, ModelNotFound
 from speculon.core.memory import free_bytes as free_memory
 from speculon.core.types import Reason
 from speculon.decoding.text.tokenizer import Tokenizer
@@ -39,6 +37,9 @@ TORCH_ALONE = (
     "snapshot_memory_gb",
 )
 DRAFT_MODEL = "draft_model"
+NEEDS_STATES = (
+    "drafts from hidden states, or several tokens at once, which llama.cpp's stable interface does not give"
+)
 ROLLBACK = 8  # guess: drafts after which a recurrent state is kept; each takes the memory of one
 
 log = logging.getLogger("speculon")
@@ -52,6 +53,8 @@ def refusal(config: EngineConfig) -> str | None:
         return f"adapter {folder!r} needs runtime torch: llama.cpp reads adapters in GGUF files"
     if other := changed(config, TORCH_ALONE):
         return f"{other} is a setting of runtime torch"
+    if config.device == "cpu" and config.gpu_layers:
+        return f"gpu_layers = {config.gpu_layers}: device = 'cpu' leaves none for a GPU"
     if config.device not in ("auto", "cpu"):
         return f"device = {config.device!r} is a setting of runtime torch (gpu_layers is that of llama)"
     return draft_refusal(config.speculation)
@@ -73,11 +76,6 @@ def draft_refusal(config: SpeculationConfig) -> str | None:
     return None
 
 
-NEEDS_STATES = (
-    "drafts from hidden states, or several tokens at once, which llama.cpp's stable interface does not give"
-)
-
-
 def tokenizer(config: EngineConfig) -> Tokenizer:
     """As `Backend` says."""
     from speculon.runtimes.llama.vocabulary import Vocabulary
@@ -88,10 +86,10 @@ def tokenizer(config: EngineConfig) -> Tokenizer:
 def prepare(config: EngineConfig) -> EngineConfig:
     """As `Backend` says."""
     library()
-    headers_of(locate(config.model))
+    read_gguf(locate(config.model))
     if config.speculation.method == DRAFT_MODEL and DRAFT_MODEL not in config.speculation.drafts:
         raise ConfigError(f"method = {DRAFT_MODEL!r} needs a drafter: set draft (--draft FILE.gguf)")
-    return config
+    return config.model_copy(update={"gpu_layers": 0}) if config.device == "cpu" else config
 
 
 def load(
@@ -108,7 +106,7 @@ def load(
     if config.threads:
         torch.set_num_threads(config.threads)
     path, draft = locate(config.model), config.speculation.drafts.get(DRAFT_MODEL)
-    plan = plan_memory(headers_of(path), config, free_memory(), rollback_of(config))
+    plan = plan_memory(read_gguf(path), config, free_memory(), rollback_of(config))
     tell(f"loading {path.name} with llama.cpp")
     runtime = LlamaRuntime(path, config, plan, may_repack(path, config, tell), rollback_of(config))
     if draft is not None:
@@ -128,11 +126,6 @@ def load(
 def rollback_of(config: EngineConfig) -> int:
     """Rows by which a recurrent state can go back."""
     return ROLLBACK if config.speculation.most() else 0
-
-
-def headers_of(path: Path) -> GgufHeader:
-    """Raises `CorruptWeights` and others, before llama.cpp sees the file."""
-    return read_gguf(path)
 
 
 def wrap(model: Any, tokenizer: Tokenizer | None, config: EngineConfig) -> NoReturn:
@@ -164,7 +157,7 @@ def fits(config: EngineConfig, drafts: Iterable[str]) -> list[Fit]:
 
 def device_name(config: EngineConfig) -> str:
     """As `Backend` says."""
-    return "gpu" if config.gpu_layers != 0 and of_this_machine() else "cpu"
+    return "gpu" if config.device != "cpu" and config.gpu_layers != 0 and of_this_machine() else "cpu"
 
 
 def free_bytes(config: EngineConfig) -> int:
@@ -175,18 +168,14 @@ def free_bytes(config: EngineConfig) -> int:
 def memory_needed(settings: dict[str, Any], total: int) -> tuple[EngineConfig, MemoryPlan, int]:
     """As `Backend` says."""
     config = prepare(EngineConfig(**settings))
-    plan = plan_memory(headers_of(locate(config.model)), config, total, rollback_of(config))
+    plan = plan_memory(read_gguf(locate(config.model)), config, total, rollback_of(config))
     if draft := config.speculation.drafts.get(DRAFT_MODEL):
-        own = config.model_copy(update={"max_context": plan.length})
-        beside = plan_memory(headers_of(locate(str(draft))), own, total - plan.total)
+        own = config.model_copy(update={"max_context": plan.length, "kv_memory_gb": None})
+        beside = plan_memory(read_gguf(locate(str(draft))), own, total - plan.total)
         plan = replace(plan, weights=plan.weights + beside.total)
     return config, plan, plan.kv
 
 
 def describe_alone(model: str, form: dict[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
     """As `Backend` says."""
-    config = EngineConfig(model=model, **form)
-    runtime = load(config, None, tell)
-    with suppress(ModelError):
-        return runtime.describe()
-    return {}
+    return load(prepare(EngineConfig(model=model, **form)), None, tell).describe()

@@ -51,7 +51,8 @@ class LlamaDraftModel(Proposer):
     @classmethod
     def load(cls, path: Path, config: EngineConfig, runtime: LlamaRuntime, repack: bool) -> Self:
         """Raises `WrongPair` for a model with other tokens, `UnsupportedModel` for a recurrent one."""
-        own = config.model_copy(update={"max_context": min(runtime.model.length, context_of(path))})
+        length = min(runtime.model.length, context_of(path))
+        own = config.model_copy(update={"max_context": length, "kv_memory_gb": None})
         plan = plan_memory(read_gguf(path), own, free_bytes())
         if plan.streams < (streams := runtime.plan.streams):
             why = f"the memory has room for {plan.streams} contexts of draft {path}"
