@@ -13,7 +13,7 @@ from speculon.core.errors import ConfigError, CorruptWeights, ModelError, Specul
 from speculon.runtimes.llama.memory import LENGTHS, bytes_per_token, plan_memory
 from speculon.runtimes.registry import chosen
 from tests.llama.conftest import TOY, Toy
-from tests.llama.test_drafts import GREEDY, PLAIN, PROMPTS, runtime_of, texts
+from tests.llama.test_drafts import GREEDY, PLAIN, PROMPTS, runtime_of, texts, with_lies
 
 OWN = {"runtime": "llama", "warmup": False, "max_context": 256, "max_num_seqs": 2, "repack": False}
 
@@ -94,7 +94,8 @@ def test_a_kv_cache_of_8_bits(toy: Toy) -> None:
     own = {**OWN, "kv_cache_type": "q8_0", "flash_attention": "on"}
     with LLM(str(toy(head_dim=32, hidden_size=128)), tokenizer=None, **own) as llm:
         plain = texts(llm, GREEDY, PLAIN)
-        outs = llm.generate(PROMPTS, GREEDY, speculation={"method": "suffix", "policy": "fixed"})
+        predicted = [{"prediction": with_lies(text), "policy": "fixed"} for text in plain]
+        outs = llm.generate(PROMPTS, GREEDY, speculation=predicted)
         assert sum(out.speculation.accepted for out in outs) > 0
         # one may part at a near-tie: numbers of 8 bits are coarse, and rows of a draft are computed together
         assert sum(out.token_ids == text for out, text in zip(outs, plain, strict=True)) >= 3
