@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from speculon.checkpoints.gguf.header import is_gguf, read_gguf
@@ -103,8 +104,9 @@ def load(
     from speculon.runtimes.llama.trial import may_repack
 
     tell = progress or (lambda stage: None)
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    config = config.model_copy(update={"threads": config.threads or usual_threads()})
+    # torch's own threads would spin on the cores that llama.cpp computes on, and double the time of a row
+    torch.set_num_threads(1)
     path, draft = locate(config.model), config.speculation.drafts.get(DRAFT_MODEL)
     plan = plan_memory(read_gguf(path), config, free_memory(), rollback_of(config))
     tell(f"loading {path.name} with llama.cpp")
@@ -121,6 +123,14 @@ def load(
             log.warning("%s", error)
             runtime.refusals[DRAFT_MODEL] = Refusal(Reason.MEMORY, str(error))
     return runtime
+
+
+@cache
+def usual_threads() -> int:
+    """Torch's choice, before it is left with one thread here."""
+    import torch
+
+    return torch.get_num_threads()
 
 
 def rollback_of(config: EngineConfig) -> int:
