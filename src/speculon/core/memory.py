@@ -7,6 +7,8 @@ import resource
 import sys
 from pathlib import Path
 
+SHARE_OF_FREE = 0.3  # for tokens: leaves room for weights that load later and for other programs
+
 
 def free_bytes() -> int:
     """Free bytes of the machine, within its container's limit."""

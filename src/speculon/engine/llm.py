@@ -91,7 +91,8 @@ class LLM:
         return self.engine.tokenizer
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of transformers itself, with `apply_chat_template` and all else that it has.
+        """The tokenizer of transformers itself, with `apply_chat_template` and all else that it has; on
+        runtime llama the file's vocabulary, with as much of that as is used here.
 
         Raises `InvalidParameter` where the model was loaded without one.
         """

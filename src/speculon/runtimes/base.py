@@ -15,7 +15,7 @@ A round in one line: plan (by `Space`), `prepare_images` of each span, `reserve`
 
 Optional, which means present with an empty result, are the prefix cache (`cached` and `open` give 0,
 `shares` False), trees, drafters and refusals, images (`prepare_images` gives None), adapters,
-`capabilities`, `memory`, `loading_ended`, and `describe`, which `speculon inspect` alone reads.
+`capabilities`, `memory` and `loading_ended`.
 """
 
 from __future__ import annotations
@@ -215,8 +215,8 @@ class Runtime(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """The loaded target for `speculon inspect`, as JSON knows it, with the keys of
-        `runtimes.torch.inspection.target_facts`.
+        """The loaded target for `speculon inspect`, which alone reads it, as JSON knows it: with `memory` and
+        the keys of `runtimes.torch.inspection.target_facts`.
         """
         ...
 
@@ -229,24 +229,14 @@ class Runtime(Protocol):
         ...
 
 
-class DrafterFit(Protocol):
-    """A drafter and one target."""
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A drafter and one target: warnings about the pair, or why it cannot draft for it."""
 
-    @property
-    def path(self) -> str: ...
-
-    @property
-    def method(self) -> str:
-        """Empty where it is not known."""
-        ...
-
-    @property
-    def warnings(self) -> tuple[str, ...]: ...
-
-    @property
-    def refusal(self) -> str | None:
-        """Why it cannot draft for the target."""
-        ...
+    path: str
+    method: str  # empty: not known
+    warnings: tuple[str, ...] = ()
+    refusal: str | None = None
 
 
 class Needed(Protocol):
@@ -302,7 +292,7 @@ class Backend(Protocol):
 
     # for the server's pool of models, before an engine is started
 
-    def fits(self, config: EngineConfig, drafts: Iterable[str]) -> Seq[DrafterFit]:
+    def fits(self, config: EngineConfig, drafts: Iterable[str]) -> list[Fit]:
         """What fits around a model, then each of `drafts`: drafters, with warnings or why they do not fit."""
         ...
 

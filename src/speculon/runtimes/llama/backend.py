@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,6 +17,7 @@ from speculon.core.errors import ConfigError, ModelNotFound
 from speculon.core.memory import free_bytes as free_memory
 from speculon.core.types import Reason
 from speculon.decoding.text.tokenizer import Tokenizer
+from speculon.runtimes.base import Fit
 from speculon.runtimes.llama.library import library
 from speculon.runtimes.llama.memory import MemoryPlan, plan_memory
 from speculon.runtimes.llama.servers import of_this_machine
@@ -147,16 +148,6 @@ def drafts_of(draft: str) -> NoReturn:
 
 
 # before an engine is started
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """A drafter and one target, or why it cannot draft for it."""
-
-    path: str
-    method: str
-    warnings: tuple[str, ...] = ()
-    refusal: str | None = None
 
 
 def fits(config: EngineConfig, drafts: Iterable[str]) -> list[Fit]:

@@ -8,9 +8,9 @@ from typing import Any
 from speculon.checkpoints.gguf.header import GgufHeader
 from speculon.core.config import EngineConfig
 from speculon.core.errors import ConfigError
+from speculon.core.memory import SHARE_OF_FREE
 
 BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}  # of a number in the KV cache
-SHARE_OF_FREE = 0.3  # as runtime torch has it
 # where max_num_seqs is not set, as llama.cpp's own server has it: each takes its memory at the start
 USUAL_STREAMS = 4
 MOST_STREAMS = 256  # of llama.cpp

@@ -32,9 +32,8 @@ class Vocabulary:
     def __init__(self, path: Path, config: EngineConfig):
         self._lib = lib = library()
         self._model = load_weights(path, config, vocab_only=True)
-        weakref.finalize(
-            self, lib.llama_model_free, self._model
-        ).atexit = False  # threads may read at the end
+        freed = weakref.finalize(self, lib.llama_model_free, self._model)
+        freed.atexit = False  # other threads may still read with it
         self._vocab = lib.llama_model_get_vocab(self._model)
         self._refuse_what_ends_the_process(path)
         self._size: int = lib.llama_vocab_n_tokens(self._vocab)
@@ -106,15 +105,12 @@ class Vocabulary:
         return own == "true" if own is not None else self._metadata("tokenizer.ggml.model") == "llama"
 
     @cached_property
-    def _attributes(self) -> list[int]:
-        return [self._lib.llama_vocab_get_attr(self._vocab, token) for token in range(self._size)]
-
-    @cached_property
     def added_tokens_decoder(self) -> dict[int, AddedToken]:
         control, own = self._lib.LLAMA_TOKEN_ATTR_CONTROL, self._lib.LLAMA_TOKEN_ATTR_USER_DEFINED
+        attributes = (self._lib.llama_vocab_get_attr(self._vocab, token) for token in range(self._size))
         return {
             token: AddedToken(bool(attribute & control))
-            for token, attribute in enumerate(self._attributes)
+            for token, attribute in enumerate(attributes)
             if attribute & (control | own)
         }
 
@@ -130,9 +126,6 @@ class Vocabulary:
     def convert_tokens_to_ids(self, name: str) -> int | None:
         return self._ids.get(name)
 
-    def get_vocab(self) -> dict[str, int]:
-        return dict(self._ids)
-
     @cached_property
     def _ids(self) -> dict[str, int]:
         return {self.convert_ids_to_tokens(token): token for token in range(self._size)}
@@ -140,11 +133,6 @@ class Vocabulary:
     @property
     def eos_token(self) -> str | None:
         return self._name(self._lib.llama_vocab_eos(self._vocab))
-
-    @property
-    def eos_token_id(self) -> int | None:
-        end = self._lib.llama_vocab_eos(self._vocab)
-        return None if end < 0 else end
 
     def _name(self, token: int) -> str | None:
         return None if token < 0 else self.convert_ids_to_tokens(token)

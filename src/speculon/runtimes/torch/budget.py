@@ -10,7 +10,7 @@ import torch
 
 from speculon.core.config import EngineConfig
 from speculon.core.errors import ConfigError
-from speculon.core.memory import free_bytes, held_bytes
+from speculon.core.memory import SHARE_OF_FREE, free_bytes, held_bytes
 from speculon.runtimes.torch.kv.reach import joint_reach, max_pages
 from speculon.runtimes.torch.kv.store import gather_bytes
 from speculon.runtimes.torch.needs import LayerSpec, Needs
@@ -18,7 +18,6 @@ from speculon.runtimes.torch.needs import LayerSpec, Needs
 # of an estimate
 PARTS = ("held", "drafters", "scratch", "remembered", "pages", "states", "snapshots", "additional")
 SHORTEST = 2  # tokens of a request: one of prompt, one of answer
-SHARE_OF_FREE = 0.3  # leaves room for weights that load later and for other programs
 SHARE_OF_SNAPSHOTS = 0.05  # a few per sequence where states are large
 
 # fp32 tensors of [R, V] that exist at once where tokens are drawn: the logits, adjusted ones, the weights of

@@ -15,9 +15,7 @@ from speculon.engine.client import EngineClient
 from speculon.runtimes.registry import for_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from speculon.runtimes.base import DrafterFit
+    from speculon.runtimes.base import Fit
 
 GB = 2**30
 
@@ -48,7 +46,7 @@ class ModelLoader:
 
         return sampling_defaults(config)
 
-    def drafters(self, config: EngineConfig, drafts: Iterable[str]) -> Sequence[DrafterFit]:
+    def drafters(self, config: EngineConfig, drafts: Iterable[str]) -> list[Fit]:
         """What fits around a model, then each of `drafts`; none of a model that is not there."""
         try:
             return for_settings(config).fits(config, drafts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from speculon.checkpoints.headers import Checkpoint, read_checkpoint
@@ -19,6 +18,7 @@ from speculon.core.errors import (
     UnsupportedModel,
     WrongPair,
 )
+from speculon.runtimes.base import Fit
 from speculon.runtimes.torch.drafters.families import DRAFT_MODEL, PARD, family_of
 from speculon.runtimes.torch.drafters.mtp.tensors import MTP, find_mtp, mtp_of
 from speculon.runtimes.torch.drafters.pairing import AUTO, around, examine, is_search, search
@@ -74,16 +74,6 @@ def find_drafts(config: EngineConfig, draft: str) -> dict[str, str | ModelObject
     if not drafts:
         log.info("draft %s: no drafter for %s: lookups only", AUTO, folder)
     return drafts
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """A drafter and one target: warnings about the pair, or why it cannot draft for it."""
-
-    path: str
-    method: str  # empty: not known
-    warnings: tuple[str, ...] = ()
-    refusal: str | None = None
 
 
 def fits(config: EngineConfig, drafts: Iterable[str]) -> list[Fit]:
