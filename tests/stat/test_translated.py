@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from speculon.checkpoints.spelling import Overlap
-from speculon.runtimes.torch.loading.translation import Translation
 from speculon.speculation.proposers.chain import draft_chain
+from speculon.speculation.proposers.translation import Translation
 from tests.stat.test_block import error as block_error
 from tests.stat.test_rejection import SAMPLED, error
 from tests.stat.test_verify import EXACT, VISIBLE, written

@@ -12,13 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from speculon.checkpoints.reading import load_tokenizer
 from speculon.checkpoints.spelling import Overlap
 from speculon.core.config import SamplingParams
 from speculon.core.errors import WrongPair
 from speculon.core.types import Draft, Reason, Stop
 from speculon.decoding.sampling import NEVER
+from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.runtimes.torch.drafters.draft_model.proposer import DraftModel
-from speculon.runtimes.torch.loading.translation import Translation, tokenizer_overlap
+from speculon.speculation.proposers.translation import Translation, tokenizer_overlap
 from tests.tiny.checkpoint import write_stranger
 from tests.tiny.conftest import VOCAB
 from tests.tiny.language_drafts import (
@@ -58,10 +60,8 @@ def drafts(folder: Path, method: str = "draft_model") -> dict[str, Any]:
 
 
 @cache
-def overlap(folder: Path) -> Overlap:
-    found = tokenizer_overlap(str(folder), characters())
-    assert found is not None
-    return found
+def overlap(folder: Path) -> Overlap | None:
+    return tokenizer_overlap(Tokenizer(load_tokenizer(folder)), characters(), str(folder))
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
@@ -142,6 +142,7 @@ def test_a_grammar_of_tokens_that_it_does_not_have(tmp_path: Path, monkeypatch: 
 
 def test_columns_without_partner_are_never_drafted(home: Path) -> None:
     pairs = overlap(home / "lacking")
+    assert pairs is not None
     translation = Translation(pairs, VOCAB, 93, torch.device("cpu"))
     logits = torch.arange(93.0)[None] + torch.tensor([[0.0], [100.0]])
     found: Tensor = translation.logits(logits)
@@ -175,4 +176,4 @@ def test_equal_ids_need_no_map(tmp_path: Path) -> None:
     folder = write_draft(tmp_path, characters().inner, 1)
     engine = engine_of(drafts(folder))
     drafter: Any = proposer_of(engine, "draft_model")
-    assert drafter.translation is None and tokenizer_overlap(str(folder), characters()) is None
+    assert drafter.translation is None and overlap(folder) is None

@@ -8,6 +8,7 @@ position of the draft model is a position of the target, and its probabilities a
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -18,7 +19,7 @@ from typing import Any
 
 from speculon.checkpoints.headers import read_json
 from speculon.core.errors import CorruptWeights, WrongPair
-from speculon.decoding.text.tokenizer import BYTE_PIECE, byte_alphabet
+from speculon.decoding.text.tokenizer import BYTE_PIECE, Tokenizer, byte_alphabet
 
 SPACE = "\u2581"  # how SentencePiece writes a space
 LEAST_SHARE = 0.5  # guess: with fewer partners nearly every draft would end at a token that has none
@@ -49,6 +50,21 @@ class Spelling:
         for token in sorted(self.keys, key=lambda token: (token in self.single, token)):
             ids[self.keys[token]].append(token)
         return dict(ids)
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, name: str) -> Spelling:
+        """Of a loaded tokenizer, which is that of `name`. Raises `WrongPair` as `read` does."""
+        if (spell := getattr(tokenizer.inner, "spell", None)) is not None:  # it knows the bytes itself
+            keys, single = spell()
+            return cls(keys, single, len(keys))
+        backend = getattr(tokenizer.inner, "backend_tokenizer", None)
+        if backend is None:
+            class_name = type(tokenizer.inner).__name__
+            raise WrongPair(
+                f"{name}: different tokenizers, and the bytes of this one's tokens are not known "
+                f"({class_name})"
+            )
+        return cls.read(json.loads(backend.to_str()), name)
 
     @classmethod
     def read(cls, file: Any, name: str) -> Spelling:

@@ -151,7 +151,9 @@ def drafts_of(draft: str) -> NoReturn:
 
 
 def fits(config: EngineConfig, drafts: Iterable[str]) -> list[Fit]:
-    """Each of `drafts`; nothing is searched for: llama.cpp takes any GGUF file with the same vocabulary."""
+    """Each of `drafts`; nothing is searched for: whether a GGUF file has enough of the target's
+    tokens is known once both are loaded.
+    """
     refusals = {draft: draft_refusal(SpeculationConfig(draft=draft)) for draft in drafts}
     return [Fit(draft, "" if why else DRAFT_MODEL, refusal=why) for draft, why in refusals.items()]
 

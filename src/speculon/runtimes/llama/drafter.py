@@ -1,4 +1,7 @@
-"""Another GGUF file as draft model: it drafts token by token, in a context and streams of its own."""
+"""Another GGUF file as draft model: it drafts token by token, in a context and streams of its own.
+
+Its streams hold tokens of the target. Where its tokenizer is another one, `Translation` maps both ways.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,18 @@ import torch
 
 from speculon.checkpoints.gguf.header import read_gguf
 from speculon.core.config import EngineConfig
-from speculon.core.errors import ConfigError, UnsupportedModel, WrongPair
+from speculon.core.errors import ConfigError, UnsupportedModel
 from speculon.core.memory import free_bytes
 from speculon.core.types import Draft, Limits, Verdict
 from speculon.decoding.sequence import Sequence
+from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.runtimes.llama.memory import plan_memory
 from speculon.runtimes.llama.model import LlamaModel, Rows
 from speculon.runtimes.llama.streams import common
+from speculon.runtimes.llama.vocabulary import Vocabulary
 from speculon.speculation.proposers.base import Proposer
 from speculon.speculation.proposers.chain import draft_chain
+from speculon.speculation.proposers.translation import Translation, tokenizer_overlap
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +36,7 @@ NAME = "draft_model"
 
 @dataclass(slots=True, eq=False)
 class DraftStream:
-    """What the draft model has read of a sequence."""
+    """What the draft model has read of a sequence, in tokens of the target."""
 
     id: int
     tokens: list[int] = field(default_factory=list)
@@ -41,8 +47,17 @@ class DraftStream:
 class LlamaDraftModel(Proposer):
     """As `Proposer` says. It reads what was committed with the next draft, and forgets rejected ones then."""
 
-    def __init__(self, model: LlamaModel, vocab_size: int, streams: int, min_confidence: float):
+    def __init__(
+        self,
+        model: LlamaModel,
+        vocab_size: int,
+        streams: int,
+        min_confidence: float,
+        translation: Translation | None = None,
+    ):
+        """`vocab_size` is the target's; without `translation` the ids of both are the same."""
         self.model, self._vocab_size, self._min_confidence = model, vocab_size, min_confidence
+        self.translation = translation
         self.limits = Limits(max_context=model.length, branches=False)
         self._streams = [DraftStream(number) for number in range(streams)]
         self._of: dict[int, DraftStream] = {}
@@ -50,17 +65,21 @@ class LlamaDraftModel(Proposer):
 
     @classmethod
     def load(cls, path: Path, config: EngineConfig, runtime: LlamaRuntime, repack: bool) -> Self:
-        """Raises `WrongPair` for a model with other tokens, `UnsupportedModel` for a recurrent one."""
+        """Raises `WrongPair` for a model with too few of the target's tokens, `UnsupportedModel` for a
+        recurrent one.
+        """
+        own, theirs = (Tokenizer(Vocabulary(file, config)) for file in (path, runtime.model.path))
+        overlap = tokenizer_overlap(own, theirs, str(path))  # refused before the weights are read
         length = min(runtime.model.length, context_of(path))
-        own = config.model_copy(update={"max_context": length, "kv_memory_gb": None})
-        plan = plan_memory(read_gguf(path), own, free_bytes())
+        settings = config.model_copy(update={"max_context": length, "kv_memory_gb": None})
+        plan = plan_memory(read_gguf(path), settings, free_bytes())
         if plan.streams < (streams := runtime.plan.streams):
             why = f"the memory has room for {plan.streams} contexts of draft {path}"
             raise ConfigError(f"max_num_seqs = {config.max_num_seqs}: {why}, and the target has {streams}")
         rows = config.max_batch_tokens + runtime.draft_rows
         model = LlamaModel(
             path,
-            own,
+            settings,
             repack=repack,
             streams=streams,
             length=plan.length,
@@ -71,8 +90,10 @@ class LlamaDraftModel(Proposer):
         if model.recurrent:
             model.close()
             raise UnsupportedModel(f"draft {path}: a recurrent state cannot go back to what was accepted")
-        check_vocabulary(model, runtime.model)
-        return cls(model, runtime.model.vocab_size, streams, config.speculation.draft_min_confidence)
+        size, translation = runtime.model.vocab_size, None
+        if overlap is not None:
+            translation = Translation(overlap, size, model.vocab_size, runtime.device)
+        return cls(model, size, streams, config.speculation.draft_min_confidence, translation)
 
     def admit(self, seq: Sequence) -> None:
         """Its stream is found with its first draft."""
@@ -120,7 +141,7 @@ class LlamaDraftModel(Proposer):
         room = self.model.batch.size // len(self._streams)
         while len(seq.tokens) - read > room:
             rows = seq.tokens[read : min(read + self.model.batch.size, len(seq.tokens) - 1)]
-            self.model.run([Rows(stream.id, read, rows, len(rows))])
+            self._run([Rows(stream.id, read, rows, len(rows))])
             stream.tokens += rows
             read += len(rows)
 
@@ -131,28 +152,20 @@ class LlamaDraftModel(Proposer):
         for stream, tokens in (texts[i] for i in order):
             start = len(stream.tokens)
             parts.append(Rows(stream.id, start, tokens[start:], len(tokens) - start - 1))
-        logits, _ = self.model.run(parts)
+        logits = self._run(parts)
         for i, part in zip(order, parts, strict=True):
             texts[i][0].tokens += part.tokens
         places = torch.empty(len(order), dtype=torch.long)
         places[order] = torch.arange(len(order))
-        return logits[places, : self._vocab_size]
+        return logits[places]
+
+    def _run(self, parts: list[Rows]) -> Tensor:
+        """Logits [R, V] over the target's vocabulary, whose tokens the parts are."""
+        if self.translation is None:
+            return self.model.run(parts)[0][:, : self._vocab_size]
+        translated = [part._replace(tokens=self.translation.read(list(part.tokens))) for part in parts]
+        return self.translation.logits(self.model.run(translated)[0])
 
 
 def context_of(path: Path) -> int:
     return read_gguf(path).number("context_length") or 2
-
-
-def check_vocabulary(draft: LlamaModel, target: LlamaModel) -> None:
-    """Raises `WrongPair` where a token has another text, or the draft model has fewer of them."""
-    if draft.vocab_size < target.vocab_size:
-        sizes = f"{draft.vocab_size} tokens, the target's {target.vocab_size}"
-        raise WrongPair(f"draft {draft.path}: its vocabulary has {sizes}")
-    kinds = [draft.lib.llama_vocab_type(model.vocab) for model in (draft, target)]
-    if 0 in kinds:  # llama.cpp ends the process where such tokens are asked for
-        raise WrongPair(f"draft {draft.path}: only files with a tokenizer can be compared")
-    text = draft.lib.llama_vocab_get_text
-    for token in range(target.vocab_size):
-        mine, theirs = text(draft.vocab, token), text(target.vocab, token)
-        if mine != theirs:
-            raise WrongPair(f"draft {draft.path}: token {token} is {mine!r}, and the target's is {theirs!r}")

@@ -54,7 +54,8 @@ class Vocabulary:
     def _refuse_what_ends_the_process(self, path: Path) -> None:
         lib, vocab = self._lib, self._vocab
         if not lib.llama_vocab_type(vocab):
-            raise ModelError(f"{path}: it has no tokenizer; for token ids alone, LLM(..., tokenizer=None)")
+            needs = "texts and draft models need one; for token ids alone, LLM(..., tokenizer=None)"
+            raise ModelError(f"{path}: it has no tokenizer ({needs})")
         for name in ("bos", "eos"):
             added = getattr(lib, f"llama_vocab_get_add_{name}")(vocab)
             if added and getattr(lib, f"llama_vocab_{name}")(vocab) < 0:
@@ -104,19 +105,29 @@ class Vocabulary:
         own = self._metadata("tokenizer.ggml.add_space_prefix")
         return own == "true" if own is not None else self._metadata("tokenizer.ggml.model") == "llama"
 
+    def _with_attribute(self, attributes: int) -> frozenset[int]:
+        """The tokens that have any of these."""
+        of = self._lib.llama_vocab_get_attr
+        return frozenset(token for token in range(self._size) if of(self._vocab, token) & attributes)
+
+    def spell(self) -> tuple[dict[int, tuple[bool, bytes]], frozenset[int]]:
+        """As `Spelling` has it: whether each token is special, and its bytes; and which stand for a byte.
+        Tokens that only fill up the vocabulary write nothing, and are left out.
+        """
+        lib = self._lib
+        special = self._with_attribute(lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN)
+        pieces = ((token, self._piece(token)) for token in range(self._size))
+        keys = {token: (token in special, piece) for token, piece in pieces if piece}
+        return keys, self._with_attribute(lib.LLAMA_TOKEN_ATTR_BYTE)
+
     @cached_property
     def added_tokens_decoder(self) -> dict[int, AddedToken]:
-        control, own = self._lib.LLAMA_TOKEN_ATTR_CONTROL, self._lib.LLAMA_TOKEN_ATTR_USER_DEFINED
-        attributes = (self._lib.llama_vocab_get_attr(self._vocab, token) for token in range(self._size))
-        return {
-            token: AddedToken(bool(attribute & control))
-            for token, attribute in enumerate(attributes)
-            if attribute & (control | own)
-        }
+        added = self._with_attribute(self._lib.LLAMA_TOKEN_ATTR_USER_DEFINED)
+        return {token: AddedToken(token in self._special) for token in sorted(added | self._special)}
 
     @cached_property
     def _special(self) -> frozenset[int]:
-        return frozenset(token for token, added in self.added_tokens_decoder.items() if added.special)
+        return self._with_attribute(self._lib.LLAMA_TOKEN_ATTR_CONTROL)
 
     def convert_ids_to_tokens(self, token: int) -> str:
         """The token as the vocabulary writes it."""
@@ -126,16 +137,31 @@ class Vocabulary:
     def convert_tokens_to_ids(self, name: str) -> int | None:
         return self._ids.get(name)
 
+    def get_vocab(self) -> dict[str, int]:
+        return self._ids
+
     @cached_property
     def _ids(self) -> dict[str, int]:
         return {self.convert_ids_to_tokens(token): token for token in range(self._size)}
 
     @property
+    def bos_token(self) -> str | None:
+        return self._name(self._lib.llama_vocab_bos(self._vocab))
+
+    @property
     def eos_token(self) -> str | None:
         return self._name(self._lib.llama_vocab_eos(self._vocab))
 
+    @property
+    def pad_token(self) -> str | None:
+        return self._name(self._lib.llama_vocab_pad(self._vocab))
+
+    @property
+    def unk_token(self) -> str | None:  # which the library has no function for
+        return self._name(int(self._metadata("tokenizer.ggml.unknown_token_id") or -1))
+
     def _name(self, token: int) -> str | None:
-        return None if token < 0 else self.convert_ids_to_tokens(token)
+        return self.convert_ids_to_tokens(token) if 0 <= token < self._size else None
 
     def lltokenizer(self, size: int, ends: Seq[int]) -> LLTokenizer:
         """The vocabulary of so many ids as llguidance reads it, which takes a second."""
@@ -166,7 +192,7 @@ class Vocabulary:
             "tools": tools,
             "documents": documents,
             "add_generation_prompt": add_generation_prompt,
-            "bos_token": self._name(self._lib.llama_vocab_bos(self._vocab)) or "",
+            "bos_token": self.bos_token or "",
             "eos_token": self.eos_token or "",
         }
         return render(source, conversation, field, {**known, **variables})

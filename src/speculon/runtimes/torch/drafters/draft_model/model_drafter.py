@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch.nn.functional as F
 
+from speculon.checkpoints.reading import load_tokenizer
 from speculon.checkpoints.spelling import Overlap
 from speculon.core.config import ModelObject, SpeculationConfig
 from speculon.core.config.speculation import Quantization
 from speculon.core.errors import ConfigError, ModelError
 from speculon.decoding.sampling import NEVER
+from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.runtimes.torch.batch import Batch, RowRanges, joined
 from speculon.runtimes.torch.drafters.base import WeightedProposer
 from speculon.runtimes.torch.drafters.host import DrafterHost
@@ -29,9 +31,9 @@ from speculon.runtimes.torch.kv.draft_slots import PER_SEQUENCE, spare_slots
 from speculon.runtimes.torch.kv.states import KEPT_BYTES, slot_bytes
 from speculon.runtimes.torch.loading.load import load_target, wrap_model
 from speculon.runtimes.torch.loading.memory import model_needs
-from speculon.runtimes.torch.loading.translation import Translation, tokenizer_overlap
 from speculon.runtimes.torch.model.target import Target
 from speculon.runtimes.torch.needs import Needs
+from speculon.speculation.proposers.translation import Translation, tokenizer_overlap
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -168,7 +170,9 @@ def load_draft(path: str, host: DrafterHost, quantization: Quantization) -> Targ
 
 
 def find_overlap(path: str, host: DrafterHost) -> Overlap | None:
-    return None if host.tokenizer is None else tokenizer_overlap(path, host.tokenizer)
+    if host.tokenizer is None:
+        return None
+    return tokenizer_overlap(Tokenizer(load_tokenizer(path)), host.tokenizer, path)
 
 
 def wrap_draft(model: ModelObject, host: DrafterHost) -> Target:

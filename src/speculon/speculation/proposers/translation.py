@@ -6,16 +6,13 @@ renormalised. So verification needs to know nothing of it (Timor et al. 2025, to
 
 from __future__ import annotations
 
-import json
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
-from speculon.checkpoints.reading import load_tokenizer
 from speculon.checkpoints.spelling import SAMPLE, Overlap, Spelling, same_ids
-from speculon.core.errors import WrongPair
 from speculon.decoding.sampling import NEVER
 from speculon.decoding.text.tokenizer import Tokenizer
 
@@ -48,17 +45,17 @@ class Translation:
         return F.pad(logits[:, : self._draft_size], (0, 1), value=NEVER).index_select(-1, self._columns)
 
 
-def tokenizer_overlap(path: str, target: Tokenizer) -> Overlap | None:
-    """The overlap of the tokenizer in `path` with a target's; None where every token has the same id.
+def tokenizer_overlap(draft: Tokenizer, target: Tokenizer, path: str) -> Overlap | None:
+    """The overlap of the tokenizers of a draft model, which is at `path`, and of its target; None where every
+    token of the target has the same id in both.
 
     Raises `WrongPair` where too few tokens have a partner, or where their bytes are not known.
     """
-    draft = Tokenizer(load_tokenizer(path))
     if same_ids(draft.inner.get_vocab(), target.inner.get_vocab()):
         return None
     overlap = Overlap.of(
-        Spelling.read(tokenizer_json(target, "the target"), "the target"),
-        Spelling.read(tokenizer_json(draft, path), path),
+        Spelling.of(target, "the target"),
+        Spelling.of(draft, path),
         target.encode(SAMPLE, add_special_tokens=False),
         roles=[(special(target, name), special(draft, name)) for name in ("bos", "eos")],
         other=next((i for name in ("unk", "pad", "eos") if (i := special(draft, name)) is not None), 0),
@@ -67,17 +64,6 @@ def tokenizer_overlap(path: str, target: Tokenizer) -> Overlap | None:
     return overlap.check(path, "the target")
 
 
-def tokenizer_json(tokenizer: Tokenizer, name: str) -> Any:
-    """What its tokenizer.json would hold."""
-    backend = getattr(tokenizer.inner, "backend_tokenizer", None)
-    if backend is None:
-        class_name = type(tokenizer.inner).__name__
-        raise WrongPair(
-            f"{name}: different tokenizers, and the bytes of this one's tokens are not known ({class_name})"
-        )
-    return json.loads(backend.to_str())
-
-
 def special(tokenizer: Tokenizer, name: str) -> int | None:
-    token: int | None = getattr(tokenizer.inner, f"{name}_token_id", None)
-    return token
+    own = getattr(tokenizer.inner, f"{name}_token", None)
+    return None if own is None else tokenizer.token_id(str(own))
