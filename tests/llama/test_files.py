@@ -9,11 +9,19 @@ import pytest
 
 from speculon import LLM, SamplingParams
 from speculon.core.config import EngineConfig
-from speculon.core.errors import ConfigError, CorruptWeights, ModelError, SpeculonError, UnsupportedModel
+from speculon.core.errors import (
+    ConfigError,
+    CorruptWeights,
+    ModelError,
+    ModelNotFound,
+    SpeculonError,
+    UnsupportedModel,
+)
 from speculon.runtimes.llama.memory import LENGTHS, bytes_per_token, plan_memory
 from speculon.runtimes.registry import chosen
 from tests.llama.conftest import TOY, Toy
 from tests.llama.test_drafts import GREEDY, PLAIN, PROMPTS, runtime_of, texts, with_lies
+from tests.tiny.gguf_files import tiny, write_gguf
 
 OWN = {"runtime": "llama", "warmup": False, "max_context": 256, "max_num_seqs": 2, "repack": False}
 
@@ -23,6 +31,28 @@ def test_a_truncated_file(toy: Toy, tmp_path: Path) -> None:
     cut.write_bytes(toy().read_bytes()[:-4000])
     with pytest.raises(CorruptWeights, match="truncated"):
         LLM(str(cut), **OWN)
+
+
+def test_a_split_file(toy: Toy, tmp_path: Path) -> None:
+    first = write_gguf(tiny("llama"), tmp_path / "model.gguf", split=5)
+    with LLM(str(toy()), **TOY) as llm:
+        expected, weights = texts(llm, GREEDY, PLAIN), runtime_of(llm).plan.weights
+    with LLM(str(first), **TOY) as llm:
+        assert texts(llm, GREEDY, PLAIN) == expected and runtime_of(llm).plan.weights == weights
+        assert runtime_of(llm).facts.name == "model"
+
+
+def test_parts_that_are_wrong_are_named(tmp_path: Path) -> None:
+    first = write_gguf(tiny("llama"), tmp_path / "model.gguf", split=5)
+    _, second, *_, last = sorted(tmp_path.iterdir())
+    with pytest.raises(UnsupportedModel, match=f"part 2 of 5; .* {first.name}"):
+        LLM(str(second), **OWN)
+    last.write_bytes(last.read_bytes()[:-40])
+    with pytest.raises(CorruptWeights, match=f"{last.name}: .*truncated"):
+        LLM(str(first), **OWN)
+    last.unlink()
+    with pytest.raises(ModelNotFound, match=f"{last.name}: no such file"):
+        LLM(str(first), **OWN)
 
 
 def test_an_unknown_architecture(toy: Toy, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from speculon.checkpoints.locate import PACKAGED, locate, refuse_missing, usual_drafters
+from speculon.checkpoints.locate import PACKAGED, locate, name_of, refuse_missing, usual_drafters
 from speculon.cli.discover import find_models
 from speculon.core.config import MODELS, EngineConfig
 from speculon.core.errors import ModelNotFound
@@ -74,6 +74,14 @@ def test_models_in_folders_have_names_and_the_first_is_taken(folders: Path) -> N
     assert locate("little") == folders / "two" / "little"
     assert locate("file") == folders / "two" / "file.gguf"
     assert EngineConfig(model="coder").model == "coder"
+
+
+def test_a_split_file_has_the_name_before_the_number_of_its_part(folders: Path) -> None:
+    parts = [folders / "two" / f"large-0000{number}-of-00002.gguf" for number in (2, 1)]
+    for part in parts:
+        part.write_bytes(b"GGUF")
+        assert name_of(str(part)) == "large"
+    assert locate("large") == parts[1]
 
 
 def test_other_names_stay_what_they_are(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,17 +109,18 @@ def write_gguf(
     more: dict[str, Any] | None = None,
     without: Sequence[str] = (),
     tensors: dict[str, torch.Tensor] | None = None,
+    split: int = 0,
 ) -> Path:
     """Writes the model with its tokenizer, as llama.cpp's converter would.
 
     Matrices get the type `quantise`, other tensors are F32. Keys of `more` are set, those of `without` left
-    out.
+    out. Of several files, with `split` tensors each, the first is returned.
     """
     import gguf
 
     config = model.config
     architecture = architecture or ARCHITECTURES.get(config.model_type, config.model_type)
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
     add_config(writer, config)
     writer.add_name("tiny")
     add_tokenizer(writer)
@@ -139,7 +140,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return next(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if split else path
 
 
 def gguf_name(config: PreTrainedConfig, name: str) -> str:

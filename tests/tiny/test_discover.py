@@ -15,6 +15,7 @@ from speculon.runtimes.torch.drafters.needs import drafter_needs
 from speculon.runtimes.torch.loading import memory
 from speculon.runtimes.torch.loading.memory import LIBRARIES, ProcessMemory, largest_step
 from speculon.server.pool.loader import GB, ModelLoader
+from tests.tiny.gguf_files import tiny_llama, write_gguf
 
 
 def process_memory(config: EngineConfig, total: int) -> ProcessMemory:
@@ -39,6 +40,11 @@ def test_a_folder_has_models_and_drafters(library: Path, caplog: pytest.LogCaptu
     assert found.models == {name: str(library / name) for name in ("coder", "little")}
     assert found.drafters == {"head": "eagle3"}
     assert "broken is left out" in caplog.text and "notes" not in caplog.text
+
+
+def test_a_split_file_is_one_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = write_gguf(tiny_llama(), tmp_path / "large.gguf", split=5)
+    assert find_models([], tmp_path).models == {"large": str(first)} and not caplog.text
 
 
 def test_those_that_are_given_come_first_and_once(library: Path) -> None:

@@ -209,10 +209,6 @@ def cut(folder: Path) -> Path:
     return path
 
 
-def renamed(folder: Path) -> Path:
-    return write_gguf(tiny_llama(), folder / "tiny-00001-of-00002.gguf")
-
-
 def of_text(folder: Path) -> Path:
     (folder / "text.gguf").write_text("not a model")
     return folder / "text.gguf"
@@ -222,7 +218,11 @@ REFUSED: dict[str, tuple[WrongFile, type[ModelError], str]] = {
     "missing": (lambda folder: folder / "none.gguf", ModelNotFound, "no such file"),
     "text": (of_text, CorruptWeights, "does not begin with GGUF"),
     "cut data": (cut, CorruptWeights, "truncated"),
-    "split": (renamed, UnsupportedModel, "llama-gguf-split"),
+    "split": (
+        lambda folder: write_gguf(tiny_llama(), folder / "a.gguf", split=5),
+        UnsupportedModel,
+        "runtime torch only when `llama-gguf-split --merge`",
+    ),
     "split by metadata": (
         lambda folder: write_gguf(tiny_llama(), folder / "a.gguf", more={"split.count": 2}),
         UnsupportedModel,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speculon.checkpoints.gguf.header import TEMPLATE, is_gguf, read_gguf
+from speculon.checkpoints.gguf.header import TEMPLATE, is_gguf, read_split
 from speculon.core.errors import (
     CorruptWeights,
     MissingWeights,
@@ -92,7 +92,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 def lacks_chat_template(path: Path) -> bool:
     """Whether the files of a model say that it has no chat template; code of its tokenizer may have one."""
     if is_gguf(path):
-        metadata = read_gguf(path).metadata  # one template, or several by name behind a point
+        metadata = read_split(path).metadata  # one template, or several by name behind a point
         return not any(metadata[key] for key in metadata if key.startswith(TEMPLATE))
     files = (path / TOKENIZER_CONFIG, *path.glob("chat_template*"), *path.glob("additional_chat_templates/*"))
     if not files[0].is_file() or len(files) > 1:
@@ -110,9 +110,9 @@ def config_dtype(config: dict[str, Any]) -> str | None:
 def gguf_checkpoint(file: Path) -> Checkpoint:
     """The same of a GGUF file. Its blocks are read by speculon, so it counts as not quantised.
 
-    Raises `ModelError` for one that is damaged, or a part of several.
+    Of a split one `file` is the first part. Raises `ModelError` for one that is damaged, or another part.
     """
-    header = read_gguf(file)
+    header = read_split(file)
     vocab = header.metadata.get("tokenizer.ggml.tokens")
     return Checkpoint(
         path=file,
@@ -124,8 +124,8 @@ def gguf_checkpoint(file: Path) -> Checkpoint:
         max_context=header.number("context_length"),
         dtype=header.dtype,
         num_parameters=header.num_parameters,
-        num_bytes=file.stat().st_size,
-        files=(file,),
+        num_bytes=sum(part.stat().st_size for part in header.files),
+        files=header.files,
         pickled=False,
         remote_code=False,
         quantization=None,

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from speculon.checkpoints.gguf.header import is_gguf
+from speculon.checkpoints.gguf.header import PART, is_gguf
 from speculon.core.config import MODELS
 from speculon.core.errors import ModelNotFound
 
@@ -100,17 +100,23 @@ def in_folders(name: str) -> Path | None:
         return None
     folders = [entry for entry in os.environ.get(MODELS, "").split(os.pathsep) if entry]
     whole = [Path(entry).expanduser().absolute() for entry in folders]
-    paths = [path for folder in whole for path in (folder / name, folder / f"{name}.gguf")]
+    paths = [
+        path
+        for folder in whole
+        for path in (folder / name, folder / f"{name}.gguf", *folder.glob(f"{name}-00001-of-?????.gguf"))
+    ]
     return next((path for path in paths if path.is_file() or (path / "config.json").is_file()), None)
 
 
 def name_of(path: str) -> str:
-    """A folder's own name, a GGUF file's without its suffix; other names and a hub id as they are."""
+    """A folder's own name, a GGUF file's without its suffix and the number of its part; other names and a hub
+    id as they are.
+    """
     folder = Path(path).expanduser()
     if not folder.exists():
         return path
     whole = Path(os.path.abspath(folder))
-    return whole.stem if is_gguf(whole) else whole.name
+    return PART.sub("", whole.name).removesuffix(whole.suffix) if is_gguf(whole) else whole.name
 
 
 def usual_drafters(model: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from speculon.checkpoints.gguf.header import is_gguf
+from speculon.checkpoints.gguf.header import is_gguf, is_later_part
 from speculon.checkpoints.locate import name_of
 from speculon.core.errors import ConfigError, ModelError
 from speculon.runtimes.torch.drafters.families import DRAFT_MODEL, family_of
@@ -62,10 +62,14 @@ def find_models(
 
 
 def inside(folder: Path) -> list[Path]:
-    """Subfolders with a config, and GGUF files. Raises `ConfigError` where the folder is not there."""
+    """Subfolders with a config, and GGUF files, of split ones the first.
+
+    Raises `ConfigError` where the folder is not there.
+    """
     if not folder.is_dir():
         raise ConfigError(f"models_dir = {str(folder)!r}: no such folder")
-    return sorted(path for path in folder.iterdir() if (path / "config.json").is_file() or is_gguf(path))
+    files = (path for path in folder.iterdir() if not is_later_part(path))
+    return sorted(path for path in files if (path / "config.json").is_file() or is_gguf(path))
 
 
 def add(models: dict[str, str], name: str, path: str) -> None:

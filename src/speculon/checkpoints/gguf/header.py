@@ -8,7 +8,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from speculon.core.errors import CorruptWeights, ModelError, ModelNotFound, UnsupportedModel
 
 SUFFIX = ".gguf"
-PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
+PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)  # one file of several
 # number in the file -> name, parameters of a block, bytes of a block
 TYPES = {
     0: ("F32", 1, 4),
@@ -49,7 +49,10 @@ TYPES = {
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 VERSIONS = (2, 3)
-SPLIT = "one part of a split GGUF file; join the parts first, with `llama-gguf-split --merge`"
+SPLIT = (
+    "one part of a split GGUF file; runtime llama loads the parts under their own names "
+    "(NAME-00001-of-0000N.gguf), runtime torch only when `llama-gguf-split --merge` has joined them"
+)
 TOKENS, TEMPLATE = "tokenizer.ggml.tokens", "tokenizer.chat_template"  # keys of the metadata
 CONTROL = 3  # the type of tokens that no text has
 FACTORS = "rope_freqs.weight"  # of the wavelengths of rotary positions
@@ -82,6 +85,8 @@ class GgufHeader:
     metadata: dict[str, Any]
     tensors: tuple[Tensor, ...]
     begin: int  # of the data
+    num_parts: int  # files that the model is split into, as it says
+    files: tuple[Path, ...] = ()  # those that were read
 
     def of_architecture(self, name: str) -> Any:
         """A value whose key begins with the architecture's name; None where the file has none."""
@@ -148,25 +153,69 @@ def is_gguf(path: str | Path) -> bool:
     return str(path).lower().endswith(SUFFIX) and not Path(path).expanduser().is_dir()
 
 
+def is_later_part(path: str | Path) -> bool:
+    """Whether `path` has the name of a part of a split file that is not the first."""
+    part = PART.search(str(path))
+    return part is not None and int(part[1]) != 1
+
+
 def read_gguf(path: str | Path, lists: frozenset[str] = frozenset()) -> GgufHeader:
     """Reads the header. `lists` has the keys of arrays of strings that are kept.
 
     Raises `ModelNotFound`, `CorruptWeights` for a damaged file, `UnsupportedModel` for one of several parts.
     """
     file = Path(path).expanduser()
-    if not file.is_file():
-        raise ModelNotFound(f"{file}: no such file")
-    if PART.search(file.name):
+    if PART.search(file.name) and file.is_file():
         raise UnsupportedModel(f"{file}: {SPLIT}")
-    status = file.stat()
-    header = parse(file, lists) if lists else parse_once(file, status.st_size, status.st_mtime_ns)
-    check_size(header)
+    header = read_files((file,), lists)
+    if header.num_parts > 1:
+        raise UnsupportedModel(f"{file}: {SPLIT}")
     return header
 
 
+def read_split(path: str | Path) -> GgufHeader:
+    """The same of a file that may be the first of several: its metadata, and the tensors of all parts.
+
+    Each tensor begins in the file of its own part. Raises also `ModelNotFound` for a part that is missing.
+    """
+    file = Path(path).expanduser()
+    part = PART.search(file.name)
+    if part is None or not file.is_file():
+        return read_gguf(file)
+    name, number, count = file.name[: part.start()], *map(int, part.groups())
+    if is_later_part(file):
+        first = f"{name}-00001-of-{count:05}.gguf"
+        raise UnsupportedModel(f"{file}: part {number} of {count}; the model is loaded by its first, {first}")
+    others = (file.with_name(f"{name}-{other:05}-of-{count:05}.gguf") for other in range(2, count + 1))
+    header = read_files((file, *others))
+    if header.num_parts != count:
+        raise CorruptWeights(f"{file}: its name says {count} parts, its header {header.num_parts}")
+    return header
+
+
+def read_files(files: tuple[Path, ...], lists: frozenset[str] = frozenset()) -> GgufHeader:
+    """The header of the first file, with the tensors of all of them."""
+    for number, file in enumerate(files, 1):
+        if not file.is_file():
+            which = f" (part {number} of {len(files)})" if len(files) > 1 else ""
+            raise ModelNotFound(f"{file}: no such file{which}")
+    stamps = tuple((status.st_size, status.st_mtime_ns) for status in (file.stat() for file in files))
+    return parse_all(files, lists) if lists else parse_once(files, stamps)
+
+
 @lru_cache(maxsize=1)  # a load asks several times
-def parse_once(file: Path, *_: int) -> GgufHeader:
-    return parse(file, frozenset())
+def parse_once(files: tuple[Path, ...], _: tuple[tuple[int, int], ...]) -> GgufHeader:
+    return parse_all(files, frozenset())
+
+
+def parse_all(files: tuple[Path, ...], lists: frozenset[str]) -> GgufHeader:
+    headers = [parse(file, lists) for file in files]
+    for header in headers:
+        check_size(header)
+    tensors = tuple(tensor for header in headers for tensor in header.tensors)
+    if not tensors:
+        raise CorruptWeights(f"{files[0]}: it has no tensors")
+    return replace(headers[0], tensors=tensors, files=files)
 
 
 def parse(file: Path, lists: frozenset[str]) -> GgufHeader:
@@ -185,8 +234,6 @@ def check_size(header: GgufHeader) -> None:
     """Raises `CorruptWeights` where the data ends before its last tensor."""
     size = header.path.stat().st_size
     needed = max((header.begin + tensor.begin + tensor.num_bytes for tensor in header.tensors), default=0)
-    if not header.tensors:
-        raise CorruptWeights(f"{header.path}: it has no tensors")
     if size < needed:
         raise CorruptWeights(f"{header.path}: {size} bytes, but its header says {needed}: truncated")
 
@@ -214,15 +261,14 @@ class HeaderReader:
         if version not in VERSIONS:
             raise UnsupportedModel(f"{self.path}: GGUF version {version}; {VERSIONS} are supported")
         metadata = dict(self.pair() for _ in range(self.count(pairs)))
-        architecture = metadata.get("general.architecture")
-        if not isinstance(architecture, str):
+        architecture, num_parts = metadata.get("general.architecture", ""), metadata.get("split.count", 0)
+        first = metadata.get("split.no", 0) < 1  # the parts behind it have nothing but tensors
+        if not isinstance(architecture, str) or (first and not architecture):
             raise CorruptWeights(f"{self.path}: its metadata has no general.architecture")
-        if metadata.get("split.count", 0) > 1:
-            raise UnsupportedModel(f"{self.path}: {SPLIT}")
         infos = tuple(self.tensor() for _ in range(self.count(tensors)))
         alignment = metadata.get("general.alignment", 32)
         begin = -(-self.at // alignment) * alignment
-        return GgufHeader(self.path, architecture, metadata, infos, begin)
+        return GgufHeader(self.path, architecture, metadata, infos, begin, max(1, num_parts))
 
     def count(self, number: int) -> int:
         """A count of things of at least one byte each."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from speculon.checkpoints.gguf.header import is_gguf, read_gguf
+from speculon.checkpoints.gguf.header import is_gguf, read_split
 from speculon.checkpoints.locate import locate, named
 from speculon.core.config import EngineConfig, SpeculationConfig
 from speculon.core.config.engine import changed
@@ -88,7 +88,7 @@ def tokenizer(config: EngineConfig) -> Tokenizer:
 def prepare(config: EngineConfig) -> EngineConfig:
     """As `Backend` says."""
     library()
-    read_gguf(locate(config.model))
+    read_split(locate(config.model))
     if config.speculation.method == DRAFT_MODEL and DRAFT_MODEL not in config.speculation.drafts:
         raise ConfigError(f"method = {DRAFT_MODEL!r} needs a drafter: set draft (--draft FILE.gguf)")
     return config.model_copy(update={"gpu_layers": 0}) if config.device == "cpu" else config
@@ -109,7 +109,7 @@ def load(
     # torch's own threads would spin on the cores that llama.cpp computes on, and double the time of a row
     torch.set_num_threads(1)
     path, draft = locate(config.model), config.speculation.drafts.get(DRAFT_MODEL)
-    plan = plan_memory(read_gguf(path), config, free_memory(), rollback_of(config))
+    plan = plan_memory(read_split(path), config, free_memory(), rollback_of(config))
     tell(f"loading {path.name} with llama.cpp")
     runtime = LlamaRuntime(path, config, plan, may_repack(path, config, tell), rollback_of(config))
     if draft is not None:
@@ -171,10 +171,10 @@ def free_bytes(config: EngineConfig) -> int:
 def memory_needed(settings: dict[str, Any], total: int) -> tuple[EngineConfig, MemoryPlan, int]:
     """As `Backend` says."""
     config = prepare(EngineConfig(**settings))
-    plan = plan_memory(read_gguf(locate(config.model)), config, total, rollback_of(config))
+    plan = plan_memory(read_split(locate(config.model)), config, total, rollback_of(config))
     if draft := config.speculation.drafts.get(DRAFT_MODEL):
         own = config.model_copy(update={"max_context": plan.length, "kv_memory_gb": None})
-        beside = plan_memory(read_gguf(locate(str(draft))), own, total - plan.total)
+        beside = plan_memory(read_split(locate(str(draft))), own, total - plan.total)
         plan = replace(plan, weights=plan.weights + beside.total)
     return config, plan, plan.kv
 

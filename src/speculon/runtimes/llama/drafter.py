@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from speculon.checkpoints.gguf.header import read_gguf
+from speculon.checkpoints.gguf.header import read_split
 from speculon.core.config import EngineConfig
 from speculon.core.errors import ConfigError, UnsupportedModel
 from speculon.core.memory import free_bytes
@@ -72,7 +72,7 @@ class LlamaDraftModel(Proposer):
         overlap = tokenizer_overlap(own, theirs, str(path))  # refused before the weights are read
         length = min(runtime.model.length, context_of(path))
         settings = config.model_copy(update={"max_context": length, "kv_memory_gb": None})
-        plan = plan_memory(read_gguf(path), settings, free_bytes())
+        plan = plan_memory(read_split(path), settings, free_bytes())
         if plan.streams < (streams := runtime.plan.streams):
             why = f"the memory has room for {plan.streams} contexts of draft {path}"
             raise ConfigError(f"max_num_seqs = {config.max_num_seqs}: {why}, and the target has {streams}")
@@ -168,4 +168,4 @@ class LlamaDraftModel(Proposer):
 
 
 def context_of(path: Path) -> int:
-    return read_gguf(path).number("context_length") or 2
+    return read_split(path).number("context_length") or 2

@@ -17,7 +17,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from speculon.checkpoints.gguf.header import read_gguf
+from speculon.checkpoints.gguf.header import read_split
 from speculon.core.config import EngineConfig
 from speculon.core.config.file import cache_folder
 
@@ -60,7 +60,7 @@ def situation(path: Path) -> str:
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         chip += next((line for line in lines if line.startswith("flags")), "")
-    types = sorted(read_gguf(path).types)
+    types = sorted(read_split(path).types)
     return hashlib.sha256(f"{chip} {version('llama-cpp-python')} {types}".encode()).hexdigest()[:12]
 
 

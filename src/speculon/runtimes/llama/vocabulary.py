@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from speculon.checkpoints.gguf.header import chat_template, read_gguf
+from speculon.checkpoints.gguf.header import chat_template, read_split
 from speculon.core.config import EngineConfig
 from speculon.core.errors import ModelError, UnsupportedModel
 from speculon.runtimes.llama.library import library
@@ -38,7 +38,7 @@ class Vocabulary:
         self._refuse_what_ends_the_process(path)
         self._size: int = lib.llama_vocab_n_tokens(self._vocab)
         self._pieces: dict[int, bytes] = {}
-        self.chat_template = chat_template(read_gguf(path).metadata)
+        self.chat_template = chat_template(read_split(path).metadata)
 
     def __len__(self) -> int:
         return self._size
