@@ -38,6 +38,7 @@ GUIDES = sorted(
 SETTINGS: tuple[type[BaseModel], ...] = (SamplingParams, SpeculationConfig, ServeConfig, EngineConfig)
 SHELL = {"printf", "cat", "grep", "pip", "curl", "make", "python", "export", "cd", "vllm"}
 SEPARATORS = {"|", "||", "&&", ";", "&"}
+PREFIXES = ("/v1", "/admin/api")  # of routers, whose routes are written without them
 NO_COMMAND = {"speculon --compile", "speculon off"}  # modes of an engine, as tables name them
 
 
@@ -222,7 +223,7 @@ def fault_of_curl(arguments: list[str]) -> str | None:
     routes = [re.sub(r"\{[^}]*\}", "[^/]+", path) for path in re.findall(r'"(/[^"\s]*)"', server)]
     for word in arguments:
         if address := re.match(r"(?:https?://)?(?:localhost|127\.0\.0\.1):\d+(/[^?]*)", word):
-            known = (address[1], address[1].removeprefix("/v1"))
+            known = [address[1], *(address[1].removeprefix(prefix) for prefix in PREFIXES)]
             if not any(re.fullmatch(route, path) for route in routes for path in known):
                 return f"curl: the server has no route {address[1]}"
         if word.startswith("{"):

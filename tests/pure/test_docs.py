@@ -124,6 +124,7 @@ def test_commands_parse() -> None:
         ("python recipes/peers/run.py ENV --engine x", "no flag --engine"),
         ("curl -s localhost:8000/v1/completion", "no route"),
         ("curl -X POST localhost:8000/v1/models/coder/laod", "no route"),
+        ("curl localhost:8000/admin/api/overviews", "no route"),
         ("serve run speculon.operations.cluster:app replica=2", "unknown field"),
         ("serve run speculon.operations.cluster:application", "no application"),
         ("speculonn --help", "no program"),
