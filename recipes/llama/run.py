@@ -73,7 +73,7 @@ def main() -> int:
     finally:  # an error must not lose what was measured before it
         found = lines(turns)
         if turns:
-            data = {**known, "rows": [asdict(one) for one in found], "turns": [asdict(one) for one in turns]}
+            data = {**known, "rows": [asdict(one) for one in found]}
             files = write_files(args.out, "llama.json", data, "llama.md", markdown(title(known), found))
             console.print("wrote", *map(str, files))
     if never := never_drafted(found):
