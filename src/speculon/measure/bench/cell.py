@@ -59,6 +59,9 @@ class Cell:
     diagnosis: str | None  # why it did not help, or that it pays; None: it does not speculate
     per_repeat: list[float]  # tokens per second
     speeds: list[list[float]]  # repeat -> group of prompts -> tokens per second
+    # p50 and p95 over the texts of all repeats, where requests arrive at a rate
+    first_token_ms: tuple[float, float] | None = None  # from its arrival
+    per_token_ms: tuple[float, float] | None = None  # after the first token
 
 
 Repeats = list[list[Measurement]]  # repeat -> group
@@ -111,6 +114,8 @@ def summarise(
         diagnosis=diagnose(stats, *calls, median(ratios), noise_of(runs)) if mode.speculates else None,
         per_repeat=speeds,
         speeds=[[measurement.tokens_per_second for measurement in groups] for groups in repeats],
+        first_token_ms=percentiles(r.first_token_ms for m in measurements for r in m.requests),
+        per_token_ms=percentiles(r.per_token_ms for m in measurements for r in m.requests),
         **text_fields(repeats, plain, cases, llm),
     )
 
@@ -229,6 +234,12 @@ def overhead(measurements: list[Measurement]) -> float | None:
 def median_or_none(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return median(known) if known else None
+
+
+def percentiles(values: Iterable[float | None]) -> tuple[float, float] | None:
+    """p50 and p95 of the values that are known; None where none is."""
+    ordered = sorted(value for value in values if value is not None)
+    return (quantile(ordered, 0.5), quantile(ordered, 0.95)) if ordered else None
 
 
 def quartiles(values: Iterable[float]) -> tuple[float, float]:

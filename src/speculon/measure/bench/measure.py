@@ -15,6 +15,8 @@ from speculon.measure.bench.workloads import Case
 if TYPE_CHECKING:
     from speculon.engine.engine import Engine
     from speculon.engine.llm import LLM
+    from speculon.engine.outputs import RequestOutput
+    from speculon.measure.bench.arrivals import ServedRequest
 
 GRAM, WINDOW = 16, 64  # tokens
 
@@ -40,17 +42,22 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What was written, and the time from submission to the last token, prompts included."""
+    """What was written, and the time from submission to the last token, prompts included.
+
+    Of requests that arrive at a rate: the time until the last one has begun (`arrivals.steady`).
+    """
 
     seconds: float
     token_ids: list[list[int]]
     texts: list[str]
     stats: RequestStats = field(default_factory=RequestStats)
     steps: list[MeasuredStep] = field(default_factory=list)
+    counted: int | None = None  # tokens written within `seconds`; None: all
+    requests: list[ServedRequest] = field(default_factory=list)  # those that arrived at a rate
 
     @property
     def tokens(self) -> int:
-        return sum(map(len, self.token_ids))
+        return sum(map(len, self.token_ids)) if self.counted is None else self.counted
 
     @property
     def tokens_per_second(self) -> float:
@@ -74,18 +81,26 @@ def measure(llm: LLM, cases: list[Case], speculation: Mapping[str, Any], time: s
 
     Pools are named after `time`: each case runs many times, and no run may draft from an earlier one.
     """
-    each = [{**speculation, "pool": case.user and f"{case.user}, {time}"} for case in cases]
     with recording(llm.engine) as steps:
         began = perf_counter()
         prompts, params = [case.prompt for case in cases], [case.params for case in cases]
-        outputs = llm.generate(prompts, params, speculation=each)
+        outputs = llm.generate(prompts, params, speculation=asked(cases, speculation, time))
         seconds = perf_counter() - began
+    texts = [output.text for output in outputs]
+    return Measurement(seconds, [output.token_ids for output in outputs], texts, stats_of(outputs), steps)
+
+
+def asked(cases: list[Case], speculation: Mapping[str, Any], time: str) -> list[dict[str, Any]]:
+    """The speculation that each case asks for, with its pool."""
+    return [{**speculation, "pool": case.user and f"{case.user}, {time}"} for case in cases]
+
+
+def stats_of(outputs: Iterable[RequestOutput]) -> RequestStats:
+    """Of all outputs together."""
     stats = RequestStats()
     for output in outputs:
         stats.add(output.outputs[0].stats)
-    return Measurement(
-        seconds, [output.token_ids for output in outputs], [output.text for output in outputs], stats, steps
-    )
+    return stats
 
 
 @contextmanager

@@ -87,11 +87,20 @@ class BenchPlan(Checked):
     concurrency: Numbers = Field(
         CONCURRENCY, description="concurrent requests (default: 1,4,8)", json_schema_extra=LIST
     )
+    request_rate: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="requests per second, which arrive as a Poisson process, and of which --concurrency run "
+        "at a time (default: batches of --concurrency that begin together)",
+    )
     prompts: int = Field(32, description="per workload")
     max_tokens: int = Field(128, description="most tokens per prompt")
     repeats: int = Field(1, description="measurements of each mode; medians are reported")
 
     def __init__(self, /, **values: Any):
+        if values.get("request_rate") is not None:
+            values.setdefault("workloads", tuple(n for n in workloads.WORKLOADS if not workloads.in_loops(n)))
         super().__init__(**values)
         for name in ("workloads", "modes", "concurrency"):
             if not getattr(self, name):
@@ -112,11 +121,22 @@ class BenchPlan(Checked):
             if highest > self.cases(name):
                 reason = f"{name} has {self.cases(name)} prompts in {self.data and self.data.path}"
                 raise InvalidParameter("concurrency", highest, reason)
+            if self.request_rate is not None:
+                self.refuse_for_arrivals(name, highest)
             if workloads.in_loops(name) and self.prompts < 2 * highest:
                 reason = f"{name} takes {2 * highest}: two edits for each of {highest} users"
                 raise InvalidParameter("prompts", self.prompts, reason)
         for mode in self.modes:
             parse_mode(mode)
+
+    def refuse_for_arrivals(self, workload: str, highest: int) -> None:
+        """Raises for a workload whose requests cannot arrive at a rate, or are too few to show one."""
+        if workloads.in_loops(workload):
+            reason = "its users wait for each answer, so its requests cannot arrive at a request rate"
+            raise InvalidParameter("workloads", workload, reason)
+        if self.cases(workload) < 2 * highest:
+            reason = f"a request rate takes {2 * highest} for concurrency {highest}, so that some follow"
+            raise InvalidParameter("prompts", self.cases(workload), reason)
 
     @property
     def more(self) -> BuilderTable:
@@ -138,7 +158,9 @@ class BenchPlan(Checked):
         return Size(self.cases(workload), self.max_tokens, context, max(self.concurrency))
 
     def groups(self, workload: str, concurrency: int) -> int:
-        """Batches that are measured in each mode and repeat."""
+        """Batches that are measured in each mode and repeat; one of all cases where they arrive at a rate."""
+        if self.request_rate is not None:
+            return 1
         each = self.size(context=0).edits if workloads.in_loops(workload) else 1
         return self.cases(workload) // each // concurrency * each
 
@@ -185,6 +207,7 @@ def make_plan(options: Mapping[str, Any], quick: bool) -> BenchPlan:
         fields |= {DATA: data, "workloads": with_data(data, parts_of(options.get("workloads", ())))}
         if "concurrency" not in options:
             fewest = min(map(len, data.prompts.values()))
+            fewest //= 1 if fields.get("request_rate") is None else 2
             usual = fields.get("concurrency", CONCURRENCY)
             fields["concurrency"] = tuple(count for count in usual if count <= fewest)
     return BenchPlan(**fields)

@@ -41,12 +41,24 @@ MEASURED = (
     "cases. against_best_fixed: over_best: geometric mean over groups of a mode's speed / that of the "
     "fixed mode (`off` among them) that was fastest on the other half of the groups; picked: by the first "
     "half, and by the second; over_plain, again: the mode's speed, and that of `off again`, / that of "
-    "`off`; low, high: 90 % interval, from resampled groups of each cell."
+    "`off`; low, high: 90 % interval, from resampled groups of each cell. Where requests arrive at a rate "
+    "(plan.request_rate): tokens_per_second counts the tokens until the last request has its first one, over "
+    "the time since the first arrived; first_token_ms: from a request's arrival to its first token, waiting "
+    "included; per_token_ms: from there to its last token, by the tokens after the first; both p50 and p95 "
+    "over the texts of all repeats."
 )
 
 TERMINAL_LEGEND = (
     "tok/s: prompts included; x off: median of pairs; tok/call: tokens per target call; accepted: share of "
     "the drafts; same: texts equal to those of `off`; diagnosis: why a mode did not help (docs/bench.md)"
+)
+LATENCY_LEGEND = (
+    "tok/s: until the last request has begun; x off: median of pairs; first token: ms from a request's "
+    "arrival, waiting included; per token: ms after the first; both p50 / p95"
+)
+TERMINAL_LATENCY_LEGEND = (
+    f"{LATENCY_LEGEND}; same: texts equal to those of `off`; diagnosis: why a mode did not help "
+    "(docs/bench.md)"
 )
 LEGEND = (
     "tok/s: prompts included; x off: median of pairs; no loops: over the n texts that do not end repeating "
@@ -116,6 +128,10 @@ def share_of_step(part: str, cell: Cell) -> str:
     return f"{cell.profile[part] / sum(cell.profile.values()):.1%}"
 
 
+def p50_p95(ms: tuple[float, float] | None, form: str) -> str:
+    return "-" if ms is None else " / ".join(format(one, form) for one in ms)
+
+
 def with_bounds(speed: MeanRatio) -> str:
     return f"{speed.ratio:.2f}" + (f" ({speed.bounds})" if speed.low is not None else "")
 
@@ -155,6 +171,11 @@ TERMINAL: tuple[Column[Cell], ...] = (
     SAME,
     DIAGNOSIS,
 )
+LATENCY: tuple[Column[Cell], ...] = (
+    Column("first token", lambda cell: p50_p95(cell.first_token_ms, ".0f")),
+    Column("per token", lambda cell: p50_p95(cell.per_token_ms, ".1f")),
+)
+TERMINAL_LATENCY = (PLACE[-1], SPEED, RATIO, *LATENCY, SAME, DIAGNOSIS)
 PROFILE: tuple[Column[Cell], ...] = (
     *PLACE,
     Column("ms", lambda cell: f"{sum(cell.profile.values()):.2f}"),
@@ -243,6 +264,8 @@ def page(report: Report) -> str:
     if against:
         parts += [f"## {AGAINST}", markdown(AGAINST_ALL, against), f"{AGAINST_LEGEND}."]
         parts.append("## All modes")
+    if arrive(cells):
+        parts += [markdown((*PLACE, SPEED, RATIO, *LATENCY), cells), f"{LATENCY_LEGEND}."]
     parts += [markdown(ALL_FIGURES, cells), f"{LEGEND}."]
     parts += [line for cell in cells if (line := difference(cell))]
     parts += [profile_markdown(cells), f"{PROFILE_LEGEND}."]
@@ -254,8 +277,14 @@ def heading(report: Report) -> str:
     return (
         f"`{report.command}` at {report.commit or 'an installed package'}, {report.date[:10]}: "
         f"{model_line(report)}, torch {report.versions['torch']}; medians of {plan['repeats']} alternated "
-        f"repeats of {prompts_of(plan)}, up to {plan['max_tokens']} tokens each"
+        f"repeats of {prompts_of(plan)}, up to {plan['max_tokens']} tokens each{process_of(plan)}"
     )
+
+
+def process_of(plan: Mapping[str, Any]) -> str:
+    """How requests arrive; empty where they begin together."""
+    rate = plan.get("request_rate")
+    return "" if rate is None else f", which arrive as a Poisson process of {rate:g} a second"
 
 
 def prompts_of(plan: Mapping[str, Any]) -> str:
@@ -335,7 +364,13 @@ def speed_table(cells: list[Cell]) -> Table:
     def style(cell: Cell) -> str:
         return "dim" if cell.mode in (OFF, AGAIN) else "green" if cell.ratio > 1 else ""
 
-    return terminal(f"{cells[0].workload}, concurrency {cells[0].concurrency}", TERMINAL, cells, style)
+    columns = TERMINAL_LATENCY if arrive(cells) else TERMINAL
+    return terminal(f"{cells[0].workload}, concurrency {cells[0].concurrency}", columns, cells, style)
+
+
+def arrive(cells: Sequence[Cell]) -> bool:
+    """Whether the requests of these cells arrived at a rate."""
+    return cells[0].first_token_ms is not None
 
 
 def against_table(rows: list[Against]) -> Table:
@@ -356,7 +391,8 @@ def show(report: Report) -> None:
         console.print("", speed_table(cells), sep="\n")
         for line in filter(None, map(difference, cells)):
             console.print(f"  {line}", style="dim", markup=False)
-    console.print(f"\n{TERMINAL_LEGEND}.\n", style="dim", markup=False)
+    legend = TERMINAL_LATENCY_LEGEND if arrive(report.cells) else TERMINAL_LEGEND
+    console.print(f"\n{legend}.\n", style="dim", markup=False)
     if report.against_best_fixed:
         console.print(against_table(report.against_best_fixed))
         console.print(f"{AGAINST_TERMINAL_LEGEND}.\n", style="dim", markup=False)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from speculon.core.errors import InvalidParameter
 from speculon.measure.bench import workloads
+from speculon.measure.bench.arrivals import Arrivals, poisson_times, serve
 from speculon.measure.bench.cell import Cell, RepeatsByMode, summarise
 from speculon.measure.bench.data import answered
 from speculon.measure.bench.measure import Measurement, in_place, measure
@@ -43,9 +44,12 @@ def run(
             for mode in modes:  # warm-up, discarded
                 write(groups[0], mode, f"warm-up of {name}, {count}")
                 advance(1)
+            if plan.request_rate is not None:
+                groups = [cases[name]]
             runs: RepeatsByMode = {mode.label: [[] for _ in range(plan.repeats)] for mode in modes}
             for repeat, group, mode in alternate(plan.repeats, len(groups), modes):
-                measured = write(groups[group], mode, f"repeat {repeat} of {name}, {count}")
+                arrivals = arrivals_of(plan, groups[group], count, f"repeat {repeat} of {name}")
+                measured = write(groups[group], mode, f"repeat {repeat} of {name}, {count}", arrivals)
                 runs[mode.label][repeat].append(measured)
                 advance(1)
             written = [case for group in groups for case in group]
@@ -90,15 +94,32 @@ def policies_of(llm: LLM, plan: BenchPlan) -> dict[str, Policies]:
     return {label: llm.engine.policy.with_costs_alone() for label in (OFF, AGAIN, *plan.modes)}
 
 
-def writer(llm: LLM, plan: BenchPlan) -> Callable[[list[Case], Mode, str], Measurement]:
-    """Runs cases in a mode; pools last for one mode and one time, which the last argument names."""
+class Writer(Protocol):
+    """Runs cases in a mode, as one batch or as they arrive; pools last for one mode and one time."""
+
+    def __call__(
+        self, cases: list[Case], mode: Mode, time: str, arrivals: Arrivals | None = None
+    ) -> Measurement: ...
+
+
+def writer(llm: LLM, plan: BenchPlan) -> Writer:
     policies = policies_of(llm, plan)
 
-    def write(cases: list[Case], mode: Mode, time: str) -> Measurement:
+    def write(cases: list[Case], mode: Mode, time: str, arrivals: Arrivals | None = None) -> Measurement:
         with in_place(llm.engine, policy=policies[mode.label]):
-            return measure(llm, cases, mode.speculation, f"{mode.label}, {time}")
+            time = f"{mode.label}, {time}"
+            if arrivals is None:
+                return measure(llm, cases, mode.speculation, time)
+            return serve(llm, cases, mode.speculation, arrivals, time)
 
     return write
+
+
+def arrivals_of(plan: BenchPlan, cases: list[Case], concurrency: int, seed: str) -> Arrivals | None:
+    """When the cases arrive, in every mode alike; None where they begin together."""
+    if plan.request_rate is None:
+        return None
+    return Arrivals(poisson_times(len(cases), plan.request_rate, seed), concurrency)
 
 
 def alternate(repeats: int, groups: int, modes: list[Mode]) -> Iterator[tuple[int, int, Mode]]:
