@@ -31,7 +31,15 @@ BEFORE = {
         "model = AutoModelForCausalLM.from_pretrained('tests/models/demo', dtype='float32')\n"
         "ids = [5, 6, 7, 5, 6]\n"
     ),
-    "docs/proposers.md": "",
+    "docs/proposers.md": (
+        "from pathlib import Path\n"
+        "import torch\n"
+        "from safetensors.torch import save_file\n"
+        "from transformers import AutoConfig\n"
+        "width = AutoConfig.from_pretrained('tests/models/demo').hidden_size\n"
+        "Path('state-cell').mkdir()\n"
+        "save_file({'weight': torch.zeros(width, 2 * width)}, 'state-cell/model.safetensors')\n"
+    ),
 }
 # Not run: serving.md needs a server, training.md a target of your own. tests/pure/test_docs.py checks names.
 SLOW = {"bench", "chat", "check", "demo", "serve", "train"}  # parsed only
