@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import subprocess
 import sys
@@ -9,7 +11,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx2 as httpx
 import pytest
 
 from speculon import LLM
@@ -18,6 +22,17 @@ from speculon.runtimes.llama import servers
 from speculon.runtimes.llama.library import library
 from tests.llama.conftest import TOY, Toy
 from tests.llama.test_drafts import GREEDY, PLAIN, check_drafts, texts
+from tests.server.outside import LOCAL_HTTP, REAL, Outside, started
+
+LONG = 3000  # tokens, so that both streams run when the stage is killed
+TABLES = """
+[models.split]
+model = "{split}"
+rpc = ["127.0.0.1:{port}"]
+
+[models.local]
+model = "{local}"
+"""
 
 
 def free_port() -> int:
@@ -106,3 +121,50 @@ llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8))
         server.wait()
         _, said = child.communicate(b"\n", timeout=60)
     assert child.returncode < 0 and b"RPC server" in said
+
+
+@contextmanager
+def stream(server: Outside, model: str, max_tokens: int = LONG) -> Iterator[Iterator[dict[str, Any]]]:
+    body = {"model": model, "prompt_token_ids": [5, 6, 7], "max_tokens": max_tokens, "temperature": 0}
+    body |= {"ignore_eos": True, "stream": True, "speculation": PLAIN}
+    url = server.url() + "/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=120, **LOCAL_HTTP) as response:
+        assert response.status_code == 200, response.read()
+        lines = (line.removeprefix("data: ") for line in response.iter_lines())
+        yield (json.loads(line) for line in lines if line.startswith("{"))
+
+
+def text_of(chunks: Iterator[dict[str, Any]]) -> str:
+    return "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk.get("choices"))
+
+
+@pytest.mark.timeout(300)
+def test_a_stage_that_is_killed_costs_its_model_alone(toy: Toy, tmp_path: Path) -> None:
+    """The stream ends with what to do, that of another model goes on, and the stage may come back."""
+    port = free_port()
+    local, split = (toy("llama", seed, max_position_embeddings=4096) for seed in (0, 1))
+    (tmp_path / "speculon-models.toml").write_text(TABLES.format(split=split, local=local, port=port))
+    options = "--runtime llama --threads 1 --max-context 4096 --max-num-seqs 1 --no-repack --memory-gb 4"
+    options += " --kv-cache-type f32 --flash-attention off"
+    with started(tmp_path, *options.split(), program=REAL, PYTHONPATH=os.environ["PYTHONPATH"]) as server:
+        with serving(port) as stage:
+            server.ready()
+            with stream(server, "local") as chunks:
+                alone = text_of(chunks)
+            with stream(server, "split", 32) as chunks:
+                before = text_of(chunks)
+            with stream(server, "split") as broken, stream(server, "local") as untouched:
+                first = [next(untouched) for _ in range(3)]
+                next(broken)
+                stage.kill()
+                stage.wait()
+                last = list(broken)[-1]
+                assert text_of(iter(first)) + text_of(untouched) == alone
+        assert last["error"]["type"] == "server_error"
+        for told in (str(split), f"127.0.0.1:{port}", "start it there"):
+            assert told in last["error"]["message"]
+        with serving(port):
+            server.wait_for(lambda: "could not be loaded again" in server.stderr)
+            time.sleep(5)  # beyond the pause after a failed load
+            with stream(server, "split", 32) as chunks:
+                assert text_of(chunks) == before

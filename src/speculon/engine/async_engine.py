@@ -331,7 +331,7 @@ class AsyncEngine(EngineClient):
                     queue.admit(request_id)
             case Refused(request_id, error):
                 if not request_id:  # one that cannot load would fail once more
-                    self.fail(error) if self.facts is None else self._lose(error)
+                    self._lose(error) if self.facts is not None else self._fail_load(error)
                 elif queue := self._requests.get(request_id):
                     queue.fail(error)
             case PoolsForgotten(number, pools):
@@ -345,6 +345,11 @@ class AsyncEngine(EngineClient):
                 if self.restarts:
                     log.warning("the engine serves again, after %.1f s", self._loaded_at - self._lost_at)
                     self._run(self._resume({queue for queue in self._requests.queues if queue.resumable}))
+
+    def _fail_load(self, fault: SpeculonError) -> None:
+        """Requests that wait for another process do not know the load, so their fault names the model."""
+        again = NotReady(f"{self._config.model} could not be loaded again: {fault}")
+        self.fail(again if self.restarts else fault)
 
     def fail_requests(self, error: SpeculonError, queues: set[OutputQueue] | None = None) -> None:
         """Whatever waits for a reply ends with it, too."""

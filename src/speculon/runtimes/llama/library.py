@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import logging
+import os
 from collections import deque
 from functools import cache
 from importlib.util import find_spec
@@ -32,6 +33,8 @@ def library() -> Any:
     """The bindings, ready to use. Raises `ConfigError` where they are missing or cannot be loaded."""
     if not installed():
         raise ConfigError(MISSING)
+    # an abort would call a debugger for the trace, and requests would wait for their error until it ends
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     try:
         from llama_cpp import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:

@@ -90,7 +90,9 @@ def greet(endpoint: str, address: tuple[str, int]) -> None:
     except TimeoutError as error:
         raise ConfigError(f"rpc = {endpoint!r}: no answer; it serves one client at a time") from error
     except OSError as error:
-        raise ConfigError(f"rpc = {endpoint!r}: no RPC server of llama.cpp answers there: {error}") from error
+        raise ConfigError(
+            f"rpc = {endpoint!r}: no RPC server of llama.cpp answers there: {error}; start it there again"
+        ) from error
     if len(answer) < ANSWER.size or ANSWER.unpack(answer)[0] != ANSWER.size - 8:
         raise ConfigError(f"rpc = {endpoint!r}: what answers there is no RPC server of this llama.cpp")
     major, minor = ANSWER.unpack(answer)[1:3]
