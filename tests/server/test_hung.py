@@ -168,7 +168,7 @@ def test_a_step_without_an_end_costs_the_open_requests_alone_and_a_quick_restart
         os.kill(server.children()[0], signal.SIGKILL)
         assert server.process.wait(20) == 2
         assert time.monotonic() - began > 3.0, "the third restart within seconds"
-        assert server.stderr.splitlines()[-1] == "ModelNotFound: planted"
+        assert server.stderr.splitlines()[-1] == "NotReady: demo could not be loaded again: planted"
         assert "stopped" not in server.stderr
 
 
