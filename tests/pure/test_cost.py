@@ -54,6 +54,20 @@ def test_steps_and_proposals_take_what_was_measured_also_in_the_next_process() -
     assert restored.proposal("model", 4, 4) == pytest.approx(costs.proposal("model", 4, 4), rel=0.1)
 
 
+def test_the_first_step_of_a_batch_size_is_believed_and_later_ones_like_it_are_outliers() -> None:
+    """Where rows cost much more than one sequence taught, a round or two must show it, not sixteen."""
+    costs = Costs()
+    for _ in range(50):
+        costs.observe_step(1, 0, 0, 8.0)
+    before = costs.step(8, 8, 32)
+    costs.observe_step(8, 8, 32, 4 * before)
+    assert costs.step(8, 8, 32) == pytest.approx(4 * before, rel=0.25)
+    for _ in range(20):
+        costs.observe_step(8, 8, 32, 4 * before)
+    costs.observe_step(8, 8, 32, 16 * before)
+    assert costs.step(8, 8, 32) == pytest.approx(4 * before, rel=0.15)
+
+
 def test_unreported_reading_would_be_seen() -> None:
     """The twin: proposals that read and do not report it raise the cost of all."""
     informed, blind = Costs(), Costs()

@@ -48,8 +48,7 @@ def test_afterwards_costs_are_known_and_nothing_else_stays() -> None:
     policy = goodput_of(new)
     costs = policy.costs
     assert costs.known and costs.step(8) > 0 and costs.plain(1) is not None and costs.plain(8) is not None
-    for name in ("suffix", "draft_model"):
-        assert costs.calls(name) >= COLD and costs.proposal(name, 1, 4) > 0, name
+    assert costs.calls("draft_model") >= COLD and costs.proposal("draft_model", 1, 4) > 0
     assert policy.state() == {"": {}} and unknown_to(new)
     assert_nothing_held(new)
     assert new.counters == cold.counters and not torch_runtime(new).space._index, "no later prompt finds it"
@@ -58,6 +57,24 @@ def test_afterwards_costs_are_known_and_nothing_else_stays() -> None:
     mine, theirs = drain(new)["a", 0], drain(cold)["a", 0]
     assert mine.tokens == theirs.tokens
     assert Reason.COLD not in mine.stats.reasons and theirs.stats.reasons[Reason.COLD] > 0
+
+
+@pytest.mark.parametrize("speculation", [{"method": "suffix"}, {"method": "off"}], ids=["lookups", "none"])
+def test_steps_are_measured_with_and_without_drafts_whatever_drafts(
+    speculation: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = make_engine(tiny_target("llama"), speculation={**speculation, "policy": "goodput"})
+    costs, seen = new.policy.costs, set[tuple[int, int, int]]()
+    observe = costs.observe_step
+
+    def watch(sequences: int, drafting: int, rows: int, *args: Any) -> None:
+        seen.add((sequences, drafting, rows))
+        observe(sequences, drafting, rows, *args)
+
+    monkeypatch.setattr(costs, "observe_step", watch)
+    warm_up(new)
+    for size in warming.BATCHES:
+        assert seen >= {(size, size, 4 * size), (size, size, size), (size, 0, 0)}
 
 
 def test_it_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,8 @@ class LinearCost:
             whole = sum(map(mul, self.units, x))
             self.begin(tuple(unit * ms / whole for unit in self.units), spread=1.0)
         before = self.at(x, batch)
-        slow = self.measured > 0 and ms > OUTLIER * before
+        # the first of its batch size may show that the sum fits badly: nothing says that it is an outlier
+        slow = batch in self.factors and ms > OUTLIER * before
         self._fit(x, ms, 16 * NOISE if slow else NOISE, ms if slow else self.fitted(x))
         ratio, factor = min(ms, OUTLIER * before) / self.fitted(x), self.factors.get(batch, 1.0)
         self.factors[batch] = factor + (OF_LATE / 16 if slow else OF_LATE) * (ratio - factor)
