@@ -287,6 +287,19 @@ def test_the_site_has_every_guide() -> None:
     assert pages_in("  - Chat: nowhere.md\n") == {"nowhere.md"}
 
 
+def unlisted(index: str, folder: Path) -> list[str]:
+    """The decisions of a folder that its index does not link to."""
+    return [path.name for path in sorted(folder.glob("0*.md")) if f"]({path.name})" not in index]
+
+
+def test_the_index_of_decisions_has_each() -> None:
+    folder = ROOT / "docs" / "decisions"
+    index = (folder / "README.md").read_text(encoding="utf-8")
+    assert unlisted(index, folder) == []
+    planted = index.replace("](001-", "](901-")
+    assert unlisted(planted, folder) == ["001-parallel-samples-share-prompt-pages.md"]
+
+
 def test_the_reference_shows_what_exists() -> None:
     for page in sorted((ROOT / "docs" / "reference").glob("*.md")):
         text = page.read_text(encoding="utf-8")
