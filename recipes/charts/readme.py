@@ -29,6 +29,47 @@ INK = "#7d8590"  # text and axes: 4 : 1 or more on white and on GitHub's dark gr
 PLAIN, FIXED, OURS = "#8b949e", "#e08a2e", "#2f81c7"
 BEGIN, END = "<!-- figures: python -m recipes.charts.readme -->", "<!-- end of figures -->"
 TYPES = re.compile(r"<!-- types -->.*?<!-- end -->")
+# folder -> what was measured, as docs/benchmarks/README.md lists it
+TOPICS = {
+    "Speculation against plain decoding": {
+        "smollm2-spec-bench": "SmolLM2 in bf16 on 13 categories of Spec-Bench",
+        "2-cores": "the toy model on an Intel chip, with the policy `auto` of that time",
+        "2-cores-amd": "the toy model on an AMD chip",
+        "2-cores-bf16": "the toy model in bf16: n-gram lookup and a draft model",
+        "2-cores-widened": "the toy model widened to 80 M parameters, with a draft model",
+        "eagle3": "an EAGLE-3 head beside a draft model",
+        "blocks": "a DFlash drafter and an EAGLE-3 head at several loads",
+        "trees": "chains and trees of equal size",
+        "acceptance": "matching, rejection sampling and block verification at temperature 1",
+        "recurrent": "recurrent hybrid models",
+        "vllm": "speculon's lookups inside vLLM",
+        "cuda": "a GPU: tests, steps and an EAGLE-3 head",
+    },
+    "Other engines beside speculon": {
+        "smollm2-peers": "SmolLM2 in bf16: transformers and llama.cpp",
+        "smollm2-q4-peers": "SmolLM2 in 4 bits: llama.cpp",
+        "gemma3-peers": "Gemma 3 270M in bf16: transformers and llama.cpp",
+        "peers": "the toy model on an Intel chip: transformers, OpenVINO, llama.cpp and vLLM",
+        "peers-amd": "the same on an AMD chip",
+        "llama-smollm2": "llama-server beside speculon on llama.cpp: SmolLM2, with drafts",
+        "llama-smollm2-plain": "the same, plain decoding and long prompts",
+        "llama-gemma3-plain": "the same with Gemma 3 270M",
+    },
+    "Equal texts": {
+        "check": "`speculon check`: is the output the target's?",
+        "humaneval": "HumanEval with and without speculation",
+        "evaluation": "lm-evaluation-harness with and without speculation",
+        "invariance": "which kernels add in one order, and what batch invariance costs",
+        "architectures": "which types of transformers run",
+        "quantized": "perplexity and speed in 4 and 8 bits",
+        "mutants": "which planted errors the tests find",
+    },
+    "Serving": {
+        "serving": "time to the first token and between tokens, and what HTTP costs",
+        "cluster": "replicas, simulated and measured",
+        "dashboard": "what an open page of the dashboard costs",
+    },
+}
 STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "speculon",
@@ -251,28 +292,24 @@ def new_readme() -> str:
 
 
 def facts(folder: Path) -> Row:
-    """Date, chip and command of a recorded run: from its JSON, else from the head of its text."""
+    """Date, chip and page of a recorded run: from its JSON, else from the head of its text."""
     text = "\n".join(path.read_text(encoding="utf-8")[:2000] for path in sorted(folder.glob("*.md")))
     run: Row = {}
     for path in sorted(folder.glob("*.json"), reverse=True):
         run = {**run, **json.loads(path.read_text(encoding="utf-8"))}
-    dates, commands = (
-        re.findall(r"\b20\d\d-\d\d-\d\d\b", text),
-        re.findall(r"`((?:python|speculon) [^`]+)`", text),
-    )
-    chips = re.findall(r"AMD EPYC|Intel\(R\) Xeon\(R\)", text)
+    dates = re.findall(r"\b20\d\d-\d\d-\d\d\b", text)
+    chips = re.findall(r"AMD EPYC|Intel Xeon|NVIDIA \w+", text.replace("(R)", ""))
     return {
         "date": str(run.get("date", ""))[:10]
         or next(iter(dates), f"commit {run.get('commit', 'not recorded')}"),
-        "chip": machine(run["machine"]) if "machine" in run else (chips or ["any"])[0],
-        "command": run.get("command") or (commands or ["not recorded"])[0],
-        "page": next((p.name for p in sorted(folder.glob("*.md")) if p.name != "README.md"), None)
-        or (
-            "README.md"
-            if (folder / "README.md").exists()
-            else next(p.name for p in sorted(folder.glob("*.json")))
-        ),
+        "chip": machine(run["machine"]) if "machine" in run else (chips or ["see there"])[0],
+        "page": min((path.name for path in folder.iterdir()), key=lambda name: (preference(name), name)),
     }
+
+
+def preference(name: str) -> int:
+    """The first of the files that a reader should open has the least number."""
+    return (name != "README.md") + (not name.endswith(".md"))
 
 
 def index(bench: Row, peers: Row) -> str:
@@ -280,25 +317,35 @@ def index(bench: Row, peers: Row) -> str:
     lines = [
         "# Recorded benchmarks",
         "",
-        "`python -m recipes.charts.readme` writes this page from the files beside it.",
-        "Each folder has the date, the machine and the command of its run.",
-        "Without `--model` or `--target` the model was `demo` of the tests, the default of that time.",
+        "> For those who want to check a figure or repeat a run. Each row is a folder, whose files have the",
+        "> date, the machine, the command and all figures of a run. `python -m recipes.charts.readme` writes",
+        "> this page from these files.",
         "",
-        "| folder | date | machine | command |",
-        "|---|---|---|---|",
+        "A command without `--model` or `--target` used `demo`, the toy model of the tests with 10.9 M",
+        "parameters, which was the default of that time.",
     ]
-    for folder in sorted(path for path in BENCHMARKS.iterdir() if path.is_dir()):
-        found = facts(folder)
-        link = f"[{folder.name}]({folder.name}/{found['page']})"
-        lines.append(f"| {link} | {found['date']} | {found['chip']} | `{found['command']}` |")
-    return "\n".join([*lines, "", *default_table(bench), "", *engine_table(peers), ""])
+    folders = {path.name: path for path in sorted(BENCHMARKS.iterdir()) if path.is_dir()}
+    described = {name for runs in TOPICS.values() for name in runs}
+    others = {"Other runs": {name: name for name in folders if name not in described}}
+    for topic, runs in {**TOPICS, **others}.items():
+        rows = [run_row(folders[name], what) for name, what in runs.items()]
+        if rows:
+            head = ["| what was measured | date | machine |", "|---|---|---|"]
+            lines += ["", f"## {topic}", "", *head, *rows]
+    after = "Next: [bench](../bench.md) measures speculation on your own machine."
+    return "\n".join([*lines, "", *default_table(bench), "", *engine_table(peers), "", after, ""])
+
+
+def run_row(folder: Path, what: str) -> str:
+    found = facts(folder)
+    return f"| [{what}]({folder.name}/{found['page']}) | {found['date']} | {found['chip']} |"
 
 
 def default_table(bench: Row) -> list[str]:
     return [
         "## The default against plain decoding and the best fixed mode",
         "",
-        f"Multiples of the speed of plain decoding ([{GRID}]({GRID}/bench.md)).",
+        f"Multiples of the speed of plain decoding ([all figures]({GRID}/bench.md)).",
         "",
         "| workload | concurrency | default | best fixed mode |",
         "|---|---|---|---|",
@@ -312,18 +359,20 @@ def default_table(bench: Row) -> list[str]:
 def engine_table(peers: Row) -> list[str]:
     rows = engines(peers)
     places = list(dict.fromkeys((row["workload"], row["concurrency"]) for row in rows))
+    names = list(dict.fromkeys(row["engine"] for row in rows))
+    shown = {(row["engine"], row["workload"], row["concurrency"]): row for row in rows}
+    heads = " | ".join(f"{NAMES.get(name, name)}: plain | speculative" for name in names)
     lines = [
         "## Other engines on the same checkpoint and machine",
         "",
-        f"Tokens per second, plain and by the best speculative mode ([{PEERS}]({PEERS}/peers.md)).",
+        f"Tokens per second, plain and by the best speculative mode ([all modes]({PEERS}/peers.md)).",
         "",
-        "| engine | " + " | ".join(f"{panel_title(*place)}: plain | speculative" for place in places) + " |",
-        "|---|" + "---|---|" * len(places),
+        f"| workload | concurrency | {heads} |",
+        "|---|---|" + "---|---|" * len(names),
     ]
-    for engine in dict.fromkeys(row["engine"] for row in rows):
-        shown = {(row["workload"], row["concurrency"]): row for row in rows if row["engine"] == engine}
-        numbers = [number(shown[place][key]) for place in places for key in ("plain", "best")]
-        lines.append(f"| {NAMES.get(engine, engine)} | " + " | ".join(numbers) + " |")
+    for workload, count in places:
+        cells = [number(shown[name, workload, count][key]) for name in names for key in ("plain", "best")]
+        lines.append(f"| {category(workload)} | {count} | " + " | ".join(cells) + " |")
     return lines
 
 
