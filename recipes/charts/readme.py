@@ -33,6 +33,7 @@ TYPES = re.compile(r"<!-- types -->.*?<!-- end -->")
 TOPICS = {
     "Speculation against plain decoding": {
         "smollm2-spec-bench": "SmolLM2 in bf16 on 13 categories of Spec-Bench",
+        "answer": "the answer of README's picture, plain and with drafts",
         "2-cores": "the toy model on an Intel chip, with the policy `auto` of that time",
         "2-cores-amd": "the toy model on an AMD chip",
         "2-cores-bf16": "the toy model in bf16: n-gram lookup and a draft model",
@@ -328,7 +329,7 @@ def index(bench: Row, peers: Row) -> str:
     described = {name for runs in TOPICS.values() for name in runs}
     others = {"Other runs": {name: name for name in folders if name not in described}}
     for topic, runs in {**TOPICS, **others}.items():
-        rows = [run_row(folders[name], what) for name, what in runs.items()]
+        rows = [run_row(folders[name], what) for name, what in runs.items() if name in folders]
         if rows:
             head = ["| what was measured | date | machine |", "|---|---|---|"]
             lines += ["", f"## {topic}", "", *head, *rows]
@@ -345,7 +346,9 @@ def default_table(bench: Row) -> list[str]:
     return [
         "## The default against plain decoding and the best fixed mode",
         "",
-        f"Multiples of the speed of plain decoding ([all figures]({GRID}/bench.md)).",
+        f"Multiples of the speed of plain decoding ([{GRID}]({GRID}/bench.md)).",
+        "",
+        "![The default and the best fixed mode, as multiples of plain decoding](../images/default.svg)",
         "",
         "| workload | concurrency | default | best fixed mode |",
         "|---|---|---|---|",
@@ -365,7 +368,10 @@ def engine_table(peers: Row) -> list[str]:
     lines = [
         "## Other engines on the same checkpoint and machine",
         "",
-        f"Tokens per second, plain and by the best speculative mode ([all modes]({PEERS}/peers.md)).",
+        f"Tokens per second, plain and by the best speculative mode ([{PEERS}]({PEERS}/peers.md)).",
+        f"speculon's best mode is {lead(rows, 'speculon')} times as fast as the best of any other engine.",
+        "",
+        "![Tokens per second of other engines](../images/peers.svg)",
         "",
         f"| workload | concurrency | {heads} |",
         "|---|---|" + "---|---|" * len(names),
