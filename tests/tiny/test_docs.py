@@ -42,7 +42,7 @@ BEFORE = {
     ),
 }
 # Not run: serving.md needs a server, training.md a target of your own. tests/pure/test_docs.py checks names.
-SLOW = {"bench", "chat", "check", "demo", "serve", "train"}  # parsed only
+SLOW = {"bench", "chat", "check", "demo", "pull", "serve", "train"}  # parsed only
 ELSEWHERE = ("...", "auto", "bigram", ".gguf")  # a placeholder; a search for drafters; a plug-in; a file
 FILES = {
     "area.py": "def area(width, height):\n    return width * height\n",

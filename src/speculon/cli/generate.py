@@ -11,6 +11,7 @@ from typer import Option
 from speculon.checkpoints.locate import refuse_missing
 from speculon.cli.app import Json, SpeculativeConfig, command
 from speculon.cli.options import Flags, engine_settings, pick, settings_from
+from speculon.cli.pull import offer_to_pull
 from speculon.cli.screen import account, counting, load_llm, print_json, say, streaming
 from speculon.core.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
 from speculon.core.errors import InvalidParameter
@@ -80,6 +81,7 @@ def load_for_one_user(
     config = EngineConfig(**settings)
     adapter_of(config)
     check_method(config.speculation.method)
+    offer_to_pull(config.model, as_json)
     refuse_missing(config.model)
     if config.warmup is None:  # a single user waits for the first token: costs are measured meanwhile
         settings["warmup"] = False

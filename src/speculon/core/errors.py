@@ -109,7 +109,11 @@ class ModelError(SpeculonError):
 
 
 class ModelNotFound(ModelError):
-    """No such folder, and no cached hub id of that name."""
+    """No such folder, no cached hub id of that name, or a model by name that was not fetched yet."""
+
+
+class PullFailed(ModelNotFound):
+    """`speculon pull` could not fetch a model, or what it fetched is not the pinned file. Nothing is kept."""
 
 
 class MissingWeights(ModelError):

