@@ -72,7 +72,7 @@ $(VENV)/.docs: $(STAMP)
 	$(BIN)/$(PIP) --constraint $(VENV)/constraints.txt --editable '.[docs]'
 	@touch $@
 
-docs: $(VENV)/.docs ## the documentation as a site, in build/site
+docs: $(VENV)/.docs ## the documentation as a site, in build/site; runs the tutorial with a model of 98 MB
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet $(ARGS)
 
 test: export HF_HUB_OFFLINE := 1

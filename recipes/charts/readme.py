@@ -1,9 +1,9 @@
-"""The charts and figures of README, and the index of docs/benchmarks, from the recorded runs.
+"""The figures of README, and the index of docs/benchmarks with its charts, from the recorded runs.
 
     python -m recipes.charts.readme
 
 Run it again after a benchmark was recorded. It writes docs/images/*.svg, docs/benchmarks/README.md, and the
-lines of README between the markers.
+lines of README between the marks.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from recipes.charts import answer
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 IMAGES = ROOT / "docs" / "images"
-GRID, PEERS = "smollm2-spec-bench", "smollm2-peers"  # the runs that README shows
+GRID, PEERS = "smollm2-spec-bench", "smollm2-peers"  # the runs of README and of the index
 PLUGGED = ("speculon", "nothing")  # modes of vLLM that are not its own
 NAMES = {"openvino": "OpenVINO GenAI", "vllm": "vLLM (CPU)"}
 INK = "#7d8590"  # text and axes: 4 : 1 or more on white and on GitHub's dark grey
 PLAIN, FIXED, OURS = "#8b949e", "#e08a2e", "#2f81c7"
-BEGIN, END = "<!-- figures: python -m recipes.charts.readme -->", "<!-- end of figures -->"
 TYPES = re.compile(r"<!-- types -->.*?<!-- end -->")
 # folder -> what was measured, as docs/benchmarks/README.md lists it
 TOPICS = {
@@ -197,57 +197,58 @@ def machine(found: Row) -> str:
     return f"{chip(found)}, {found['cores']} cores"
 
 
-def around(found: Row) -> str:
-    return f"{found['ratio']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
-
-
-def figures(bench: Row, peers: Row) -> str:
+def figures(bench: Row) -> str:
     """What README says about speed."""
-    plain, best = (around(overall(bench)[key]) for key in ("over_plain", "over_best"))
-    counts = ", ".join(map(str, sorted({row["concurrency"] for row in cells(bench)})))
-    fastest, plan = lead(engines(peers), "speculon"), bench["plan"]
-    modes = ", ".join(f"`{mode}`" for mode in plan["modes"] if mode != "auto")
-    default = f"""SmolLM2 in bf16 (`quantization = "none"`) answers {plan["prompts"]} prompts of each category
-    of Spec-Bench, greedily, with up to {plan["max_tokens"]} tokens, on 2 cores of an
-    {chip(bench["machine"])} chip ([all figures](docs/benchmarks/{GRID}/bench.md)). The defaults (`auto`,
-    `goodput`, and the EAGLE-3 head that comes with speculon) are {plain} times as fast as plain decoding.
-    They are {best} times as fast as the best of {modes} and plain decoding. These are geometric means
-    over {len(plan["workloads"])} categories at concurrency {counts}; the lowest against the best is
-    {lowest(bench)}. {busiest(bench)} Loops, which favour drafts, end {looping(bench)} of the texts."""
-    others = f"""The same checkpoint in other engines, on 2 cores of an {chip(peers["machine"])} chip
-    ([all modes](docs/benchmarks/{PEERS}/peers.md), [how](recipes/peers/README.md)). The best mode of
-    speculon is {fastest} times as fast as the best mode of any other engine."""
-    parts = (
-        "![The default and the best fixed mode, as multiples of plain decoding](docs/images/default.svg)",
-        filled(default),
-        "![Tokens per second of other engines](docs/images/peers.svg)",
-        filled(others),
-    )
-    return "\n\n".join(parts)
+    plan, over_best = bench["plan"], overall(bench)["over_best"]["ratio"]
+    modes = " and ".join(f"`{mode}`" for mode in plan["modes"] if mode != "auto")
+    measured = f"""Speed of the defaults as a multiple of plain decoding: SmolLM2-135M in bf16 on
+    {machine(bench["machine"])}, {plan["prompts"]} prompts of each of {len(plan["workloads"])}
+    categories of Spec-Bench, each answered {plan["repeats"]} times in each way ([all
+    figures](docs/benchmarks/{GRID}/bench.md))."""
+    table = [
+        "| requests at once | average | least | most |",
+        "|---|---|---|---|",
+        *(speeds(bench, count) for count in sorted(plan["concurrency"])),
+    ]
+    meaning = f"""A single request gains in every category, and the defaults are {over_best:.2f} times as
+    fast as the best fixed mode for each of them ({modes}, or plain decoding). But a small model often
+    repeats itself: {looping(bench)} of the plain texts end in a loop, which is easy to draft, so a
+    model without loops gains less. With {max(plan["concurrency"])} requests at once little is left to
+    gain, because they keep the processor busy."""
+    return "\n\n".join([filled(measured), "\n".join(table), filled(meaning)])
 
 
-def filled(paragraph: str) -> str:
-    words = " ".join(paragraph.split())
-    return textwrap.fill(words, 110, break_long_words=False, break_on_hyphens=False)
-
-
-def lowest(bench: Row) -> str:
-    rows = [row for row in bench["against_best_fixed"] if row["mode"] == "auto" and row["concurrency"]]
-    least = min(rows, key=lambda row: row["over_best"]["ratio"])
-    return f"{least['over_best']['ratio']:.2f} ({panel_title(least['workload'], least['concurrency'])})"
-
-
-def busiest(bench: Row) -> str:
-    """The default over plain decoding where most sequences run at once."""
-    count = max(bench["plan"]["concurrency"])
+def speeds(bench: Row, count: int) -> str:
+    """A row of README's table: the geometric mean, the least and the most over the categories."""
     ratios = {
         category(cell["workload"]): cell["ratio"]
         for cell in bench["cells"]
         if (cell["mode"], cell["concurrency"]) == ("auto", count)
     }
-    least = min(ratios, key=ratios.__getitem__)
-    mean, lowest = f"{geometric_mean(ratios.values()):.2f}", f"{ratios[least]:.2f} ({least})"
-    return f"At concurrency {count} it is {mean} times as fast as plain decoding, and {lowest} at the lowest."
+    least, most = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
+    mean = geometric_mean(ratios.values())
+    return f"| {count} | {mean:.2f} | {ratios[least]:.2f} ({least}) | {ratios[most]:.2f} ({most}) |"
+
+
+def picture(run: Row) -> str:
+    """README's picture with what it shows."""
+    slow, fast = (answer.seconds(run, mode) for mode in ("plain", "speculative"))
+    shown = f"""SmolLM2-135M writes a class again under another name: {slow:.1f} s plainly, {fast:.1f} s
+    with the defaults ([medians of {answer.REPEATS} runs](docs/benchmarks/answer/README.md) on
+    {machine(run["machine"])}). Most of this answer is in its prompt, which is the best case for lookups."""
+    return f"![The same answer, plain and with drafts](docs/images/answer.svg)\n\n{filled(shown)}"
+
+
+def first_output(run: Row) -> str:
+    """README's first command and what it printed; the times are those of the recorded run."""
+    printed = f"{run['first']['text'].strip()}\n{textwrap.fill(run['first']['account'], 106)}"
+    # indented, because the output has fences of its own
+    return f"```bash\n{answer.FIRST}\n```\n\n{textwrap.indent(printed, '    ')}"
+
+
+def filled(paragraph: str) -> str:
+    words = " ".join(paragraph.split())
+    return textwrap.fill(words, 110, break_long_words=False, break_on_hyphens=False)
 
 
 def looping(bench: Row) -> str:
@@ -276,20 +277,23 @@ def lead(rows: list[Row], engine: str) -> str:
     return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
-def with_figures(readme: str, block: str, architectures: Row) -> str:
-    head, rest = readme.split(BEGIN)
-    supported = sum(row["outcome"] == "supported" for row in architectures["types"].values())
-    made = sum(row["outcome"] != "not made" for row in architectures["types"].values())
-    counted = f"<!-- types -->{supported} of {made}<!-- end -->"
-    return re.sub(TYPES, counted, f"{head}{BEGIN}\n{block}\n{END}{rest.split(END)[1]}")
+def between(text: str, name: str, block: str) -> str:
+    """The text with `block` between the two marks of this name."""
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    head, rest = text.split(begin)
+    return f"{head}{begin}\n{block}\n{end}{rest.split(end)[1]}"
 
 
 def new_readme() -> str:
     """README with the figures of the recorded runs."""
-    block = figures(read(GRID, "bench.json"), read(PEERS, "peers.json"))
-    return with_figures(
-        (ROOT / "README.md").read_text(encoding="utf-8"), block, read("architectures", "architectures.json")
-    )
+    readme, run = (ROOT / "README.md").read_text(encoding="utf-8"), answer.read()
+    types = read("architectures", "architectures.json")["types"].values()
+    supported = sum(row["outcome"] == "supported" for row in types)
+    made = sum(row["outcome"] != "not made" for row in types)
+    readme = re.sub(TYPES, f"<!-- types -->{supported} of {made}<!-- end -->", readme)
+    readme = between(readme, "picture", picture(run))
+    readme = between(readme, "first output", first_output(run))
+    return between(readme, "figures", figures(read(GRID, "bench.json")))
 
 
 def facts(folder: Path) -> Row:
@@ -391,6 +395,7 @@ def main() -> None:
     with matplotlib.rc_context(STYLE):
         save(chart_of_default(bench), IMAGES / "default.svg")
         save(chart_of_engines(peers), IMAGES / "peers.svg")
+    answer.PICTURE.write_text(answer.draw(answer.read()), encoding="utf-8")
     (BENCHMARKS / "README.md").write_text(index(bench, peers), encoding="utf-8")
     (ROOT / "README.md").write_text(new_readme(), encoding="utf-8")
 

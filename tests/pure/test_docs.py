@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipes.charts import readme
+from recipes.charts import answer, readme
 
 from speculon import __version__
 from speculon.core.config import EngineConfig, SpeculationConfig
@@ -234,10 +234,24 @@ def test_readme_has_the_recorded_figures() -> None:
 
 
 def test_a_planted_other_figure_is_found() -> None:
-    bench, peers = readme.read(readme.GRID, "bench.json"), readme.read(readme.PEERS, "peers.json")
-    before = readme.figures(bench, peers)
-    readme.overall(bench)["over_plain"]["ratio"] += 0.1
-    assert readme.figures(bench, peers) != before
+    bench = readme.read(readme.GRID, "bench.json")
+    before = readme.figures(bench)
+    readme.overall(bench)["over_best"]["ratio"] += 0.1
+    assert readme.figures(bench) != before
+
+
+def test_the_picture_of_readme_shows_the_recorded_answer() -> None:
+    run = answer.read()
+    drawn = answer.draw(run)
+    assert answer.PICTURE.read_text(encoding="utf-8") == drawn
+    assert (answer.FOLDER / "README.md").read_text(encoding="utf-8") == answer.page(run)
+    assert all(len(run["seconds"][mode]) >= 3 for mode in ("plain", "speculative"))
+    run["seconds"]["speculative"] = [2 * value for value in run["seconds"]["speculative"]]
+    assert answer.draw(run) != drawn and answer.page(run) != (answer.FOLDER / "README.md").read_text("utf-8")
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
 def modes_of(document: str) -> list[str]:
