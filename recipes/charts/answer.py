@@ -27,7 +27,7 @@ FIRST = (
     "speculon generate --model smollm2 --chat --temperature 0 --max-tokens 40 "
     '--prompt "Write a Python function that reverses a list."'
 )
-LINES = 18  # of the answer
+LINES = 17  # of the answer
 WIDTH, COLUMN, TOP, LINE, FONT, LONGEST = 840, 410, 42, 15, 11, 240  # pixels
 FAMILY = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
 INK, DRAFT = "#7d8590", "#2f81c7"  # 4 : 1 or more on white and on GitHub's dark grey

@@ -197,37 +197,49 @@ def machine(found: Row) -> str:
     return f"{chip(found)}, {found['cores']} cores"
 
 
+def cores(run: Row) -> str:
+    """The machine of a recorded run, in words."""
+    return f"{run['machine']['cores']} cores of an {chip(run['machine'])}"
+
+
 def figures(bench: Row) -> str:
     """What README says about speed."""
     plan, over_best = bench["plan"], overall(bench)["over_best"]["ratio"]
-    modes = " and ".join(f"`{mode}`" for mode in plan["modes"] if mode != "auto")
-    measured = f"""Speed of the defaults as a multiple of plain decoding: SmolLM2-135M in bf16 on
-    {machine(bench["machine"])}, {plan["prompts"]} prompts of each of {len(plan["workloads"])}
-    categories of Spec-Bench, each answered {plan["repeats"]} times in each way ([all
+    modes = ", ".join(f"`{mode}`" for mode in plan["modes"] if mode != "auto")
+    measured = f"""Speed of the defaults as a multiple of plain decoding, for SmolLM2-135M in bf16 on
+    {cores(bench)}: {plan["prompts"]} prompts of each of {len(plan["workloads"])} categories of
+    Spec-Bench, each answered {plan["repeats"]} times in each way ([all
     figures](docs/benchmarks/{GRID}/bench.md))."""
     table = [
-        "| requests at once | average | least | most |",
+        "| requests at once | average | lowest category | highest category |",
         "|---|---|---|---|",
         *(speeds(bench, count) for count in sorted(plan["concurrency"])),
     ]
-    meaning = f"""A single request gains in every category, and the defaults are {over_best:.2f} times as
-    fast as the best fixed mode for each of them ({modes}, or plain decoding). But a small model often
-    repeats itself: {looping(bench)} of the plain texts end in a loop, which is easy to draft, so a
-    model without loops gains less. With {max(plan["concurrency"])} requests at once little is left to
+    alone = ratios(bench, 1)
+    gaining = sum(ratio > 1 for ratio in alone.values())
+    meaning = f"""A single request gains in {gaining} of {len(alone)} categories, and the defaults are
+    {over_best:.2f} times as fast as the best of {modes} and plain decoding in each. But a small model
+    often repeats itself: {looping(bench)} of the plain texts end in a loop, which is easy to draft, so
+    a model without loops gains less. With {max(plan["concurrency"])} requests at once little is left to
     gain, because they keep the processor busy."""
     return "\n\n".join([filled(measured), "\n".join(table), filled(meaning)])
 
 
 def speeds(bench: Row, count: int) -> str:
     """A row of README's table: the geometric mean, the least and the most over the categories."""
-    ratios = {
+    found = ratios(bench, count)
+    least, most = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
+    mean = geometric_mean(found.values())
+    return f"| {count} | {mean:.2f} | {found[least]:.2f} ({least}) | {found[most]:.2f} ({most}) |"
+
+
+def ratios(bench: Row, count: int) -> dict[str, float]:
+    """Category -> the default over plain decoding, with this many requests at once."""
+    return {
         category(cell["workload"]): cell["ratio"]
         for cell in bench["cells"]
         if (cell["mode"], cell["concurrency"]) == ("auto", count)
     }
-    least, most = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
-    mean = geometric_mean(ratios.values())
-    return f"| {count} | {mean:.2f} | {ratios[least]:.2f} ({least}) | {ratios[most]:.2f} ({most}) |"
 
 
 def picture(run: Row) -> str:
@@ -235,7 +247,7 @@ def picture(run: Row) -> str:
     slow, fast = (answer.seconds(run, mode) for mode in ("plain", "speculative"))
     shown = f"""SmolLM2-135M writes a class again under another name: {slow:.1f} s plainly, {fast:.1f} s
     with the defaults ([medians of {answer.REPEATS} runs](docs/benchmarks/answer/README.md) on
-    {machine(run["machine"])}). Most of this answer is in its prompt, which is the best case for lookups."""
+    {cores(run)}). Most of this answer is in its prompt, which is the best case for lookups."""
     return f"![The same answer, plain and with drafts](docs/images/answer.svg)\n\n{filled(shown)}"
 
 
