@@ -72,6 +72,8 @@ $(VENV)/.docs: $(STAMP)
 	$(BIN)/$(PIP) --constraint $(VENV)/constraints.txt --editable '.[docs]'
 	@touch $@
 
+# Two threads would wait for each other wherever something else runs on their cores.
+docs: export OMP_NUM_THREADS := 1
 docs: $(VENV)/.docs ## the documentation as a site, in build/site; runs the tutorial with a model of 98 MB
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet $(ARGS)
 
