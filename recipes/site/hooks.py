@@ -22,14 +22,19 @@ FOLDERS = {"Decisions": "decisions", "Recorded benchmarks": "benchmarks"}  # sec
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Puts the pages of whole folders into the navigation: first those in the folder itself, by name."""
+    """Puts the pages of whole folders into the navigation: the folder's own first, and README before others."""
     docs = ROOT / "docs"
     for section in config.nav or []:
         for title, folder in FOLDERS.items():
             if title in section:
                 found = {str(path.relative_to(docs)) for path in (docs / folder).rglob("*.md")}
-                section[title] = sorted(found - linked(config.nav), key=lambda page: (page.count("/"), page))
+                section[title] = sorted(found - linked(config.nav), key=place_in_section)
     return config
+
+
+def place_in_section(page: str) -> tuple[int, str, bool, str]:
+    folder, _, name = page.rpartition("/")
+    return page.count("/"), folder, name != "README.md", name
 
 
 def linked(navigation: Any) -> set[str]:
