@@ -22,7 +22,7 @@ FOLDERS = {"Decisions": "decisions", "Recorded benchmarks": "benchmarks"}  # sec
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Puts the pages of whole folders into the navigation: the folder's own first, and README before others."""
+    """Puts the pages of whole folders into the navigation: the folder's own first, then those below."""
     docs = ROOT / "docs"
     for section in config.nav or []:
         for title, folder in FOLDERS.items():
