@@ -35,6 +35,8 @@ TERMINAL = {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "0", "COLUMNS": str(COLUMN
 EIGHT = ["7d8590", "cf222e", "2da44e", "bf8700", "2f81c7", "a371f7", "1b989d", "7d8590"]
 SHADES = [(int(shade[:2], 16), int(shade[2:4], 16), int(shade[4:], 16)) for shade in EIGHT]
 COLOURS = TerminalTheme((255, 255, 255), (0, 0, 0), SHADES, SHADES)
+# in an output, fences and links are text: the page's own rules would find them even there
+NOT_MARKDOWN = {ord(mark): f"&#{ord(mark)};" for mark in "`~["}
 
 
 class BlockFailed(Exception):
@@ -119,6 +121,7 @@ def as_html(printed: str) -> str:
     lines = "\n".join(line.rstrip() for line in printed.strip("\n").splitlines())
     screen.print(Text.from_ansi(lines), soft_wrap=True)
     code = screen.export_html(inline_styles=True, code_format="{code}", theme=COLOURS).rstrip()
+    code = code.translate(NOT_MARKDOWN)
     return f'<pre class="output"><code>{code}</code></pre>'
 
 

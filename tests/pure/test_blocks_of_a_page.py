@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def test_outputs_are_below_their_blocks_and_blocks_without_output_stay(tmp_path:
     assert shown == [
         '<pre class="output"><code>42</code></pre>',
         '<pre class="output"><code>a &lt; b',
-        '<pre class="output"><code>[1, 2]</code></pre>',
+        '<pre class="output"><code>&#91;1, 2]</code></pre>',
     ]
     assert "a &lt; b\nbeside</code></pre>" in filled
     without = [line for line in filled.splitlines() if "output" not in line and not line.endswith("</pre>")]
@@ -108,7 +109,14 @@ def test_a_shell_that_never_ends_is_stopped(tmp_path: Path, monkeypatch: pytest.
 def test_folders_of_the_machine_are_not_shown(tmp_path: Path) -> None:
     before = os.getcwd()
     filled = fill(f"```bash\npwd\n```\n\n```python\nprint({sys.prefix!r} + '/lib')\n```\n", tmp_path)
-    assert "<code>~</code>" in filled and "<code>~/.venv/lib</code>" in filled and os.getcwd() == before
+    shown = unescape(filled)
+    assert "<code>~</code>" in shown and "<code>~/.venv/lib</code>" in shown and os.getcwd() == before
+
+
+def test_markdown_in_an_output_is_text() -> None:
+    shown = as_html("```python\n[a](b.md)\n~~~\n")
+    assert "`" not in shown and "[" not in shown and "~" not in shown
+    assert unescape(shown) == '<pre class="output"><code>```python\n[a](b.md)\n~~~</code></pre>'
 
 
 def test_colours_of_a_terminal_are_kept() -> None:
