@@ -101,6 +101,9 @@ class ScriptedRuntime:
     def describe(self) -> dict[str, Any]:
         return {}
 
+    def between_rounds(self) -> bool:
+        return False
+
     def loading_ended(self) -> None:
         pass
 

@@ -39,7 +39,7 @@ def drained(engine: Engine, requests: Any, speculation: dict[str, Any]) -> Any:
 
 
 def engine_with(method: str, path: Path) -> Engine:
-    engine = make_engine(deep_target("cuda"), speculation={"draft": {method: str(path)}}, compile=True)
+    engine = make_engine(deep_target("cuda"), speculation={"draft": {method: str(path)}}, compile="now")
     drafter: Any = engine.proposers.find(method)
     assert isinstance(drafter.runner.run, CapturedDraft), str(drafter.runner)
     assert engine.capabilities()[f"captured.{method}"].status == "on"
@@ -67,7 +67,7 @@ def test_a_draft_model_is_captured_beside_its_target(seed: int, tmp_path: Path) 
     """Of seed 0 it is the target itself; two models record graphs and replay them in turn."""
     tiny_model("llama", seed).save_pretrained(tmp_path)
     speculation: Any = {"draft": {"draft_model": str(tmp_path)}, "policy": "fixed"}
-    config = EngineConfig(block_size=4, compile=True, speculation=speculation)
+    config = EngineConfig(block_size=4, compile="now", speculation=speculation)
     engine = engine_on(captured_target("llama"), None, config)
     drafter: Any = proposer_of(engine, "draft_model")
     assert isinstance(drafter.model.runner.run, Captured), str(drafter.runner)
@@ -79,6 +79,6 @@ def test_half_precision_is_captured(tmp_path: Path) -> None:
     model = copy.deepcopy(deep_model()).to("cuda", torch.bfloat16)
     target = wrap_model(model, share=False, compile=True)
     path = write_eagle3(tmp_path, deep_model().config)
-    engine = make_engine(target, speculation={"draft": {"eagle3": str(path)}}, compile=True)
+    engine = make_engine(target, speculation={"draft": {"eagle3": str(path)}}, compile="now")
     drafter: Any = proposer_of(engine, "eagle3")
     assert isinstance(drafter.runner.run, CapturedDraft), str(drafter.runner)

@@ -71,7 +71,7 @@ def test_a_folder(tmp_path: Path) -> None:
     ("settings", "why"),
     [
         ({"quantization": "int4"}, "quantization = 'int4' is a setting of runtime torch"),
-        ({"compile": True}, "compile = True is a setting of runtime torch"),
+        ({"compile": "now"}, "compile = 'now' is a setting of runtime torch"),
         ({"device": "cuda:1"}, "gpu_layers"),
         ({"device": "cpu", "gpu_layers": 2}, "leaves none for a GPU"),
         ({"speculation": {"method": "eagle3"}}, "method = 'eagle3' needs runtime torch"),

@@ -37,7 +37,7 @@ def test_outputs_are_those_of_the_loop(dtype: str, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Program, "__call__", counted)
     settings: Any = {"max_num_seqs": 4, "dtype": dtype, "speculation": {"policy": "fixed", "draft": DRAFTS}}
-    fast = LLM("demo", compile=True, **settings)
+    fast = LLM("demo", compile="now", **settings)
     fusion = fast.engine.runtime.target.runner
     assert fusion.one_loop
     if fusion.form != "compiled":  # headers of Python, for one, may be missing where a compiler is not
@@ -71,7 +71,7 @@ def test_packed_weights_in_one_program_between_attentions(dtype: str) -> None:
     settings: Any = {"quantization": "int4", "dtype": dtype, "max_num_seqs": 4}
     settings |= {"warmup": False, "batch_invariant": True, "speculation": speculation}
     with where_invariant():
-        llm = LLM("demo-draft", compile=True, **settings)
+        llm = LLM("demo-draft", compile="now", **settings)
     target: Any = llm.engine.runtime.target
     if target.runner.form != "compiled":
         pytest.skip(str(target.runner))

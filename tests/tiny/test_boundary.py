@@ -98,6 +98,27 @@ def test_a_failed_call_leaves_every_sequence_as_it_was(call: int) -> None:
     assert texts_of(drain(engine, results)) == truth()
 
 
+def test_costs_are_learned_anew_where_a_runtime_becomes_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are a first guess from there on, which a few rounds outweigh."""
+    engine = engine_with(PROMPTS)
+    costs = engine.policy.costs
+    for ms, rounds in ((100.0, 60), (10.0, 4)):
+        for _ in range(rounds):
+            costs.observe_step(1, 0, 0, ms)
+    assert costs.step(1) > 25, "without the runtime's word they are slow to follow"
+    for _ in range(60):
+        costs.observe_step(1, 0, 0, 100.0)
+    calls = iter([False, True])
+    monkeypatch.setattr(engine.runtime, "between_rounds", lambda: next(calls, False))
+    engine.step()
+    assert costs.plain_steps()[1] > 50
+    engine.step()
+    assert 1 not in costs.plain_steps() and costs.known
+    for _ in range(4):
+        costs.observe_step(1, 0, 0, 10.0)
+    assert costs.step(1) < 25
+
+
 def test_an_abort_gives_everything_back() -> None:
     engine = engine_with(PROMPTS)
     for _ in range(3):

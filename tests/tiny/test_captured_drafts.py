@@ -44,7 +44,8 @@ def engine_with(method: str, folder: Path, compile: bool = True, **variant: Any)
     """A target that runs its loop, and such a drafter."""
     write = write_eagle3 if method == "eagle3" else write_dflash
     path = write(folder, deep_model().config, **variant)
-    return make_engine(deep_target(), speculation={"draft": {method: str(path)}}, compile=compile)
+    when = "now" if compile else "off"
+    return make_engine(deep_target(), speculation={"draft": {method: str(path)}}, compile=when)
 
 
 def captured_of(engine: Engine, method: str) -> CapturedDraft:

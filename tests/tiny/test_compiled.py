@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from inspect import getsource
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -289,10 +288,10 @@ def test_a_damaged_file_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     import torch._inductor as inductor
     from torch._inductor.runtime import cache_dir_utils
 
-    def load(path: str, **how: Any) -> Any:
-        if Path(path).read_text() != "whole":
+    def load(path: Path) -> RUN:
+        if path.read_text() != "whole":
             raise RuntimeError("not a package")
-        return SimpleNamespace(loader=SimpleNamespace(boxed_run=lambda given: [None]))
+        return lambda given: [torch.zeros(0)]
 
     def compile(made: Any, package_path: str, **how: Any) -> str:
         Path(package_path).write_text("whole")
@@ -300,7 +299,7 @@ def test_a_damaged_file_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return package_path
 
     monkeypatch.setattr(cache_dir_utils, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(inductor, "aoti_load_package", load)
+    monkeypatch.setattr(compiling, "load_program", load)
     monkeypatch.setattr(inductor, "aoti_compile_and_package", compile)
     given = "key", compiling.GatingRows(nn.SiLU()), [torch.zeros(64, 8)], [], compiling.ONE_THREAD
     assert compiling.load_or_compile(*given)
@@ -341,7 +340,8 @@ def test_without_a_writable_cache_the_loop_is_used(tmp_path: Path, monkeypatch: 
 
 
 def test_a_model_object_and_its_draft_model_are_compiled(uncompiled: None) -> None:
-    decoder = SpeculativeDecoder(tiny_model("qwen3"), tiny_model("llama"), method="draft_model", compile=True)
+    models = tiny_model("qwen3"), tiny_model("llama")
+    decoder = SpeculativeDecoder(*models, method="draft_model", compile="now")
     drafter: Any = proposer_of(decoder.engine, "draft_model")
     for target in (decoder.engine.runtime.target, drafter.model):
         assert target.runner.form == "compiled" and operation_programs(target)

@@ -12,7 +12,7 @@ from speculon.core.telemetry import RequestStats
 
 class Speculon:
     packages = ("torch", "transformers")
-    compile = False
+    compile = "off"
 
     def __init__(self, settings: Settings):
         self.llm = LLM(

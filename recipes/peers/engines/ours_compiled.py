@@ -7,7 +7,7 @@ from worker import serve
 
 
 class Compiled(Speculon):
-    compile = True
+    compile = "now"
 
 
 if __name__ == "__main__":

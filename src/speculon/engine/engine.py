@@ -172,6 +172,8 @@ class Engine:
 
     def step(self) -> list[Event]:
         """One round for everybody who can run. An error leaves every sequence as it was before."""
+        if self.runtime.between_rounds():
+            self.policy.costs.doubt()
         watch = Stopwatch(self.counters.profile)
         spans, events = self._without_faults(self.scheduler.plan())
         if not spans:

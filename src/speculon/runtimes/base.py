@@ -10,12 +10,12 @@ test of all that follows. One thread at a time calls it. It reads of a `Sequence
 anything: the step is left, every sequence is as it was, and the server tries once more before it ends the
 running requests. No member of `Space` raises, but for `check_integrity`.
 
-A round in one line: plan (by `Space`), `prepare_images` of each span, `reserve`, `__enter__`, `forward`,
-`commit`, the sequences advance, `__exit__`, `close` of those that have ended.
+A round in one line: `between_rounds`, plan (by `Space`), `prepare_images` of each span, `reserve`,
+`__enter__`, `forward`, `commit`, the sequences advance, `__exit__`, `close` of those that have ended.
 
 Optional, which means present with an empty result, are the prefix cache (`cached` and `open` give 0,
 `shares` False), trees, drafters and refusals, images (`prepare_images` gives None), adapters,
-`capabilities`, `memory` and `loading_ended`.
+`capabilities`, `memory`, `between_rounds` (which gives False) and `loading_ended`.
 """
 
 from __future__ import annotations
@@ -222,6 +222,12 @@ class Runtime(Protocol):
 
     def end(self) -> None:
         """Frees what it holds. Nothing else is called after that."""
+        ...
+
+    def between_rounds(self) -> bool:
+        """Between any two rounds: a moment, some tens of ms, to make itself faster. Returns whether rounds
+        take another time from here on; what they compute is bitwise the same.
+        """
         ...
 
     def loading_ended(self) -> None:

@@ -78,11 +78,12 @@ class EngineConfig(BaseSettings):
         "its own, at the first load, ends with an illegal instruction",
     )
     fuse: bool = Field(True, description="join layers into fewer, faster operations of equal result")
-    compile: bool = Field(
-        False,
+    compile: Literal["off", "auto", "now"] = Field(
+        "auto",
         description="compile norms, rotations and activations, and with packed weights all between two "
-        "attentions (CPU: a minute or two at the first load of a shape), or capture the latter as graphs "
-        "(CUDA)",
+        "attentions; auto: on a CPU, by a process of the lowest priority, whose programs replace the loop "
+        "between two rounds if they give the same bits; now: at load (CPU: a minute or two at the first load "
+        "of a shape; CUDA: as graphs)",
     )
     batch_invariant: bool | None = Field(
         None,

@@ -166,6 +166,9 @@ class LlamaRuntime:
             drafter.model.close()
         self.model.close()
 
+    def between_rounds(self) -> bool:
+        return False
+
     def loading_ended(self) -> None:
         self.plan = replace(self.plan, measured=held_bytes())
 

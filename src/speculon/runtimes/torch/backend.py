@@ -75,7 +75,7 @@ def load(
         allow_pickle=config.allow_pickle,
         max_context=config.max_context,
         fused=config.fuse,
-        compile=config.compile,
+        compile=config.compile == "now",
         batch_invariant=config.batch_invariant,
         quantization=config.quantization,
         adapters=config.adapters,
@@ -97,8 +97,8 @@ def wrap(model: PreTrainedModel, tokenizer: Tokenizer | None, config: EngineConf
 
     if config.threads:
         torch.set_num_threads(config.threads)
-    form = config.model_dump(include={"max_context", "compile", "batch_invariant"})
-    target = wrap_model(model, fused=config.fuse, **form)
+    form = config.model_dump(include={"max_context", "batch_invariant"})
+    target = wrap_model(model, fused=config.fuse, compile=config.compile == "now", **form)
     add_ends(target, tokenizer)
     target.prompts_apart = False  # what is one round's prompt was generated in another
     return TorchRuntime(target, tokenizer, config)

@@ -79,10 +79,12 @@ def modes(runtime: TorchRuntime, config: EngineConfig) -> CapabilityRows:
 
 def programs(form: str, device: str, runner: Runner, config: EngineConfig, here: str) -> Capability:
     """Whether forwards of a model are compiled ahead of time, or captured as graphs."""
-    if not config.compile:
-        why = "compile is false"
+    if config.compile == "off":
+        why = "compile is off"
     elif here != device:
         why = f"only on {device}, and this is {here}"
+    elif config.compile == "auto":
+        why = runner.programs or "auto compiles models that run as a loop on a CPU, and nothing else"
     else:
         why = str(runner) if runner.chosen else "no layer is fused"
     return on_or_off(runner.form == form, str(runner), why)

@@ -15,9 +15,9 @@ LAYER = ("heads", "k_dim", "v_dim", "window", "dtype", "chunk")
 
 def describe_alone(model: str, form: Facts, tell: Callable[[str], None]) -> Facts:
     """A target without an engine, where one cannot be made of it."""
-    others = {name: value for name, value in form.items() if name not in ("fuse", "runtime")}
-    fused = form.get("fuse", True)
-    return target_facts(load_target(model, fused=fused, batch_invariant=None, progress=tell, **others))
+    others = {name: value for name, value in form.items() if name not in ("fuse", "compile", "runtime")}
+    form = {"fused": form.get("fuse", True), "compile": form.get("compile") == "now"}
+    return target_facts(load_target(model, batch_invariant=None, progress=tell, **form, **others))
 
 
 def target_facts(target: Target) -> Facts:
@@ -64,7 +64,8 @@ def speed_words(runner: Runner) -> str:
         why = ", ".join(f"{reason} ({count})" for reason, count in runner.refused.items())
         fused = f"{runner.fused} of {runner.layers} layers are fused, since others differ: {why}"
     programs = {"compiled": "and compiled", "captured": "and captured as CUDA graphs"}
-    return f"{fused} {programs.get(runner.form, 'and not compiled (set --compile)')}"
+    not_compiled = f"and not compiled ({runner.programs or 'set --compile now'})"
+    return f"{fused} {programs.get(runner.form, not_compiled)}"
 
 
 def dtype_name(dtype: object) -> str:

@@ -30,6 +30,7 @@ from speculon.runtimes.torch.kv.reach import joint_reach
 from speculon.runtimes.torch.kv.slots import StateSlots
 from speculon.runtimes.torch.kv.states import StateStore
 from speculon.runtimes.torch.kv.store import PageStore, View
+from speculon.runtimes.torch.model.background import BackgroundCompiler
 from speculon.runtimes.torch.model.target import Target
 from speculon.runtimes.torch.needs import Needs
 from speculon.runtimes.torch.step import TorchStep
@@ -51,7 +52,7 @@ class TorchRuntime:
             scored=config.max_num_seqs + self.draft_rows,
             sequences=config.max_num_seqs,
             fuse=config.fuse,
-            compile=config.compile,
+            compile=config.compile == "now",
         )
         needs = target.needs(host.rows, host.scored, config.max_num_seqs)
         budget = MemoryBudget(config, needs, max_context, target.device)
@@ -89,6 +90,17 @@ class TorchRuntime:
                 "threads": torch.get_num_threads(),
             },
         )
+
+        self.compilers = [*self._compilers()] if config.compile == "auto" else []
+
+    def _compilers(self) -> Iterator[BackgroundCompiler]:
+        """Of the target and the draft models. Programs of an earlier start take the loop's place at once."""
+        for target in (self.target, *(getattr(drafter, "model", None) for drafter in self.drafters.values())):
+            if isinstance(target, Target) and target.device.type == "cpu":
+                compiler = BackgroundCompiler(target)
+                compiler.finish()
+                if not compiler.ended:
+                    yield compiler
 
     def _draft_states(self, method: str, needs: Needs) -> DraftStates | None:
         """The recurrent states of a drafter that has any; their slots are the pool's."""
@@ -145,6 +157,13 @@ class TorchRuntime:
 
     def end(self) -> None:
         """As `Runtime` says: tensors are freed with the last reference to them."""
+        for compiler in self.compilers:
+            compiler.end()
+
+    def between_rounds(self) -> bool:
+        changed = sum(compiler.advance() for compiler in self.compilers)  # all of them
+        self.compilers = [compiler for compiler in self.compilers if not compiler.ended]
+        return changed > 0
 
     def loading_ended(self) -> None:
         self.estimate = replace(self.estimate, measured=held_memory(self.device))

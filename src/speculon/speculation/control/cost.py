@@ -72,6 +72,13 @@ class LinearCost:
             [(spread * part) ** 2 * (i == j) for j in range(len(parts))] for i, part in enumerate(likely)
         ]
 
+    def doubt(self) -> None:
+        """What was measured is a first guess from here on: something else does the work."""
+        self.factors.clear()
+        self.measured = 0
+        if self.parts:
+            self.begin(self.parts, spread=1.0)
+
     def _fit(self, x: Features, ms: float, noise: float, scale: float) -> None:
         """One measurement, relative to `scale`."""
         relative = [value / scale for value in x]
@@ -203,6 +210,11 @@ class Costs:
     def observe_proposal(self, method: str, call: CallCost) -> None:
         features = (1.0, call.k, call.k * call.sequences, call.unread)
         self._proposals[method].observe(features, call.sequences, call.ms)
+
+    def doubt(self) -> None:
+        """Steps and proposals are learned anew, from what they were."""
+        for cost in (self._step, *self._proposals.values()):
+            cost.doubt()
 
     def state(self) -> dict[str, tuple[float, ...]]:
         return {name: cost.parts for name, cost in {"": self._step, **self._proposals}.items() if cost.parts}

@@ -22,7 +22,7 @@ def needs_of(method: str, path: object, config: EngineConfig, step: LargestStep)
     assert isinstance(path, str), "a server has no model objects"
     if method in LANGUAGE_MODELS:
         bits = config.speculation.draft_quantization
-        return model_needs(path, *step, config.fuse, config.compile, bits)
+        return model_needs(path, *step, config.fuse, config.compile == "now", bits)
     if method == MTP:
         return Needs(bytes_fixed=mtp_of(locate(path)).num_parameters * step.dtype.itemsize)
     return Needs(bytes_fixed=weight_bytes(read_checkpoint(locate(path)), step.dtype))

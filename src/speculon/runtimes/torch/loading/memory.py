@@ -175,7 +175,7 @@ def process_memory(
         config.model,
         *step,
         config.fuse,
-        config.compile,
+        config.compile == "now",
         config.quantization,
         allow_pickle=config.allow_pickle,
         trust_remote_code=config.trust_remote_code,

@@ -2,8 +2,8 @@
 
 A norm, the rotation of heads and a gated activation are one pass over their rows each. Where products are of
 packed weights, whose rows do not depend on each other, all between two attentions is one program, with its
-products. Weights are inputs, so all layers of one shape share a program. Programs are kept in the compiler's
-cache folder.
+products. Weights are inputs, so all layers of one shape share a program. It rounds where the loop does, which
+gives the same bits. Programs are kept in a folder, for all models of that shape.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from inspect import getsource
 from itertools import islice
@@ -25,7 +25,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from speculon.core.config.file import cache_folder
 from speculon.runtimes.torch.model.block import (
+    SUMS,
     Between,
     CannotReplace,
     FusedNorm,
@@ -38,20 +40,26 @@ from speculon.runtimes.torch.model.block import (
     rotate,
 )
 from speculon.runtimes.torch.model.compare import nearly
-from speculon.runtimes.torch.model.quantized import MEASURED_ROWS, Packed4, Packed8
+from speculon.runtimes.torch.model.pieces import InPieces, PromptsApart
+from speculon.runtimes.torch.model.quantized import MEASURED_ROWS, Packed4, Packed8, cpu_product
 from speculon.runtimes.torch.model.remembered import chip_name
 from speculon.runtimes.torch.model.trial import cast, refused
 
+BETWEEN = "between"  # the part of a loop that is all between two attentions
 CompilerSettings = dict[str, Any]  # of the compiler
 RunProgram = Callable[[list[Tensor]], list[Tensor]]
 
 ROWS = 64  # of the example that is compiled, so that threads share the rows, and never a sum
 HALVED = 8  # after so many rows they are half as large; an update is not small beside the last ones
 FEW = 16  # up to so many rows waking threads takes longer than they save: about equal for 8 of 2 x 1536
-ONE_THREAD: CompilerSettings = {"cpp.threads": 1}
-THREADS: CompilerSettings = {"cpp.dynamic_threads": True}  # as many as there are when it runs
+# roundings to bf16 between operations, and a product and a sum as one operation: both as torch's own kernels
+AS_THE_LOOP: CompilerSettings = {
+    "emulate_precision_casts": True,
+    "cpp.enable_floating_point_contract_flag": "fast",
+}
+ONE_THREAD: CompilerSettings = {"cpp.threads": 1, **AS_THE_LOOP}
+THREADS: CompilerSettings = {"cpp.dynamic_threads": True, **AS_THE_LOOP}  # as many as there are when it runs
 
-Replacement = tuple[Any, str, Any]  # an object, the name of its part, and a program, or a list of them
 ExportedPart = tuple[nn.Module, list[Tensor]]  # of a program, with its weights
 Plain = Callable[..., Sequence[Tensor]]  # rows -> what a program of them computes, without the compiler
 
@@ -75,8 +83,8 @@ class NormRows(nn.Module):
 
     def forward(self, x: Tensor, scaled: Tensor, floor: Tensor) -> Tensor:
         wide = x.float()
-        size = wide.square().sum(-1, keepdim=True)
-        return (wide * torch.rsqrt(size + floor) * scaled).to(x.dtype)
+        size = wide.to(SUMS).square().sum(-1, keepdim=True)
+        return (wide * torch.rsqrt(size + floor).float() * scaled).to(x.dtype)
 
 
 class RotaryRows(nn.Module):
@@ -107,10 +115,10 @@ class PackedRows(nn.Module):
 
     def __init__(self, product: Packed4):
         super().__init__()
-        self.form, self.multiply = type(product), product.multiply
+        self.form = type(product)
 
     def forward(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.form(weight, scales, bias, self.multiply)(x)
+        return self.form(weight, scales, bias, cpu_product)(x)
 
 
 class BetweenRows(nn.Module):
@@ -164,59 +172,110 @@ class BetweenProgram:
         return [torch.cat(parts) for parts in zip(*results, strict=True)]
 
 
+@dataclass(slots=True)
+class Wanted:
+    """A program for inputs like these; `plain` computes what it does without the compiler."""
+
+    module: nn.Module
+    rows: list[Tensor]
+    weights: list[Tensor]
+    plain: Plain
+    key: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.key = program_key(self.module, [*self.rows, *self.weights])
+
+
+@dataclass(slots=True)
+class Replacement:
+    """A part of a loop, and what takes its place: something made of one program, or of several."""
+
+    owner: Any
+    name: str
+    wanted: list[Wanted]
+    make: Callable[[list[Program]], Any]
+
+    def take_place(self, made: dict[str, Program]) -> None:
+        setattr(self.owner, self.name, self.make([made[one.key] for one in self.wanted]))
+
+
 @torch.inference_mode()
 def compile_parts(loop: Loop) -> None:
     """Replaces parts of a loop by programs: a minute or two at the first load of a shape.
 
     Raises `CannotReplace`, with nothing replaced, without a compiler or where a program differs.
     """
+    made: dict[str, Program] = {}
     with refused("compiled"):  # no C++ compiler, a read-only folder, or any error of the compiler's own
-        replacements = list(programs(loop))
-    for owner, name, run in replacements:
-        setattr(owner, name, run)
+        replacements = list(replacements_of(loop))
+        for wanted in (wanted for one in replacements for wanted in one.wanted if wanted.key not in made):
+            made[wanted.key] = checked_program(wanted)
+    for one in replacements:
+        one.take_place(made)
 
 
-def programs(loop: Loop) -> Iterator[Replacement]:
+def replacements_of(loop: Loop) -> Iterator[Replacement]:
     """One program of all between two attentions, where that can be, and always one of each operation.
 
     Operations are also at both ends of a loop, and where adapters or smaller pieces change products later.
     """
-    made: dict[str, Program] = {}
     x = random_rows(loop.norm.weight.shape[-1], loop.embed)
     with suppress(CannotReplace):
-        yield loop, "between", [*programs_between(loop, x, made)]
+        yield between_replacement(loop, x)
     for block, kind in zip(loop.blocks, loop.kinds, strict=True):
         attention, mlp = block.attention, block.mlp
         for norm in filter(None, block.norms):
-            yield norm, "compute", operation_program(norm, norm.few_operations, [x], made)
+            yield of_operation(norm, "compute", norm, norm.few_operations, [x])
         if isinstance(rotary := attention.rotary, Rotary) and rotary.rotates:
             tables = loop.tables(x[None], torch.arange(ROWS)[None], kind)
             heads = attention.states(x)[:, : attention.heads + attention.kv_heads]
-            yield attention, "rotary", rotary_program(rotary, heads, tables, made)
-        if isinstance(mlp, Gated) and isinstance(mlp.gating, Gating):
-            yield mlp, "gating", operation_program(mlp.gating, mlp.gating, [mlp.gate_up(x)], made)
-    yield loop.norm, "compute", operation_program(loop.norm, loop.norm.few_operations, [x], made)
+            yield of_rotary(attention, rotary, heads, tables)
+        for gated in (mlp.generated, mlp.prompt) if isinstance(mlp, PromptsApart) else (mlp,):
+            if isinstance(gated, Gated) and isinstance(gated.gating, Gating):
+                yield of_operation(gated, "gating", gated.gating, gated.gating, [gated.gate_up(x)])
+    yield of_operation(loop.norm, "compute", loop.norm, loop.norm.few_operations, [x])
 
 
-def rotary_program(
-    rotary: Rotary, heads: Tensor, tables: RotaryTables, made: dict[str, Program]
-) -> Callable[[Tensor, RotaryTables], Tensor]:
-    run = operation_program(rotary, lambda heads, *tables: rotary(heads, tables), [heads, *tables], made)
-    return lambda heads, tables: run(heads, *tables)
+def of_operation(
+    owner: object, name: str, operation: object, plain: Callable[..., Tensor], rows: list[Tensor]
+) -> Replacement:
+    """`plain` is its function of these rows."""
+    module, weights = part(operation)
+    wanted = Wanted(module, rows, weights, lambda *rows: [plain(*rows)])
+    return Replacement(owner, name, [wanted], lambda runs: lambda *rows: runs[0](*rows, *weights)[0])
 
 
-def programs_between(loop: Loop, x: Tensor, made: dict[str, Program]) -> Iterator[BetweenProgram]:
-    """Raises `CannotReplace`, before it compiles, where a part is not of packed weights, or not known."""
-    pairs = between(loop.blocks)
-    all_parts = [parts_between(pair) for pair in pairs]
-    for pair, parts, kind in zip(pairs, all_parts, loop.kinds[1:], strict=True):
+def of_rotary(owner: object, rotary: Rotary, heads: Tensor, tables: RotaryTables) -> Replacement:
+    def plain(heads: Tensor, *tables: Tensor) -> Tensor:
+        cos, sin = tables
+        return rotary(heads, (cos, sin))
+
+    one = of_operation(owner, "rotary", rotary, plain, [heads, *tables])
+    make = one.make
+
+    def take_tables(runs: list[Program]) -> Callable[[Tensor, RotaryTables], Tensor]:
+        run = make(runs)
+        return lambda heads, tables: run(heads, *tables)
+
+    one.make = take_tables
+    return one
+
+
+def between_replacement(loop: Loop, x: Tensor) -> Replacement:
+    """Raises `CannotReplace` where a part is not of packed weights, or not known."""
+    pairs, wanted = between(loop.blocks), []
+    for pair, parts, kind in zip(pairs, [*map(parts_between, pairs)], loop.kinds[1:], strict=True):
         earlier, later = pair.before.attention, pair.after.attention
         module = BetweenRows(parts, later.heads + later.kv_heads, later.head_dim)
         tables = loop.tables(x[None], torch.arange(ROWS)[None], kind)
         seen = random_rows(earlier.heads * earlier.head_dim, loop.embed, seed=1)
         weights = [weight for _, part in parts for weight in part]
-        run = program(module, [x, seen, *tables], weights, of_rows(pair), made)
-        yield BetweenProgram(run, weights)
+        wanted.append(Wanted(module, [x, seen, *tables], weights, of_rows(pair)))
+
+    def make(runs: list[Program]) -> list[BetweenProgram]:
+        return [BetweenProgram(run, one.weights) for run, one in zip(runs, wanted, strict=True)]
+
+    return Replacement(loop, BETWEEN, wanted, make)
 
 
 def of_rows(pair: Between) -> Plain:
@@ -244,6 +303,8 @@ def part(operation: object) -> ExportedPart:
             return GatingRows(act), []
         case Rotary(norm, True):
             return RotaryRows(), part(norm)[1]
+        case InPieces(product, rows) if rows.as_programs:
+            return part(product)
         case Packed4(weight, scales, bias):
             return PackedRows(operation), [weight, scales, *([] if bias is None else [bias])]
     raise CannotReplace(f"{type(operation).__name__} is no part of a program")
@@ -255,38 +316,29 @@ def random_rows(width: int, like: Any, seed: int = 0) -> Tensor:  # [ROWS, D]
     return (rows * torch.exp2(-torch.arange(ROWS)[:, None] / HALVED)).to(like.weight.dtype)
 
 
-def operation_program(
-    operation: object, plain: Callable[..., Tensor], rows: list[Tensor], made: dict[str, Program]
-) -> Callable[..., Tensor]:
-    """`plain` is its function of these rows."""
-    module, weights = part(operation)
-    run = program(module, rows, weights, lambda *rows: [plain(*rows)], made)
-    return lambda *rows: run(*rows, *weights)[0]
+def checked_program(wanted: Wanted) -> Program:
+    """A module compiled, and about as near as `plain` to what that yields in fp32.
 
-
-def program(
-    module: nn.Module, rows: list[Tensor], weights: list[Tensor], plain: Plain, made: dict[str, Program]
-) -> Program:
-    """A module compiled for inputs like these, and about as near as `plain` to what that yields in fp32.
-
-    The programs of this load are in `made`. Raises `ValueError` where one differs.
+    Raises `ValueError` where it differs.
     """
-    key = program_key(module, [*rows, *weights])
-    if key in made:
-        return made[key]
-    compiled = partial(load_or_compile, key, module, rows, weights)
+    rows, weights = wanted.rows, wanted.weights
+    compiled = partial(load_or_compile, wanted.key, wanted.module, rows, weights)
     run = Program(compiled(ONE_THREAD), compiled(THREADS))
     results = run(*rows, *weights)
-    compared = zip(results, plain(*rows), plain(*(x.float() for x in rows)), strict=True)
+    compared = zip(results, wanted.plain(*rows), wanted.plain(*(x.float() for x in rows)), strict=True)
     equal = all(nearly(*(x.float().flatten(1) for x in three)) for three in compared)
     if not equal or any(x.dtype is not rows[0].dtype for x in results):
         raise ValueError("it computes something else")
+    check_rows(run, wanted, results)
+    return run
+
+
+def check_rows(run: Program, wanted: Wanted, results: list[Tensor]) -> None:
+    """Raises `ValueError` where a row of the results has other bits in a call of fewer rows."""
     for count in (1, 2, 3, FEW, FEW + 1, ROWS - 1):
-        fewer = run(*(x[:count] for x in rows), *weights)
+        fewer = run(*(x[:count] for x in wanted.rows), *wanted.weights)
         if not all(torch.equal(a, b[:count]) for a, b in zip(fewer, results, strict=True)):
             raise ValueError("a row depends on how many there are")
-    made[key] = run
-    return run
 
 
 def program_key(module: nn.Module, inputs: list[Tensor]) -> str:
@@ -310,18 +362,20 @@ def described(module: nn.Module) -> list[object]:
 def load_or_compile(
     key: str, module: nn.Module, rows: list[Tensor], weights: list[Tensor], settings: CompilerSettings
 ) -> RunProgram:
-    from torch._inductor import aoti_compile_and_package, aoti_load_package
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-    from torch.export import Dim, export
-
-    def loaded() -> RunProgram:
-        run: RunProgram = aoti_load_package(str(path), run_single_threaded=True).loader.boxed_run
-        return run
-
-    path = Path(cache_dir()) / "speculon" / f"{key}-{'-'.join(settings)}.pt2"
+    path = program_file(key, settings)
     if path.exists():
         with suppress(RuntimeError):  # a damaged file is replaced
-            return loaded()
+            return load_program(path)
+    compile_program(path, module, rows, weights, settings)
+    return load_program(path)
+
+
+def compile_program(
+    path: Path, module: nn.Module, rows: list[Tensor], weights: list[Tensor], settings: CompilerSettings
+) -> None:
+    from torch._inductor import aoti_compile_and_package
+    from torch.export import Dim, export
+
     path.parent.mkdir(parents=True, exist_ok=True)
     any_rows = Dim("rows", min=2, max=1 << 40)  # one row works, too, and there is no limit
     shapes = (*({0: any_rows} for _ in rows), *({} for _ in weights))
@@ -334,7 +388,26 @@ def load_or_compile(
             package = f"{folder}/{path.name}"
             aoti_compile_and_package(exported, package_path=package, inductor_configs={**settings})
             os.replace(package, path)
-    return loaded()
+
+
+def load_program(path: Path) -> RunProgram:
+    """By the loader itself, since the compiler's package takes seconds to import."""
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)  # one runner, no device
+    return loader.boxed_run
+
+
+def program_file(key: str, settings: CompilerSettings) -> Path:
+    """Where a program is kept: beside what loads found, or else in the compiler's own cache folder."""
+    folder = cache_folder()
+    if folder is None:
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        return Path(cache_dir()) / "speculon" / program_name(key, settings)
+    return folder / "programs" / program_name(key, settings)
+
+
+def program_name(key: str, settings: CompilerSettings) -> str:
+    return f"{key}-{next(iter(settings))}.pt2"
 
 
 def copied(x: Tensor) -> Tensor:

@@ -61,6 +61,11 @@ class InvariantRows(NamedTuple):
     sizes: tuple[int, ...] = ()  # and larger ones, the largest first
 
     @property
+    def as_programs(self) -> bool:
+        """Whether pieces are those of a program with this product in it."""
+        return self.min_rows == 1 and self.max_rows >= MEASURED_ROWS
+
+    @property
     def only_small(self) -> bool:
         """Whether prompts may take fewer, larger pieces if they need not agree with generated tokens."""
         return not self.sizes and self.max_rows <= max(MOST)
@@ -145,7 +150,7 @@ class ProductPieces:
     def whole(self) -> bool:
         """Whether all products so far take as many rows at once as a program of them."""
         rows = [one for one in self.known.values() if isinstance(one, InvariantRows)]
-        return all(one.min_rows == 1 and one.max_rows >= MEASURED_ROWS for one in rows)
+        return all(one.as_programs for one in rows)
 
     def by_row(self, product: Product, outputs: int, width: int, dtype: torch.dtype) -> Product:
         """The same for a product of all rows of a forward in their order, where prompts may be apart."""

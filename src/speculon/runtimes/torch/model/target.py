@@ -44,6 +44,7 @@ class Runner:
     form: Literal["layers", "loop", "compiled", "captured"] = "layers"  # `loop`: in the stock forward's place
     refused: Counter[str] = field(default_factory=Counter)  # reason -> layers or modules
     num_bytes: int = 0  # what it takes in addition to the weights
+    programs: str = ""  # made in the background: compiling, checking, ready, or why there are none
 
     @property
     def chosen(self) -> bool:

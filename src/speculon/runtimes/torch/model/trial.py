@@ -82,7 +82,8 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, tuple):
-        return tuple(cast(item, dtype) for item in value)
+        items = [cast(item, dtype) for item in value]
+        return value._make(items) if hasattr(value, "_make") else tuple(items)  # of a named tuple
     if isinstance(value, dict):
         return {key: cast(item, dtype) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
