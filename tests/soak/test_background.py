@@ -19,11 +19,13 @@ from torch import Tensor
 
 from speculon import LLM, SamplingParams
 from speculon.engine.engine import Engine
+from speculon.runtimes.torch.loading.load import load_target
 from speculon.runtimes.torch.loading.load_check import paged_logits
 from speculon.runtimes.torch.model import background
 from speculon.runtimes.torch.model.background import BackgroundCompiler
 from speculon.runtimes.torch.model.compiled import FEW, BetweenProgram
 from speculon.runtimes.torch.model.target import Runner, Target
+from tests.tiny.conftest import TINY, build
 
 pytestmark = [
     pytest.mark.soak,
@@ -142,6 +144,35 @@ def test_finding_them_imports_no_compiler(programs: Path) -> None:
     environment = os.environ | {"SPECULON_CACHE": str(programs)}
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert found.stdout.split() == ["compiled", "True"], found
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization", "dtype"),
+    [
+        ("qwen3", "int4", "bfloat16"),
+        ("gemma3", "int8", "bfloat16"),
+        ("qwen2", "int4", "float32"),
+        ("qwen3", "none", "bfloat16"),
+        ("gemma3", "none", "float32"),
+    ],
+)
+def test_programs_have_the_bits_of_the_loop(
+    name: str, quantization: Any, dtype: str, programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms of heads and around parts, biases, both activations; with and without packed weights."""
+    monkeypatch.setenv("SPECULON_CACHE", str(programs))
+    model_type, settings = TINY[name]
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
+    build(model_type, **{**settings, **sizes}).save_pretrained(tmp_path)
+    target = load_target(tmp_path, dtype=dtype, quantization=quantization, batch_invariant=None)
+    expected = paged_logits(target)
+    compiler = BackgroundCompiler(target)
+    assert compiler.process is not None
+    compiler.process.wait(1500)
+    while not compiler.ended:
+        compiler.advance()
+    assert (target.runner.form, target.runner.programs) == ("compiled", "ready")
+    assert torch.equal(paged_logits(target), expected)
 
 
 def last_bit(run: background.RunProgram) -> background.RunProgram:

@@ -115,9 +115,10 @@ class PackedRows(nn.Module):
 
     def __init__(self, product: Packed4):
         super().__init__()
-        self.form = type(product)
+        self.form = type(product)  # an operator of torch cannot be sent to a process
 
     def forward(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+        assert cpu_product is not None
         return self.form(weight, scales, bias, cpu_product)(x)
 
 
