@@ -151,9 +151,9 @@ def test_finding_them_imports_no_compiler(programs: Path) -> None:
     [
         ("qwen3", "int4", "bfloat16"),
         ("gemma3", "int8", "bfloat16"),
-        ("qwen2", "int4", "float32"),
+        ("qwen2", "int4", "bfloat16"),
         ("qwen3", "none", "bfloat16"),
-        ("gemma3", "none", "float32"),
+        ("gemma3", "none", "bfloat16"),
     ],
 )
 def test_programs_have_the_bits_of_the_loop(

@@ -239,8 +239,8 @@ def test_inspect_says_in_25_lines_what_the_model_is_and_does(
         "supported yes: equal to its stock forward",
         "takes text, and chats with tools (calls in the generic form, since its chat template has none that "
         "is known); no images (a text model); up to 1,024 tokens",
-        "runs on cpu in float32; all 2 layers are fused and not compiled (off: there is no cache folder to "
-        "keep programs in (set SPECULON_CACHE))",
+        "runs on cpu in float32; all 2 layers are fused and not compiled (off: in float32 a program rounds "
+        "otherwise than the loop, as --compile now allows)",
         "256 bytes each",
         "methods by default auto, which asks suffix ",
         "ngram, suffix: a lookup in tokens, without a model",

@@ -81,9 +81,9 @@ class EngineConfig(BaseSettings):
     compile: Literal["off", "auto", "now"] = Field(
         "auto",
         description="compile norms, rotations and activations, and with packed weights all between two "
-        "attentions; auto: on a CPU, by a process of the lowest priority, whose programs replace the loop "
-        "between two rounds if they give the same bits; now: at load (CPU: a minute or two at the first load "
-        "of a shape; CUDA: as graphs)",
+        "attentions; auto: on a CPU in bf16 or fp16, by a process of the lowest priority, whose programs "
+        "replace the loop between two rounds if they give the same bits; now: at load (CPU: a minute or two "
+        "at the first load of a shape; CUDA: as graphs)",
     )
     batch_invariant: bool | None = Field(
         None,

@@ -69,10 +69,9 @@ class BackgroundCompiler:
 
     def begin(self) -> None:
         loop = self.target.runner.run
-        if why := obstacle():
+        if why := obstacle(self.target):
             return self.end(f"off: {why}")
-        if not isinstance(loop, Loop):
-            return self.end("off: no loop runs in the place of the model's forward")
+        assert isinstance(loop, Loop)
         self.replacements = chosen(replacements_of(loop))
         if missing := missing_programs(self.wanted):
             self.start(missing)
@@ -190,8 +189,12 @@ def chosen(found: Iterator[Replacement]) -> list[Replacement]:
     return [first] if first.name == BETWEEN else [first, *found]
 
 
-def obstacle() -> str | None:
-    """Why nothing can be compiled in the background."""
+def obstacle(target: Target) -> str | None:
+    """Why nothing is compiled in the background for a target on a CPU."""
+    if not isinstance(target.runner.run, Loop):
+        return "no loop runs in the place of the model's forward"
+    if target.dtype is torch.float32:  # without a rounding between a product and a sum
+        return "in float32 a program rounds otherwise than the loop, as --compile now allows"
     if cache_folder() is None:
         return "there is no cache folder to keep programs in (set SPECULON_CACHE)"
     if not hasattr(os, "killpg"):
