@@ -28,7 +28,7 @@ def end_with_input() -> None:
     """Ends this process and its compilers as soon as nobody holds the other end of its input."""
     while os.read(0, 1):  # a lock of `sys.stdin`, held when the interpreter ends, would abort the process
         pass
-    os.killpg(0, signal.SIGKILL)
+    os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
