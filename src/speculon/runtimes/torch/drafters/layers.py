@@ -23,11 +23,11 @@ from speculon.checkpoints.headers import read_header
 from speculon.core.config.speculation import Quantization
 from speculon.core.errors import CorruptWeights, MissingWeights, UnsupportedModel
 from speculon.runtimes.torch.drafters.config import DrafterConfig, check_offsets
-from speculon.runtimes.torch.loading.quantization import BITS, HEAD_BITS, layer_bytes
+from speculon.runtimes.torch.loading.quantization import BITS, HEAD_BITS
 from speculon.runtimes.torch.model import block
 from speculon.runtimes.torch.model.block import RotaryTables, rotation_tables
 from speculon.runtimes.torch.model.linear import Product, joined
-from speculon.runtimes.torch.model.quantized import fits, quantize
+from speculon.runtimes.torch.model.quantized import fits, layer_bytes, quantize
 
 if TYPE_CHECKING:
     from speculon.runtimes.torch.model.target import Target

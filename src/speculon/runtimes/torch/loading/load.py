@@ -52,6 +52,7 @@ from speculon.runtimes.torch.loading.quantization import (
 )
 from speculon.runtimes.torch.model import attention
 from speculon.runtimes.torch.model.fuse import fuse, fuse_norms, pack_rest
+from speculon.runtimes.torch.model.kept_weights import keeping
 from speculon.runtimes.torch.model.recurrent import decide as decide_continuation
 from speculon.runtimes.torch.model.remembered import passed, passes, remembering
 from speculon.runtimes.torch.model.target import Target
@@ -107,7 +108,8 @@ def load_target(
         release_memory()
         settings: tuple[object, ...] = precision, place, max_context, fused, compile, batch_invariant
         settings += quantization, *sorted({layer for adapter in own for layer in adapter.layers})
-        with remembering([*checkpoint.files, *configs(folder)], *settings):
+        files = [*checkpoint.files, *configs(folder)]
+        with remembering(files, *settings), keeping(files, precision, place, quantization, fused):
             report("checking the model against its stock forward")
             sample = partial(image_sample, folder, trust_remote_code)
             fast = {"fused": fused, "compile": compile}

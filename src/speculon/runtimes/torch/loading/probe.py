@@ -20,6 +20,7 @@ from transformers.modeling_utils import AttentionInterface
 from speculon.core.errors import UnsupportedModel
 from speculon.runtimes.torch.loading.older import adapt
 from speculon.runtimes.torch.model import attention
+from speculon.runtimes.torch.model.quantized import shapes_alone
 from speculon.runtimes.torch.model.recurrent import Mixer
 from speculon.runtimes.torch.needs import LayerSpec, StateSpec
 
@@ -131,7 +132,8 @@ def discover(model: PreTrainedModel) -> tuple[tuple[LayerSpec, ...], int, tuple[
         row = {"input_ids": ids, "position_ids": positions, "logits_to_keep": 1}
         mixers: tuple[Mixer, ...] = ()
         if recurrent is None:
-            out = model(**row, use_cache=False)
+            with shapes_alone():
+                out = model(**row, use_cache=False)
         else:
             out, mixers = watched_forward(model, row, recurrent)
     finally:

@@ -22,7 +22,7 @@ from speculon.core.config.speculation import Quantization
 from speculon.core.errors import UnsupportedModel
 from speculon.runtimes.torch.loading.probe import RECURRENT_LAYERS
 from speculon.runtimes.torch.model.linear import plain
-from speculon.runtimes.torch.model.quantized import GROUP, fits, quantize, supported
+from speculon.runtimes.torch.model.quantized import GROUP, fits, layer_bytes, quantize, supported
 
 BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
 BITS: dict[Quantization, int] = {"int4": 4, "int8": 8}
@@ -136,7 +136,8 @@ def round_weights(
     head = model.get_output_embeddings()
     for name, layer in packable(model):
         bits = HEAD_BITS if layer is head else BITS[setting]
-        model.set_submodule(name, quantize(layer.weight, layer.bias, bits, model.dtype))
+        made = quantize(layer.weight, layer.bias, bits, model.dtype, name=name, device=device)
+        model.set_submodule(name, made)
 
 
 def packed_bytes(
@@ -179,8 +180,3 @@ def in_bits(block_type: str, is_head: bool, device: torch.device) -> bool:
     if block_type in FOUR_BITS or block_type in NUMBERS:
         return block_type in FOUR_BITS
     return is_head or (device.type == "cpu" and not native_bf16())
-
-
-def layer_bytes(size: int, bits: int, dtype: torch.dtype) -> int:
-    """Of a packed layer of so many weights: each group of each 4 bits has a scale and a zero."""
-    return size * bits // 8 + size * bits // 4 // GROUP * 2 * dtype.itemsize

@@ -63,9 +63,12 @@ def fuse(target: Target, *, share: bool, compile: bool = False) -> None:
 
 
 def fuse_layers(target: Target, trial: Trial, share: bool) -> None:
-    runner = target.runner
-    with recorded(target.model, trial) as layers:
-        stock_forward(target.model, trial.batch, trial.view)
+    runner, places = target.runner, dict(layer_places(target.model))
+    if passed("all layers"):  # no layer is compared, so none needs arguments
+        layers = places
+    else:
+        with recorded(target.model, trial) as layers:
+            stock_forward(target.model, trial.batch, trial.view)
     for number, (parent, name) in layers.items():
         stock, spec = getattr(parent, name), target.layers[number]
         try:
@@ -78,6 +81,8 @@ def fuse_layers(target: Target, trial: Trial, share: bool) -> None:
         else:
             setattr(parent, name, fused)
             runner.fused += 1
+    if runner.fused == runner.layers and places == layers:
+        passes("all layers")
 
 
 def choose_loop(target: Target, trial: Trial, *, compile: bool) -> None:
@@ -204,7 +209,9 @@ def pack_head(target: Target, trial: Trial) -> None:
         return
     try:
         target.model.set_output_embeddings(Fused(joined([head], share=False)))
-        stock_forward(target.model, trial.batch, trial.view)
+        if not passed("head"):
+            stock_forward(target.model, trial.batch, trial.view)
+            passes("head")
     except UNKNOWN:  # it reads the head's weight or bias
         return target.model.set_output_embeddings(head)
     if head.weight is target.model.get_input_embeddings().weight:

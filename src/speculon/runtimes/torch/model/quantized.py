@@ -7,6 +7,8 @@ A weight in 8 bits is the sum of two such, 16 high + low, so its product is that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,6 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from speculon.runtimes.torch.model.kept_weights import kept
 
 GROUP = 32
 MIDDLE = 8  # the q whose weight is the group's zero
@@ -24,6 +28,11 @@ TILES = 2  # torch's inner tiles; on CUDA a row has a multiple of 16 * TILES col
 # looked up once
 cpu_product = getattr(getattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu", None), "default", None)
 cuda_product = torch.ops.aten._weight_int4pack_mm.default
+
+PARTS = ("q", "scale", "zero")
+Parts = tuple[Tensor, Tensor, Tensor]
+
+_shapes_alone: ContextVar[bool] = ContextVar("speculon_shapes_alone", default=False)
 
 
 @dataclass(slots=True)
@@ -57,19 +66,38 @@ class Packed8(Packed4):
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer with its weight [O, D] in 4 or 8 bits. Its forward multiplies by it as numbers."""
+    """A linear layer with its weight [O, D] in 4 or 8 bits. Its forward multiplies by it as numbers.
+
+    The weight is read when it is first needed: of a layer whose packed form was kept, never.
+    """
 
     q: Tensor  # [O, D * bits / 8] uint8: two values of 4 bits, the first in the low half
     scale: Tensor  # [O, D * bits / 4 / GROUP]
     zero: Tensor
     bias: Tensor | None
 
-    def __init__(self, q: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, bits: int):
+    def __init__(
+        self,
+        read: Callable[[], Parts],
+        shape: Sequence[int],
+        bias: Tensor | None,
+        bits: int,
+        dtype: torch.dtype,
+        name: str = "",
+    ):
         super().__init__()
-        self.bits, self.out_features, self.in_features = bits, q.shape[0], q.shape[1] * 8 // bits
+        self.bits, self.dtype, (self.out_features, self.in_features) = bits, dtype, shape
+        self.name = name  # in its model, by which its packed form is kept; empty: it is not
         self.stored = ""  # the type of a GGUF file that it was made of, for people
-        for name, value in (("q", q), ("scale", scale), ("zero", zero), ("bias", bias)):
-            self.register_buffer(name, value)
+        self.read: Callable[[], Parts] | None = read  # None once it was read
+        self.register_buffer("bias", bias)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in PARTS and self.read is not None:
+            read, self.read = self.read, None
+            for part, value in zip(PARTS, read(), strict=True):
+                self.register_buffer(part, value)
+        return super().__getattr__(name)
 
     def numbers(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:  # [O, D]
         """Rows of the weight, computed in at least fp32."""
@@ -81,6 +109,8 @@ class QuantizedLinear(nn.Module):
         return (parts[:, 0] if self.bits == 4 else parts[:, 0] + parts[:, 1]).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        if _shapes_alone.get():
+            return x.new_zeros(*x.shape[:-1], self.out_features)
         parts = (
             F.linear(x, self.numbers(x.dtype, rows), None if self.bias is None else self.bias[rows])
             for rows in slices(self.out_features)
@@ -93,7 +123,23 @@ class QuantizedLinear(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.nbytes for part in self.buffers())
+        size = layer_bytes(self.out_features * self.in_features, self.bits, self.dtype)
+        return size + (0 if self.bias is None else self.bias.nbytes)
+
+
+@contextmanager
+def shapes_alone() -> Iterator[None]:
+    """Within it quantised layers return zeros, for a forward of which only shapes are read."""
+    token = _shapes_alone.set(True)
+    try:
+        yield
+    finally:
+        _shapes_alone.reset(token)
+
+
+def layer_bytes(size: int, bits: int, dtype: torch.dtype) -> int:
+    """Of a packed layer of so many weights: each group of each 4 bits has a scale and a zero."""
+    return size * bits // 8 + size * bits // 4 // GROUP * 2 * dtype.itemsize
 
 
 def slices(rows: int) -> list[slice]:
@@ -129,20 +175,39 @@ def fits(shape: Sequence[int]) -> bool:
     return shape[0] % 16 == 0 and shape[1] % GROUP == 0
 
 
-def quantize(weight: Tensor, bias: Tensor | None, bits: int, dtype: torch.dtype) -> QuantizedLinear:
-    """A layer [O, D] rounded to the nearest of `bits` bits, between the extremes of each group."""
-    parts = (weight[rows].to(torch.float32, copy=True) for rows in slices(len(weight)))
-    return quantize_rows(parts, bias, bits, dtype)
-
-
-def quantize_rows(
-    parts: Iterable[Tensor], bias: Tensor | None, bits: int, dtype: torch.dtype
+def quantize(
+    weight: Tensor,
+    bias: Tensor | None,
+    bits: int,
+    dtype: torch.dtype,
+    *,
+    name: str = "",
+    device: torch.device | None = None,
 ) -> QuantizedLinear:
-    """The same of parts of the rows in fp32, which are overwritten."""
+    """A layer [O, D] rounded to the nearest of `bits` bits, between the extremes of each group.
+
+    It is rounded where the weight is, when it is first needed, and then moved to `device`.
+    """
+
+    def read() -> Parts:
+        parts = (weight[rows].to(torch.float32, copy=True) for rows in slices(len(weight)))
+        return on_device(rounded_rows(parts, bits, dtype), device or weight.device)
+
+    return QuantizedLinear(read, weight.shape, bias, bits, dtype, name)
+
+
+@torch.no_grad()
+def rounded_rows(parts: Iterable[Tensor], bits: int, dtype: torch.dtype) -> Parts:
+    """q, scale and zero of parts of the rows in fp32, which are overwritten."""
     rounded = {4: to_nibbles, 8: to_bytes}[bits]
     made = [rounded(rows.unflatten(1, (-1, GROUP)), dtype) for rows in parts]
     q, scale, zero = (torch.cat(columns) for columns in zip(*made, strict=True))
-    return QuantizedLinear(q, scale, zero, bias, bits)
+    return q, scale, zero
+
+
+def on_device(parts: Parts, device: torch.device) -> Parts:
+    q, scale, zero = (part.to(device) for part in parts)
+    return q, scale, zero
 
 
 def to_nibbles(groups: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,12 +247,18 @@ def unpack_pairs(q: Tensor) -> Tensor:  # [O, D / 2] -> [O, D]
 @torch.no_grad()
 def packed_layers(layers: Sequence[QuantizedLinear]) -> Packed4:
     """One product for layers of one input and as many bits."""
-    q, scale, zero = (concatenated([getattr(x, name) for x in layers]) for name in ("q", "scale", "zero"))
-    bias = joined_biases([(layer.bias, layer.out_features) for layer in layers], scale)
-    scales = torch.stack([scale, zero], -1).transpose(0, 1).contiguous()
+    names = [layer.name for layer in layers]
+    weight, scales = kept(" ".join(names) if all(names) else "", lambda: packed_parts(layers))
+    bias = joined_biases([(layer.bias, layer.out_features) for layer in layers], scales)
     made = {4: Packed4, 8: Packed8}[layers[0].bits]
-    pack, multiply = pack_on(q.device)
-    return made(packed_rows(q, pack), scales, bias, multiply)
+    return made(weight, scales, bias, pack_on(weight.device)[1])
+
+
+def packed_parts(layers: Sequence[QuantizedLinear]) -> tuple[Tensor, Tensor]:
+    """Their weights side by side as torch packs them, and the scales."""
+    q, scale, zero = (concatenated([getattr(x, name) for x in layers]) for name in PARTS)
+    scales = torch.stack([scale, zero], -1).transpose(0, 1).contiguous()
+    return packed_rows(q, pack_on(q.device)[0]), scales
 
 
 def joined_biases(biases: Sequence[tuple[Tensor | None, int]], like: Tensor) -> Tensor | None:

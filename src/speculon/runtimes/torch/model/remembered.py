@@ -131,11 +131,15 @@ def sample(file: Path) -> bytes:
 def machine() -> tuple[object, ...]:
     """What chooses a kernel, and what a kernel adds up in."""
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     settings = sorted(item for item in os.environ.items() if item[0].startswith(KERNELS))
     process = torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled, torch.version.cuda
-    chip = (chip_name(), sorted(capabilities.items()), torch.backends.cpu.get_cpu_capability())
-    return platform.platform(), chip, devices, torch.get_num_threads(), settings, process
+    return platform.platform(), chip(), devices, torch.get_num_threads(), settings, process
+
+
+def chip() -> tuple[object, ...]:
+    """What chooses the layout of a weight."""
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return chip_name(), sorted(capabilities.items()), torch.backends.cpu.get_cpu_capability()
 
 
 @cache

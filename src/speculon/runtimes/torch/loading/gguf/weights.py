@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,10 +27,12 @@ from speculon.runtimes.torch.model.linear import plain
 from speculon.runtimes.torch.model.quantized import (
     GROUP,
     MIDDLE,
+    Parts,
     QuantizedLinear,
     fits,
+    on_device,
     pack_pairs,
-    quantize_rows,
+    rounded_rows,
     slices,
 )
 
@@ -57,20 +60,14 @@ def load_gguf(
     data = TensorData(header)
     layers: dict[str, QuantizedLinear] = {}
     for name, source in sources.items():
-        first = source.tensors[0]
-        try:
-            for weight in (name, *tied.get(name, ())):
-                if packed_on is None or weight not in linear or not source.packs:
-                    continue
-                is_head = linear[weight] is model.get_output_embeddings()
-                if in_bits(first.type, is_head, packed_on):
-                    layers[weight] = data.layer(source, dtype)
-            if name not in layers:
-                set_parameter(model, name, data.numbers(source, dtype))
-        except ValueError as error:
-            raise CorruptWeights(f"{path}: {first.name}: {error}") from error
-        except NotImplementedError as error:
-            raise UnsupportedModel(f"{path}: {first.name}: {error}") from error
+        for weight in (name, *tied.get(name, ())):
+            if packed_on is None or weight not in linear or not source.packs:
+                continue
+            is_head = linear[weight] is model.get_output_embeddings()
+            if in_bits(source.tensors[0].type, is_head, packed_on):
+                layers[weight] = data.layer(source, dtype, weight.removesuffix(".weight"), packed_on)
+        if name not in layers:
+            set_parameter(model, name, data.numbers(source, dtype))
     model.tie_weights()
     for weight, layer in layers.items():
         layer.bias = linear[weight].bias
@@ -177,15 +174,18 @@ class TensorData:
     """The data of a file's tensors, of which no copy is kept."""
 
     def __init__(self, header: GgufHeader):
-        self._data: np.ndarray = np.memmap(header.path, mode="c")  # torch warns of arrays that are read-only
-        self._begin = header.begin
+        self._path, self._begin = header.path, header.begin
 
     def _rows(self, tensor: Tensor) -> np.ndarray:  # [rows, bytes]
-        """A vector of plain numbers has a row for each, as it may be in another order."""
-        begin = self._begin + tensor.begin
+        """A vector of plain numbers has a row for each, as it may be in another order.
+
+        Each tensor is mapped alone, so that what was read of the others leaves the memory.
+        """
         vector = len(tensor.shape) == 1 and tensor.type in NUMBERS
         rows = tensor.size if vector else math.prod(tensor.shape[:-1])
-        return self._data[begin : begin + tensor.num_bytes].reshape(rows, -1)
+        begin, size = self._begin + tensor.begin, (tensor.num_bytes,)
+        # torch warns of arrays that are read-only
+        return np.memmap(self._path, mode="c", offset=begin, shape=size).reshape(rows, -1)
 
     def _dequantized(self, tensor: Tensor, order: np.ndarray | None) -> Iterator[np.ndarray]:
         """Its rows in fp32 and in this order, in parts."""
@@ -195,6 +195,10 @@ class TensorData:
 
     def numbers(self, source: TensorSource, dtype: torch.dtype) -> torch.Tensor:
         """A parameter as the model has it."""
+        with self._errors(source):
+            return self._numbers(source, dtype)
+
+    def _numbers(self, source: TensorSource, dtype: torch.dtype) -> torch.Tensor:
         stored, values = source.stored, []
         for tensor in source.tensors:
             value, begin = torch.empty(stored_shape(stored, source.shape), dtype=dtype), 0
@@ -213,20 +217,42 @@ class TensorData:
         turned = stored.transposed and value.dim() > 1
         return value.transpose(-1, -2).contiguous() if turned else value
 
-    def layer(self, source: TensorSource, dtype: torch.dtype) -> QuantizedLinear:
+    def layer(
+        self, source: TensorSource, dtype: torch.dtype, name: str, device: torch.device
+    ) -> QuantizedLinear:
         """Its rows in 4 bits, where its groups are those of a packed layer; a head's, else, in 8 bits."""
-        tensor, order = source.tensors[0], source.rows
-        if tensor.type in FOUR_BITS:
-            rows = self._rows(tensor)
-            rows = rows if order is None else rows[order]
-            q, scale, low = map(torch.from_numpy, four_bits(rows, tensor.type))
-            zero = (low + MIDDLE * scale).to(dtype)
-            layer = QuantizedLinear(pack_pairs(q), scale.to(dtype), zero, None, 4)
-        else:
-            rows_in_fp32 = (torch.from_numpy(part) for part in self._dequantized(tensor, order))
-            layer = quantize_rows(rows_in_fp32, None, 8, dtype)
-        layer.stored = tensor.type
+        stored = source.tensors[0].type
+
+        def read() -> Parts:
+            with self._errors(source):
+                return on_device(self._parts(source, dtype), device)
+
+        bits = 4 if stored in FOUR_BITS else 8
+        layer = QuantizedLinear(read, source.shape, None, bits, dtype, name)
+        layer.stored = stored
         return layer
+
+    @torch.no_grad()
+    def _parts(self, source: TensorSource, dtype: torch.dtype) -> Parts:
+        tensor, order = source.tensors[0], source.rows
+        if tensor.type not in FOUR_BITS:
+            rows_in_fp32 = (torch.from_numpy(part) for part in self._dequantized(tensor, order))
+            return rounded_rows(rows_in_fp32, 8, dtype)
+        rows = self._rows(tensor)
+        rows = rows if order is None else rows[order]
+        q, scale, low = map(torch.from_numpy, four_bits(rows, tensor.type))
+        return pack_pairs(q), scale.to(dtype), (low + MIDDLE * scale).to(dtype)
+
+    @contextmanager
+    def _errors(self, source: TensorSource) -> Iterator[None]:
+        """Within it what is wrong with a tensor is said with its name."""
+        where = f"{self._path}: {source.tensors[0].name}"
+        try:
+            yield
+        except ValueError as error:
+            raise CorruptWeights(f"{where}: {error}") from error
+        except NotImplementedError as error:
+            raise UnsupportedModel(f"{where}: {error}") from error
 
 
 def four_bits(data: np.ndarray, block_type: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,0 +1,170 @@
+"""Packed weights of earlier loads, mapped from the cache folder instead of packed again.
+
+A file of safetensors holds those of one checkpoint as this chip multiplies by them, with a digest of its
+content. What is damaged or of another checkpoint is ignored, and replaced at the end of the load.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from hashlib import blake2b, sha256
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from speculon.core.config.file import cache_folder
+from speculon.runtimes.torch.model import remembered
+
+SUFFIX = ".safetensors"
+LIMIT = 16 << 30  # bytes of all kept weights; a guess, as is the next
+AGE = 30 * 24 * 3600  # seconds since a load last used a file
+NAMES = {torch.uint8: "U8", torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16"}
+NAMES[torch.float32] = "F32"
+ALIGNMENT, CHUNK = 64, 1 << 20  # bytes: of the first tensor in a file, and read at once
+
+log = logging.getLogger("speculon")
+
+
+@dataclass(slots=True)
+class KeptWeights:
+    """Tensors by name, and whether there are new ones."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    new: bool = False
+
+
+_kept: ContextVar[KeptWeights | None] = ContextVar("speculon_kept_weights", default=None)
+
+
+@contextmanager
+def keeping(files: Sequence[Path], *settings: object) -> Iterator[None]:
+    """Within it `kept` returns what earlier loads packed of these files with these settings.
+
+    What is new is written at the end; an exception keeps nothing.
+    """
+    folder = cache_folder()
+    if folder is None:
+        yield
+        return
+    key = weights_key(files, settings)
+    path = folder / f"{key}{SUFFIX}"
+    token = _kept.set(weights := KeptWeights(mapped(path, key)))
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+    if weights.new:
+        write(path, key, weights.tensors)
+        clean(folder)
+
+
+def kept(name: str, make: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """A packed weight and its scales, mapped if an earlier load kept them, else what `make` returns.
+
+    On the CPU alone, and only where the weight has a name.
+    """
+    weights, of_weight, of_scales = _kept.get(), f"{name}.weight", f"{name}.scales"
+    if weights is None or not name:
+        return make()
+    if of_weight in weights.tensors and of_scales in weights.tensors:
+        return weights.tensors[of_weight], weights.tensors[of_scales]
+    weight, scales = make()
+    if weight.device.type == "cpu":
+        weights.tensors |= {of_weight: weight, of_scales: scales}
+        weights.new = True
+    return weight, scales
+
+
+def weights_key(files: Sequence[Path], settings: tuple[object, ...]) -> str:
+    """Unlike the key of remembered checks, it does not depend on threads, but on when a file was written."""
+    digest = blake2b(repr((settings, remembered.chip(), remembered.code())).encode(), digest_size=20)
+    for file in files:
+        digest.update(f"{file.resolve()} {file.stat().st_mtime_ns} ".encode())
+        digest.update(remembered.sample(file))
+    return digest.hexdigest()
+
+
+def mapped(path: Path, key: str) -> dict[str, Tensor]:
+    """The tensors of a file, mapped; none where it is missing, damaged or of another key."""
+    try:
+        with path.open("rb") as stream:
+            header = read_header(stream)
+            metadata = header.pop("__metadata__")
+            if metadata["key"] != key or metadata["digest"] != stream_digest(header, stream):
+                raise ValueError("its digest is another one")
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in header}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        log.warning("%s is not used (%s); the weights are packed anew", path, error)
+        return {}
+    with suppress(OSError):  # of a folder that can only be read
+        os.utime(path)
+    return tensors
+
+
+def read_header(stream: BinaryIO) -> dict[str, Any]:
+    size = int.from_bytes(stream.read(8), "little")
+    if size > os.fstat(stream.fileno()).st_size:
+        raise ValueError("it is cut off")
+    header: dict[str, Any] = json.loads(stream.read(size))
+    return header
+
+
+def stream_digest(header: dict[str, Any], stream: BinaryIO) -> str:
+    digest = sha256(json.dumps(header).encode())
+    while chunk := stream.read(CHUNK):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def write(path: Path, key: str, tensors: dict[str, Tensor]) -> None:
+    """Whole or not at all. Tensors are not copied, as `safetensors.torch.save_file` would copy them all."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
+    contents = [tensor.flatten().view(torch.uint8).numpy().data for tensor in tensors.values()]
+    digest = sha256(json.dumps(header).encode())
+    for content in contents:
+        digest.update(content)
+    text = json.dumps({"__metadata__": {"key": key, "digest": digest.hexdigest()}, **header}).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    beside = path.with_suffix(f".{os.getpid()}{SUFFIX}")  # what a killed process leaves is cleaned up, too
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if end > min(LIMIT, shutil.disk_usage(path.parent).free // 2):
+            return log.info("packed weights are not kept: they take %.1f GB, which is too much", end / 1e9)
+        with beside.open("wb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            for content in contents:
+                stream.write(content)
+        beside.replace(path)
+    except OSError as error:
+        log.info("packed weights are not kept: %s", error)
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+
+
+def clean(folder: Path) -> None:
+    """Removes files that no load has used for `AGE`, and the oldest ones beyond `LIMIT` in all."""
+    total = 0
+    with suppress(OSError):  # another process cleans, too
+        files = [(file.stat(), file) for file in folder.glob(f"*{SUFFIX}")]
+        for facts, file in sorted(files, key=lambda item: -item[0].st_mtime):
+            total += facts.st_size
+            if total > LIMIT or time.time() - facts.st_mtime > AGE:
+                file.unlink(missing_ok=True)
