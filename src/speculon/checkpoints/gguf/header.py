@@ -7,11 +7,11 @@ import mmap
 import re
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from speculon.core.errors import CorruptWeights, ModelError, ModelNotFound, UnsupportedModel
 
@@ -48,6 +48,7 @@ TYPES = {
 }
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+LENGTH = struct.Struct("<Q")  # before each text
 VERSIONS = (2, 3)
 SPLIT = (
     "one part of a split GGUF file; runtime llama loads the parts under their own names "
@@ -59,6 +60,8 @@ FACTORS = "rope_freqs.weight"  # of the wavelengths of rotary positions
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 PREDICTION_LAYERS = "nextn_predict_layers"  # of multi-token prediction, behind the model's own
 NO_PARAMETERS = (FACTORS, LONG_FACTORS, SHORT_FACTORS)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +81,13 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a GGUF file says about itself. An array of strings has its list only where it was asked for."""
+    """What a GGUF file says about itself. Arrays of strings are their lengths, unless asked for."""
 
     path: Path
     architecture: str
     metadata: dict[str, Any]
     tensors: tuple[Tensor, ...]
+    texts: Mapping[str, tuple[int, int]]  # where the arrays of strings begin in the file, and their lengths
     begin: int  # of the data
     num_parts: int  # files that the model is split into, as it says
     files: tuple[Path, ...] = ()  # those that were read
@@ -200,16 +204,13 @@ def read_files(files: tuple[Path, ...], lists: frozenset[str] = frozenset()) -> 
             which = f" (part {number} of {len(files)})" if len(files) > 1 else ""
             raise ModelNotFound(f"{file}: no such file{which}")
     stamps = tuple((status.st_size, status.st_mtime_ns) for status in (file.stat() for file in files))
-    return parse_all(files, lists) if lists else parse_once(files, stamps)
+    header = parse_once(files, stamps)
+    return with_lists(header, lists) if lists else header
 
 
 @lru_cache(maxsize=1)  # a load asks several times
 def parse_once(files: tuple[Path, ...], _: tuple[tuple[int, int], ...]) -> GgufHeader:
-    return parse_all(files, frozenset())
-
-
-def parse_all(files: tuple[Path, ...], lists: frozenset[str]) -> GgufHeader:
-    headers = [parse(file, lists) for file in files]
+    headers = [read(file, lambda reader: reader.header()) for file in files]
     for header in headers:
         check_size(header)
     tensors = tuple(tensor for header in headers for tensor in header.tensors)
@@ -218,10 +219,17 @@ def parse_all(files: tuple[Path, ...], lists: frozenset[str]) -> GgufHeader:
     return replace(headers[0], tensors=tensors, files=files)
 
 
-def parse(file: Path, lists: frozenset[str]) -> GgufHeader:
+def with_lists(header: GgufHeader, lists: frozenset[str]) -> GgufHeader:
+    """The same with the lists of these arrays of strings."""
+    places = {key: place for key, place in header.texts.items() if key in lists}
+    found = read(header.path, lambda reader: {key: reader.texts(*place) for key, place in places.items()})
+    return replace(header, metadata=header.metadata | found)
+
+
+def read(file: Path, what: Callable[[HeaderReader], T]) -> T:
     try:
         with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return HeaderReader(file, data, lists).header()
+            return what(HeaderReader(file, data))
     except ModelError:
         raise
     except OSError as error:
@@ -250,8 +258,9 @@ def chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
 class HeaderReader:
     """Reads from front to back. Beyond the end of the file it raises `struct.error` or `ValueError`."""
 
-    def __init__(self, path: Path, data: mmap.mmap, lists: frozenset[str]):
-        self.path, self.data, self.lists, self.at = path, data, lists, 0
+    def __init__(self, path: Path, data: mmap.mmap):
+        self.path, self.data, self.at = path, data, 0
+        self.places: dict[str, tuple[int, int]] = {}  # of arrays of strings
 
     def header(self) -> GgufHeader:
         if self.data[:4] != b"GGUF":
@@ -268,7 +277,7 @@ class HeaderReader:
         infos = tuple(self.tensor() for _ in range(self.count(tensors)))
         alignment = metadata.get("general.alignment", 32)
         begin = -(-self.at // alignment) * alignment
-        return GgufHeader(self.path, architecture, metadata, infos, begin, max(1, num_parts))
+        return GgufHeader(self.path, architecture, metadata, infos, self.places, begin, max(1, num_parts))
 
     def count(self, number: int) -> int:
         """A count of things of at least one byte each."""
@@ -288,9 +297,9 @@ class HeaderReader:
 
     def pair(self) -> tuple[str, Any]:
         key = self.text()
-        return key, self.value(self.numbers("I")[0], key in self.lists)
+        return key, self.value(self.numbers("I")[0], key)
 
-    def value(self, kind: int, keep: bool) -> Any:
+    def value(self, kind: int, key: str) -> Any:
         if kind == STRING:
             return self.text()
         if kind in SCALARS:
@@ -303,13 +312,21 @@ class HeaderReader:
             return list(self.numbers(f"{length}{SCALARS[inner]}"))
         if inner != STRING:
             raise ValueError(f"an array of type {inner}")
-        return [self.text() for _ in range(length)] if keep else self.skip_texts(length)
+        self.places[key] = self.at, length
+        return self.skip_texts(length)
 
     def skip_texts(self, number: int) -> int:
-        """Their number, which is what a list of strings is here unless it was asked for."""
+        """Their number, which is what an array of strings is here: a list of them takes much memory."""
+        data, at, size = self.data, self.at, LENGTH.size
         for _ in range(number):
-            self.at += self.count(struct.unpack_from("<Q", self.data, self.at)[0]) + 8
+            at += size + LENGTH.unpack_from(data, at)[0]
+        self.at = self.count(at - self.at) + self.at
         return number
+
+    def texts(self, begin: int, number: int) -> list[str]:
+        """Those of an array that begins there."""
+        self.at = begin
+        return [self.text() for _ in range(number)]
 
     def tensor(self) -> Tensor:
         name = self.text()
