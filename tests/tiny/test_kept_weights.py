@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from speculon.core import kept_files
 from speculon.runtimes.torch.loading.load import load_target
 from speculon.runtimes.torch.loading.load_check import paged_logits
 from speculon.runtimes.torch.model import kept_weights, quantized
@@ -157,18 +158,21 @@ def test_the_least_recently_used_are_removed(
     load(file)
     kept, now = the_kept(cache), time.time()
     size = kept.stat().st_size
-    ages = {"day": 24 * 3600, "week": 7 * 24 * 3600, "months": kept_weights.AGE + 60}
-    for name, age in ages.items():
-        shutil.copy(kept, cache / f"{name}.safetensors")
-        os.utime(cache / f"{name}.safetensors", (now - age, now - age))
+    ages = {"day": 24 * 3600, "week": 7 * 24 * 3600, "months": kept_files.AGE + 60}
+    digests = {name: f"{number:040x}" for number, name in enumerate(ages)}
+    mine = cache / "a-model-of-somebody.safetensors"
+    kept_ones = [(name, cache / f"{digest}.safetensors") for name, digest in digests.items()]
+    for name, path in [*kept_ones, ("months", mine)]:
+        shutil.copy(kept, path)
+        os.utime(path, (now - ages[name], now - ages[name]))
     another = write_gguf(tiny_llama(), tmp_path / "another.gguf", quantise="Q4_0")
-    monkeypatch.setattr(kept_weights, "LIMIT", 7 * size // 2)
+    monkeypatch.setattr(kept_files, "LIMIT", 7 * size // 2)
     load(another)
-    left = {path.stem for path in cache.glob(f"*{kept_weights.SUFFIX}")}
-    assert len(left) == 3 and "day" in left and not left & {"week", "months"}
-    monkeypatch.setattr(kept_weights, "LIMIT", size // 2)
+    left = {path.stem for path in cache.glob(f"*{kept_weights.SUFFIX}")} - {mine.stem}
+    assert len(left) == 3 and digests["day"] in left and not left & {digests["week"], digests["months"]}
+    monkeypatch.setattr(kept_files, "LIMIT", size // 2)
     load(file, fused=False)
-    assert not [*cache.glob(f"*{kept_weights.SUFFIX}")], "each is larger than the limit"
+    assert [*cache.glob(f"*{kept_weights.SUFFIX}")] == [mine], "each is larger than the limit"
 
 
 @pytest.mark.parametrize("place", ["", "file/cache"])

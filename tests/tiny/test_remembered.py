@@ -114,7 +114,7 @@ def test_a_compiled_load_is_checked_though_an_uncompiled_one_was(
     assert calls == []
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b'{"key": "x", "results": {"logits": true}}', b"\xff\xfe"])
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"key": "x", "content": {"logits": true}}', b"\xff\xfe"])
 def test_a_damaged_or_foreign_entry_is_ignored(
     content: bytes, cache: Path, folder: Path, calls: list[str]
 ) -> None:
@@ -124,14 +124,14 @@ def test_a_damaged_or_foreign_entry_is_ignored(
     calls.clear()
     load_target(folder)
     assert "check_logits" in calls
-    assert json.loads(entry.read_text())["results"]["logits"] is True, "and written anew"
+    assert json.loads(entry.read_text())["content"]["logits"] is True, "and written anew"
 
 
 def test_a_damaged_result_is_found_anew(cache: Path, folder: Path, calls: list[str]) -> None:
     target = load_target(folder, dtype="bfloat16", batch_invariant=None)
     (entry,) = cache.iterdir()
     kept = json.loads(entry.read_text())
-    kept["results"] = {name: 3 if name.startswith("rows") else x for name, x in kept["results"].items()}
+    kept["content"] = {name: 3 if name.startswith("rows") else x for name, x in kept["content"].items()}
     entry.write_text(json.dumps(kept))
     calls.clear()
     assert load_target(folder, dtype="bfloat16", batch_invariant=None).invariance == target.invariance

@@ -5,21 +5,18 @@ On some chips with AMX the library ends with an illegal instruction, which no pr
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import platform
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
 from speculon.checkpoints.gguf.header import read_split
 from speculon.core.config import EngineConfig
 from speculon.core.config.file import cache_folder
+from speculon.core.kept_files import chip_name, key_of, read_json, write_json
 
 SECONDS = 600.0  # a file of hundreds of gigabytes may take minutes to read
 
@@ -30,10 +27,10 @@ def may_repack(path: Path, config: EngineConfig, tell: Callable[[str], None]) ->
     """Whether a load with rearranged weights, and a row computed with them, have ended well here."""
     if config.repack is not None:
         return config.repack
-    known = None if (folder := cache_folder()) is None else folder / f"llama-{situation(path)}.json"
-    with suppress(OSError, ValueError, KeyError):
-        if known is not None:
-            return bool(json.loads(known.read_text(encoding="utf-8"))["repack"])
+    folder, key = cache_folder(), situation(path)
+    known = None if folder is None else folder / f"llama-{key}.json"
+    if known is not None and isinstance(repack := read_json(known, key), bool):
+        return repack
     tell("trying llama.cpp's faster kernels in a process of its own")
     command = [sys.executable, "-m", "speculon.runtimes.llama.trial", str(path)]
     try:
@@ -48,20 +45,13 @@ def may_repack(path: Path, config: EngineConfig, tell: Callable[[str], None]) ->
             path.name,
         )
     if known is not None and (fails or ended == 0):
-        with suppress(OSError):
-            known.parent.mkdir(parents=True, exist_ok=True)
-            known.write_text(json.dumps({"repack": not fails}), encoding="utf-8")
+        write_json(known, key, not fails)
     return not fails
 
 
 def situation(path: Path) -> str:
     """Names what decides: the chip, the package, and the types of the weights."""
-    chip = platform.processor()
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        chip += next((line for line in lines if line.startswith("flags")), "")
-    types = sorted(read_split(path).types)
-    return hashlib.sha256(f"{chip} {version('llama-cpp-python')} {types}".encode()).hexdigest()[:12]
+    return key_of((chip_name(), version("llama-cpp-python"), sorted(read_split(path).types)))
 
 
 def main(path: str) -> None:

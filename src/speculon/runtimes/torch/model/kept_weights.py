@@ -10,12 +10,11 @@ import json
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from hashlib import blake2b, sha256
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,12 +22,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from speculon.core import kept_files
 from speculon.core.config.file import cache_folder
 from speculon.runtimes.torch.model import remembered
 
 SUFFIX = ".safetensors"
-LIMIT = 16 << 30  # bytes of all kept weights; a guess, as is the next
-AGE = 30 * 24 * 3600  # seconds since a load last used a file
 NAMES = {torch.uint8: "U8", torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16"}
 NAMES[torch.float32] = "F32"
 ALIGNMENT, CHUNK = 64, 1 << 20  # bytes: of the first tensor in a file, and read at once
@@ -66,7 +64,6 @@ def keeping(files: Sequence[Path], *settings: object) -> Iterator[None]:
         _kept.reset(token)
     if weights.new:
         write(path, key, weights.tensors)
-        clean(folder)
 
 
 def kept(name: str, make: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -88,11 +85,8 @@ def kept(name: str, make: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, 
 
 def weights_key(files: Sequence[Path], settings: tuple[object, ...]) -> str:
     """Unlike the key of remembered checks, it does not depend on threads, but on when a file was written."""
-    digest = blake2b(repr((settings, remembered.chip(), remembered.code())).encode(), digest_size=20)
-    for file in files:
-        digest.update(f"{file.resolve()} {file.stat().st_mtime_ns} ".encode())
-        digest.update(remembered.sample(file))
-    return digest.hexdigest()
+    written = [(str(file.resolve()), file.stat().st_mtime_ns) for file in files]
+    return kept_files.key_of((settings, written, remembered.chip(), remembered.code()), files)
 
 
 def mapped(path: Path, key: str) -> dict[str, Tensor]:
@@ -110,8 +104,7 @@ def mapped(path: Path, key: str) -> dict[str, Tensor]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         log.warning("%s is not used (%s); the weights are packed anew", path, error)
         return {}
-    with suppress(OSError):  # of a folder that can only be read
-        os.utime(path)
+    kept_files.used(path)
     return tensors
 
 
@@ -131,7 +124,7 @@ def stream_digest(header: dict[str, Any], stream: BinaryIO) -> str:
 
 
 def write(path: Path, key: str, tensors: dict[str, Tensor]) -> None:
-    """Whole or not at all. Tensors are not copied, as `safetensors.torch.save_file` would copy them all."""
+    """Tensors are not copied, as `safetensors.torch.save_file` would copy them all."""
     header: dict[str, Any] = {}
     end = 0
     for name, tensor in tensors.items():
@@ -139,32 +132,16 @@ def write(path: Path, key: str, tensors: dict[str, Tensor]) -> None:
         header[name] = {"dtype": NAMES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
     contents = [tensor.flatten().view(torch.uint8).numpy().data for tensor in tensors.values()]
     digest = sha256(json.dumps(header).encode())
-    for content in contents:
-        digest.update(content)
+    for part in contents:
+        digest.update(part)
     text = json.dumps({"__metadata__": {"key": key, "digest": digest.hexdigest()}, **header}).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
-    beside = path.with_suffix(f".{os.getpid()}{SUFFIX}")  # what a killed process leaves is cleaned up, too
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if end > min(LIMIT, shutil.disk_usage(path.parent).free // 2):
-            return log.info("packed weights are not kept: they take %.1f GB, which is too much", end / 1e9)
-        with beside.open("wb") as stream:
-            stream.write(len(text).to_bytes(8, "little") + text)
-            for content in contents:
-                stream.write(content)
-        beside.replace(path)
-    except OSError as error:
-        log.info("packed weights are not kept: %s", error)
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
 
+    def content(stream: BinaryIO) -> None:
+        if end > min(kept_files.LIMIT, shutil.disk_usage(path.parent).free // 2):
+            raise OSError(f"it would take {end / 1e9:.1f} GB, which is too much")
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for part in contents:
+            stream.write(part)
 
-def clean(folder: Path) -> None:
-    """Removes files that no load has used for `AGE`, and the oldest ones beyond `LIMIT` in all."""
-    total = 0
-    with suppress(OSError):  # another process cleans, too
-        files = [(file.stat(), file) for file in folder.glob(f"*{SUFFIX}")]
-        for facts, file in sorted(files, key=lambda item: -item[0].st_mtime):
-            total += facts.st_size
-            if total > LIMIT or time.time() - facts.st_mtime > AGE:
-                file.unlink(missing_ok=True)
+    kept_files.write(path, content)

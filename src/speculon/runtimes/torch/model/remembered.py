@@ -5,7 +5,6 @@ Only checks that passed and measured choices are kept, so that a model is refuse
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
@@ -22,8 +21,8 @@ import torch
 import transformers
 
 from speculon.core.config.file import cache_folder
+from speculon.core.kept_files import chip_name, key_of, read_json, write_json
 
-SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # read of each file of weights, evenly spread, beside its beginning
 KERNELS = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "OMP_", "KMP_", "CUBLAS", "NVIDIA_")  # what chooses them
 
 T = TypeVar("T")
@@ -51,15 +50,16 @@ def remembering(files: list[Path], *settings: object) -> Iterator[None]:
     if folder is None:
         yield
         return
-    key = cache_key(files, settings)
+    key = key_of((settings, machine(), code()), files)
     path = folder / f"{key}.json"
-    token = _found.set(results := RememberedResults(read(path, key)))
+    known = read_json(path, key)
+    token = _found.set(results := RememberedResults(known if isinstance(known, dict) else {}))
     try:
         yield
     finally:
         _found.reset(token)
     if results.new:
-        write(path, {"key": key, "results": results.results})
+        write_json(path, key, results.results)
 
 
 def once(name: str, compute: Callable[[], T], read: Callable[[Any], T] | None = None) -> T:
@@ -91,43 +91,6 @@ def passes(name: str) -> None:
     once(name, lambda: True)
 
 
-def read(path: Path, key: str) -> dict[str, Any]:
-    try:
-        stored = json.loads(path.read_text())
-        return stored["results"] if stored["key"] == key and isinstance(stored["results"], dict) else {}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-
-
-def write(path: Path, stored: dict[str, Any]) -> None:
-    """Whole or not at all; a folder that cannot be written costs the next load its time, no more."""
-    beside = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(stored))
-        beside.replace(path)
-    except OSError as error:
-        log.info("what this load found is not kept: %s", error)
-
-
-def cache_key(files: list[Path], settings: tuple[object, ...]) -> str:
-    digest = blake2b(repr((settings, machine(), code())).encode(), digest_size=20)
-    for file in files:
-        digest.update(sample(file))
-    return digest.hexdigest()
-
-
-def sample(file: Path) -> bytes:
-    """Its size and parts of it: the weights of another training differ in all of them."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        parts = [str(size).encode()]
-        for i in range(SAMPLES):
-            stream.seek(i * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
-            parts.append(stream.read(SAMPLE_BYTES))
-    return b"".join(parts)
-
-
 def machine() -> tuple[object, ...]:
     """What chooses a kernel, and what a kernel adds up in."""
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -140,16 +103,6 @@ def chip() -> tuple[object, ...]:
     """What chooses the layout of a weight."""
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return chip_name(), sorted(capabilities.items()), torch.backends.cpu.get_cpu_capability()
-
-
-@cache
-def chip_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    named = ("model name", "cpu family", "model\t", "stepping", "flags", "Features")
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(named)))
 
 
 @cache
