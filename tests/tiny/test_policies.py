@@ -135,7 +135,7 @@ DEAR = {"": [1.0, 0.0, 5.0, 5.0, *NO_MORE], **dict.fromkeys(METHODS, [50.0, 1.0,
 
 def at_costs(given: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Engine:
     engine = make_engine(tiny_target(LLAMA), **settings)
-    engine.policy.costs.restore(given)
+    engine.policy.costs.restore({name: (parts, 4, []) for name, parts in given.items()})
     monkeypatch.setattr(engine.policy.costs, "observe", lambda *_: None)
     return engine
 

@@ -17,7 +17,7 @@ log = logging.getLogger("speculon")
 def build_engine(
     config: EngineConfig, progress: Callable[[str], None] | None = None, *, texts: bool = True
 ) -> Engine:
-    """Loads target and tokenizer, restores the kept state, warms up; `progress` is told each stage.
+    """Loads target and tokenizer, restores what is kept, warms up; `progress` is told each stage.
 
     Without `texts` no tokenizer is loaded, and the engine takes token ids alone.
     """
@@ -34,8 +34,11 @@ def build_engine(
     if note := engine.facts().note:
         log.warning(note)
     engine.keep_state(lock)
+    costs = engine.keep_costs()
     warms_up = engine.policy.default.state() is not None if config.warmup is None else config.warmup
-    if warms_up and not engine.policy.costs.known:  # else they are those of an earlier process
+    if warms_up and not costs.warm:  # else they are those of an earlier process
         warm_up(engine)
+        costs.warm = True
+        costs.save()
     engine.runtime.loading_ended()
     return engine

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +28,7 @@ from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.decoding.verify import verify
 from speculon.engine.admission import Admission
 from speculon.engine.capabilities import capability_table
+from speculon.engine.kept_costs import KeptCosts
 from speculon.engine.messages import Ready
 from speculon.engine.scheduler import Ended, Scheduler
 from speculon.engine.state import EngineState
@@ -79,6 +81,7 @@ class Engine:
             pages=self.pages,
         )
         self.state: EngineState | None = None  # what is kept across restarts
+        self._save_costs: Callable[[], object] = lambda: None
         self._requests: dict[str, _Request] = {}
         self._names = itertools.count()
 
@@ -303,6 +306,15 @@ class Engine:
             self.state.save_at_end(self)
             self._count_pools()
 
+    def keep_costs(self) -> KeptCosts:
+        """Begins with what rounds cost an engine like this one before, unless that is known, and keeps what
+        they cost, where there is a cache folder.
+        """
+        kept = KeptCosts.of(self.policy.costs, self.config, self.runtime.facts)
+        kept.restore()
+        self._save_costs = weakref.finalize(self, kept.save)
+        return kept
+
     def forget_pools(self, pool: str | None = None, tenant: str = "") -> int:
         """Deletes the earlier answers of one pool, or of all of a tenant, in the folder, too; returns how
         many pools were there.
@@ -316,13 +328,14 @@ class Engine:
         return count
 
     def close(self) -> None:
-        """Writes out what the record of rounds still holds, and what is kept across restarts; ends the
-        runtime.
+        """Writes out what the record of rounds still holds, and what is kept across restarts and starts; ends
+        the runtime.
         """
         if self.events is not None:
             self.events.close()
         if self.state is not None:
             self.state.close()
+        self._save_costs()
         self.runtime.end()
 
     def check_integrity(self) -> None:

@@ -16,6 +16,7 @@ from speculon.checkpoints.locate import name_of
 from speculon.core.config import MAX_DRAFTS, EngineConfig
 from speculon.core.errors import InvalidParameter, SpeculonError
 from speculon.core.images import ImageInput, PromptImages
+from speculon.core.kept_files import chip
 from speculon.core.memory import held_bytes
 from speculon.core.types import Capability, CapabilityRows, on_or_off, row
 from speculon.decoding.rounds import Span
@@ -73,11 +74,14 @@ class LlamaRuntime:
             form={
                 "runtime": "llama.cpp",
                 "device": "gpu" if config.gpu_layers != 0 and of_this_machine() else "cpu",
+                "chip": chip(),
                 "dtype": self.model.description,
                 "threads": lib.llama_n_threads(self.model.context),
                 "flash_attention": config.flash_attention,
                 "kv_cache_type": config.kv_cache_type,
                 "gpu_layers": config.gpu_layers,
+                "tensor_split": [*config.tensor_split],
+                "rpc": [*config.rpc],
                 "repack": repack,
             },
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 from speculon.core.config import MAX_DRAFTS, EngineConfig
 from speculon.core.errors import InvalidParameter, NeverFits, SpeculonError
 from speculon.core.images import ImageInput, PromptImages
+from speculon.core.kept_files import chip
 from speculon.core.types import Capability
 from speculon.decoding.rounds import Span
 from speculon.decoding.text.tokenizer import Tokenizer
@@ -82,6 +83,7 @@ class TorchRuntime:
             adapters={name: adapter.digest for name, adapter in target.adapters.items()},
             form={
                 "device": str(target.device),
+                "chip": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else chip(),
                 "dtype": str(target.dtype).removeprefix("torch."),
                 "fuse": config.fuse,
                 "compile": config.compile,

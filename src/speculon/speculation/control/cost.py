@@ -23,9 +23,25 @@ BENDS = (8, 32)
 PROPOSAL = (1.0, 0.3, 0.1, 0.03)
 STEP = (*PROPOSAL, 0.03, 0.01, 0.1, 0.03, 0.03)
 
+# measurements: if each of the first ones contradicts the costs of an earlier process, those are forgotten
+CONTRADICTIONS = 3
+
 Features = tuple[float, ...]
+Batch = tuple[int, bool]  # sequences, and whether any of them has drafts
 CostPart = Annotated[float, Field(ge=-1e9, le=1e9)]
-STATE: TypeAdapter[dict[str, tuple[CostPart, ...]]] = TypeAdapter(dict[str, tuple[CostPart, ...]])
+Count = Annotated[int, Field(ge=0, le=1 << 30)]
+Factor = Annotated[float, Field(ge=1e-6, le=1e6)]
+
+
+class CostState(NamedTuple):
+    """What a process tells the next one of a cost."""
+
+    parts: tuple[CostPart, ...]
+    measured: Count
+    factors: list[tuple[Count, bool, Factor]]  # of each batch
+
+
+STATE: TypeAdapter[dict[str, CostState]] = TypeAdapter(dict[str, CostState])
 MAX_SIZES = 32  # of the curve that is shown, and sent with all statistics
 
 
@@ -39,19 +55,22 @@ class LinearCost:
     def __init__(self, units: Features) -> None:
         self.units = units
         self.parts: Features = ()  # ms of one unit of each feature
-        self.factors: dict[Any, float] = {}  # batch size -> measured / fitted
+        self.factors: dict[Batch, float] = {}  # measured / fitted
         self.measured = 0
+        self._unconfirmed = 0  # measurements that may yet contradict the costs of an earlier process
         self._covariance: list[list[float]] = []
 
     def fitted(self, x: Features) -> float:
         return max(1e-3, sum(part * value for part, value in zip(self.parts, x, strict=True) if part > 0))
 
-    def at(self, x: Features, batch: Any) -> float:
+    def at(self, x: Features, batch: Batch) -> float:
         return self.factors.get(batch, 1.0) * self.fitted(x)
 
-    def observe(self, x: Features, batch: Any, ms: float) -> None:
+    def observe(self, x: Features, batch: Batch, ms: float) -> None:
         if ms <= 0:  # a clock too coarse
             return
+        if self._unconfirmed:
+            self._confirm(ms / self.at(x, batch))
         if not self.parts:
             whole = sum(map(mul, self.units, x))
             self.begin(tuple(unit * ms / whole for unit in self.units), spread=1.0)
@@ -62,6 +81,17 @@ class LinearCost:
         ratio, factor = min(ms, OUTLIER * before) / self.fitted(x), self.factors.get(batch, 1.0)
         self.factors[batch] = factor + (OF_LATE / 16 if slow else OF_LATE) * (ratio - factor)
         self.measured += 1
+
+    def _confirm(self, ratio: float) -> None:
+        """Forgets the costs of an earlier process once all of the first measurements contradict them.
+
+        A single one may be that of a cold start. As outliers they would change little, so costs that were too
+        low would stay so for long.
+        """
+        agrees = 1 / OUTLIER <= ratio <= OUTLIER
+        self._unconfirmed = 0 if agrees else self._unconfirmed - 1
+        if not agrees and not self._unconfirmed:
+            self.parts, self.factors, self.measured = (), {}, 0
 
     def begin(self, parts: Features, spread: float) -> None:
         """The parts at first, and their standard deviation as a share of each."""
@@ -78,6 +108,15 @@ class LinearCost:
         self.measured = 0
         if self.parts:
             self.begin(self.parts, spread=1.0)
+
+    def state(self) -> CostState:
+        factors = [(sequences, drafting, factor) for (sequences, drafting), factor in self.factors.items()]
+        return CostState(self.parts, self.measured, factors)
+
+    def restore(self, state: CostState) -> None:
+        self.begin(state.parts, spread=0.2)
+        self.factors = {(sequences, drafting): factor for sequences, drafting, factor in state.factors}
+        self.measured, self._unconfirmed = state.measured, CONTRADICTIONS
 
     def _fit(self, x: Features, ms: float, noise: float, scale: float) -> None:
         """One measurement, relative to `scale`."""
@@ -182,7 +221,7 @@ class Costs:
         if not self.calls(method):
             return Prices()
         cost = self._proposals[method]
-        factor, (a, b, c, d) = cost.factors.get(sequences, 1.0), cost.parts
+        factor, (a, b, c, d) = cost.factors.get((sequences, True), 1.0), cost.parts
         return Prices(factor * max(a, 0.0), factor * max(b, 0.0), factor * max(c, 0.0), max(d, 0.0))
 
     def proposal(self, method: str, sequences: int, k: int, unread: int = 0) -> float:
@@ -209,26 +248,25 @@ class Costs:
 
     def observe_proposal(self, method: str, call: CallCost) -> None:
         features = (1.0, call.k, call.k * call.sequences, call.unread)
-        self._proposals[method].observe(features, call.sequences, call.ms)
+        self._proposals[method].observe(features, (call.sequences, True), call.ms)
 
     def doubt(self) -> None:
         """Steps and proposals are learned anew, from what they were."""
         for cost in (self._step, *self._proposals.values()):
             cost.doubt()
 
-    def state(self) -> dict[str, tuple[float, ...]]:
-        return {name: cost.parts for name, cost in {"": self._step, **self._proposals}.items() if cost.parts}
+    def state(self) -> dict[str, CostState]:
+        costs = {"": self._step, **self._proposals}
+        return {name: cost.state() for name, cost in costs.items() if cost.parts}
 
     def restore(self, state: Any) -> None:
         """Raises `ValueError` for what `state` cannot have told."""
         by_name = STATE.validate_python(state)
-        for name, parts in by_name.items():
-            if len(parts) != (features := len(PROPOSAL if name else STEP)):
-                raise ValueError(f"{name or 'a step'!r:.80} has {len(parts)} parts, not {features}")
-        for name, parts in by_name.items():
-            cost = self._proposals[name] if name else self._step
-            cost.begin(parts, spread=0.2)
-            cost.measured = len(parts)
+        for name, told in by_name.items():
+            if len(told.parts) != (features := len(PROPOSAL if name else STEP)):
+                raise ValueError(f"{name or 'a step'!r:.80} has {len(told.parts)} parts, not {features}")
+        for name, told in by_name.items():
+            (self._proposals[name] if name else self._step).restore(told)
 
 
 def share_beyond(bend: int, rows: int, last: int) -> float:
