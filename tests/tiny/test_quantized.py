@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from speculon.runtimes.torch.loading.gguf.weights import four_bits
 from speculon.runtimes.torch.loading.load import load_target
 from speculon.runtimes.torch.loading.memory import model_needs
 from speculon.runtimes.torch.loading.quantization import FOUR_BITS, in_bits
-from speculon.runtimes.torch.model import quantized
+from speculon.runtimes.torch.model import fuse, quantized
 from speculon.runtimes.torch.model.block import FusedRows
 from speculon.runtimes.torch.model.quantized import GROUP, QuantizedLinear, packed_layers, quantize
 from speculon.runtimes.torch.model.target import Target
@@ -55,6 +57,37 @@ def test_a_product_is_that_of_the_numbers(bits: int, dtype: torch.dtype) -> None
     assert error < (1e-6 if dtype is FINE else 2**-7)  # the sum and the bias are rounded
     joined = packed_layers([stock, stock])(x)
     assert torch.equal(joined[:, :96], joined[:, 96:])
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_parts_are_joined_one_by_one(dim: int) -> None:
+    """No part is kept until the others are there."""
+    whole = torch.randn(30, 30)
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def parts() -> Iterator[tuple[torch.Tensor, ...]]:
+        for begin in range(0, 30, 8):
+            assert sum(part() is not None for part in alive) <= 2, "of the part before"
+            made = whole.narrow(dim, begin, min(8, 30 - begin)).clone()
+            alive.extend(map(weakref.ref, (made, double := 2 * made)))
+            yield made, double
+            del made, double
+
+    one, two = quantized.filled(parts(), 30, dim)
+    assert torch.equal(one, whole) and torch.equal(two, 2 * whole) and len(alive) == 8
+
+
+def test_what_is_left_of_a_mapped_file_is_copied_and_a_gguf_files_is_not(
+    model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of an embedding takes as much memory as a head in 16 bits."""
+    copied: list[str] = []
+    monkeypatch.setattr(fuse, "unmap_file", lambda model: copied.append(type(model).__name__))
+    load_target(write_gguf(model, tmp_path / "model.gguf", quantise="Q4_1"))
+    assert copied == []
+    model.save_pretrained(tmp_path / "folder")
+    load_target(tmp_path / "folder", dtype="bfloat16", quantization="int4")
+    assert copied == ["LlamaForCausalLM"]
 
 
 @pytest.mark.parametrize(("bits", "most"), [(4, 1 / 30), (8, 1 / 250)])

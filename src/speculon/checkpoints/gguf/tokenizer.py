@@ -219,10 +219,11 @@ def merges_of(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     if vocabulary.setting("merges") is None:
         raise vocabulary.unsupported("it has no merges")
     pairs: dict[tuple[str, str], None] = {}
+    ids = vocabulary.ids
     for merge in vocabulary.listed("merges", str):
         cut = merge.find(" ", 1)
         left, right = merge[:cut], merge[cut + 1 :]
-        if not {left, right, left + right} <= vocabulary.ids.keys():
+        if left not in ids or right not in ids or left + right not in ids:
             raise vocabulary.corrupt(f"its merge {merge!r} is not of tokens of the vocabulary")
         pairs[left, right] = None
     return [*pairs]

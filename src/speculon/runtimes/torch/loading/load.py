@@ -113,7 +113,8 @@ def load_target(
             report("checking the model against its stock forward")
             sample = partial(image_sample, folder, trust_remote_code)
             fast = {"fused": fused, "compile": compile}
-            target = make_target(model, str(path), max_context, **fast, sample=sample)
+            mapped = not is_gguf(checkpoint.path)
+            target = make_target(model, str(path), max_context, **fast, mapped=mapped, sample=sample)
             target.source = str(folder)
             target.notes += notes
             add_adapters(target, own)
@@ -175,6 +176,7 @@ def make_target(
     fused: bool,
     share: bool = False,
     compile: bool = False,
+    mapped: bool = True,
     sample: Callable[[], ImageSample | None] | None = None,
 ) -> Target:
     """Fuses and checks a model that was read. With a `sample` images are checked, too."""
@@ -209,7 +211,7 @@ def make_target(
     if fused and mixers:
         fuse_norms(target)
     elif fused:
-        fuse(target, share=share, compile=compile)
+        fuse(target, share=share, compile=compile, mapped=mapped)
     else:
         pack_rest(model)
     if expected is not None:

@@ -26,6 +26,7 @@ import transformers
 from torch import Tensor, nn
 
 from speculon.core.config.file import cache_folder
+from speculon.core.kept_files import chip_name
 from speculon.runtimes.torch.model.block import (
     SUMS,
     Between,
@@ -42,7 +43,6 @@ from speculon.runtimes.torch.model.block import (
 from speculon.runtimes.torch.model.compare import nearly
 from speculon.runtimes.torch.model.pieces import InPieces, PromptsApart
 from speculon.runtimes.torch.model.quantized import MEASURED_ROWS, Packed4, Packed8, cpu_product
-from speculon.runtimes.torch.model.remembered import chip_name
 from speculon.runtimes.torch.model.trial import cast, refused
 
 BETWEEN = "between"  # the part of a loop that is all between two attentions

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from speculon.checkpoints.reading import release_memory
 from speculon.runtimes.torch.model.block import (
     UNKNOWN,
     CannotReplace,
@@ -38,10 +39,11 @@ ModulePlace = tuple[nn.Module, str]  # a module's parent, and its name there
 OF_NORMS = 3e-5  # of the largest logit: a third of what the load check allows
 
 
-def fuse(target: Target, *, share: bool, compile: bool = False) -> None:
+def fuse(target: Target, *, share: bool, compile: bool = False, mapped: bool = True) -> None:
     """Fuses the target's layers where the result is the same, and gives it the runner with the fastest form.
 
-    With `share` the weights are not copied; else they are laid out anew, layer by layer.
+    With `share` the weights are not copied; else they are laid out anew, layer by layer, and what is left of
+    those that may be `mapped` from a file is copied.
     """
     tapped = target.taps.layers if target.taps else ()
     target.capture(())  # layers with hooks are not fused
@@ -49,11 +51,12 @@ def fuse(target: Target, *, share: bool, compile: bool = False) -> None:
     target.runner = runner
     with torch.inference_mode():
         fuse_layers(target, trial, share)
+        release_memory()  # of the stock layers, before the head is packed beside its own weights
         replace_norms(target)
         if not share:
             pack_head(target, trial)
             pack_rest(target.model)
-        if not share and runner.fused == runner.layers:
+        if mapped and not share and runner.fused == runner.layers:
             unmap_file(target.model)  # before capturing, which keeps references to the tensors
         try:
             choose_loop(target, trial, compile=compile)

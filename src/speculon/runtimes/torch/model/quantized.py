@@ -112,10 +112,11 @@ class QuantizedLinear(nn.Module):
         if _shapes_alone.get():
             return x.new_zeros(*x.shape[:-1], self.out_features)
         parts = (
-            F.linear(x, self.numbers(x.dtype, rows), None if self.bias is None else self.bias[rows])
+            (F.linear(x, self.numbers(x.dtype, rows), None if self.bias is None else self.bias[rows]),)
             for rows in slices(self.out_features)
         )
-        return torch.cat(list(parts), -1)
+        (outputs,) = filled(parts, self.out_features, -1)
+        return outputs
 
     @property
     def num_parameters(self) -> int:
@@ -191,18 +192,36 @@ def quantize(
 
     def read() -> Parts:
         parts = (weight[rows].to(torch.float32, copy=True) for rows in slices(len(weight)))
-        return on_device(rounded_rows(parts, bits, dtype), device or weight.device)
+        return on_device(rounded_rows(parts, len(weight), bits, dtype), device or weight.device)
 
     return QuantizedLinear(read, weight.shape, bias, bits, dtype, name)
 
 
 @torch.no_grad()
-def rounded_rows(parts: Iterable[Tensor], bits: int, dtype: torch.dtype) -> Parts:
-    """q, scale and zero of parts of the rows in fp32, which are overwritten."""
+def rounded_rows(parts: Iterable[Tensor], rows: int, bits: int, dtype: torch.dtype) -> Parts:
+    """q, scale and zero of so many rows, which come in parts in fp32 and are overwritten."""
     rounded = {4: to_nibbles, 8: to_bytes}[bits]
-    made = [rounded(rows.unflatten(1, (-1, GROUP)), dtype) for rows in parts]
-    q, scale, zero = (torch.cat(columns) for columns in zip(*made, strict=True))
+    made = (rounded(part.unflatten(1, (-1, GROUP)), dtype) for part in parts)
+    q, scale, zero = filled(made, rows, 0)
     return q, scale, zero
+
+
+def filled(parts: Iterable[tuple[Tensor, ...]], size: int, dim: int) -> tuple[Tensor, ...]:
+    """Tensors whose parts come one after another, up to `size` in dimension `dim`; each is copied at once.
+
+    Parts that are kept until all are there lie between what they were computed of, which is freed and yet too
+    small for the next ones: of a head in 8 bits that took as much memory as all of it in fp32.
+    """
+    made, done = tuple[Tensor, ...](), 0
+    for part in parts:
+        if not made:
+            shapes = ([*one.shape[:dim], size, *one.shape[dim:][1:]] for one in part)
+            made = tuple(one.new_empty(shape) for one, shape in zip(part, shapes, strict=True))
+        length = part[0].shape[dim]
+        for whole, one in zip(made, part, strict=True):
+            whole.narrow(dim, done, length).copy_(one)
+        done += length
+    return made
 
 
 def on_device(parts: Parts, device: torch.device) -> Parts:

@@ -237,7 +237,7 @@ class TensorData:
         tensor, order = source.tensors[0], source.rows
         if tensor.type not in FOUR_BITS:
             rows_in_fp32 = (torch.from_numpy(part) for part in self._dequantized(tensor, order))
-            return rounded_rows(rows_in_fp32, 8, dtype)
+            return rounded_rows(rows_in_fp32, source.shape[0], 8, dtype)
         rows = self._rows(tensor)
         rows = rows if order is None else rows[order]
         q, scale, low = map(torch.from_numpy, four_bits(rows, tensor.type))
