@@ -202,6 +202,7 @@ def make_target(
     checked = "logits, compiled" if compile else "logits"
     known = passed(checked)
     expected, truth = (None, None) if known else (stock_logits(target), logits_in_fp32(target))
+    release_memory()
     seen = stock_image_logits(target, sample)
     use_attention(model, attention.NAME)
     for mixer in mixers:
