@@ -25,7 +25,17 @@ from speculon.runtimes.torch.loading.memory import model_needs
 from speculon.runtimes.torch.loading.quantization import FOUR_BITS, in_bits
 from speculon.runtimes.torch.model import fuse, quantized
 from speculon.runtimes.torch.model.block import FusedRows
-from speculon.runtimes.torch.model.quantized import GROUP, QuantizedLinear, packed_layers, quantize
+from speculon.runtimes.torch.model.quantized import (
+    GROUP,
+    IntegerProduct,
+    Packed4,
+    Packed8,
+    QuantizedLinear,
+    has_integer_products,
+    head_product,
+    packed_layers,
+    quantize,
+)
 from speculon.runtimes.torch.model.target import Target
 from tests.tiny.blocks import write_dflash
 from tests.tiny.gguf_files import tiny_llama, write_gguf
@@ -105,6 +115,87 @@ def test_rows_do_not_depend_on_each_other(bits: int) -> None:
     whole = product(x)
     for count in range(1, 64):
         assert torch.equal(product(x[64 - count :]), whole[64 - count :])
+
+
+# a head in integers
+
+in_chip = pytest.mark.skipif(not has_integer_products(COARSE, CPU), reason="no products of integers here")
+
+
+@in_chip
+def test_a_head_in_integers_is_near_its_numbers() -> None:
+    """Its weights are rounded to 1/254 of the largest of a row, after its columns are scaled."""
+    generator = torch.Generator().manual_seed(0)
+    weight, bias, x = torch.randn(96, 128, generator=generator), torch.ones(96, dtype=COARSE), rows(7, COARSE)
+    weight[:, 40:44] *= 100
+    x[3] = 0
+    stock = quantize(weight, bias, 8, COARSE)
+    product = head_product(stock)
+    assert isinstance(product, IntegerProduct) and stock.bias is not None
+    weight = stock.numbers(torch.float64)
+    columns = weight.abs().amax(0)
+    steps = (weight / columns).abs().amax(1, keepdim=True) / 254 * columns  # [O, D]
+    result, truth = product(x).double(), F.linear(x.double(), weight, stock.bias.double())
+    limit = F.linear(x.double().abs(), steps) + truth.abs() * 2**-7 + 2**-8
+    assert bool(((result - truth).abs() <= limit).all())
+    assert torch.equal(result[3], stock.bias.double())
+
+
+@in_chip
+def test_rows_in_integers_do_not_depend_on_each_other() -> None:
+    product, x = head_product(layer(8, COARSE)), rows(64, COARSE)
+    x[5] *= 1000  # one scale for all rows would change the others
+    whole = product(x)
+    for count in range(1, 64):
+        assert torch.equal(product(x[64 - count :]), whole[64 - count :])
+
+
+@in_chip
+@pytest.mark.parametrize("sign", [1, -1])
+def test_sums_of_the_largest_integers_are_exact(sign: int) -> None:
+    """A kernel that adds two products in 16 bits would overflow."""
+    ones = quantize(sign * torch.ones(32, 4096), None, 8, COARSE)
+    product, x = head_product(ones), torch.ones(3, 4096, dtype=COARSE)
+    expected = ones.numbers(torch.float64).sum(1).to(COARSE)
+    assert torch.equal(product(x), expected.expand(3, -1)) and torch.equal(product(-x), -product(x))
+
+
+def test_where_the_chip_or_the_dtype_has_no_integers_a_head_is_packed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not has_integer_products(FINE, CPU) and not has_integer_products(COARSE, torch.device("cuda"))
+    assert isinstance(head_product(layer(4, COARSE)), Packed4)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
+    assert isinstance(head_product(layer(8, COARSE)), Packed8)
+
+
+def with_integers(folder: Path) -> Target:
+    tiny_llama(vocab_size=112).save_pretrained(folder)  # rows are packed by 16
+    return load_target(folder, dtype="bfloat16", quantization="int8", batch_invariant=None)
+
+
+@in_chip
+def test_a_head_is_multiplied_in_integers_and_layers_are_not(tmp_path: Path) -> None:
+    target: Any = with_integers(tmp_path)
+    assert isinstance(target.runner.run.head, IntegerProduct), "and in no pieces"
+    assert isinstance(target.runner.run.blocks[0].attention.qkv.product, Packed8)
+    assert target.batch_invariant
+
+
+@in_chip
+def test_a_head_in_integers_that_depends_on_its_rows_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted error of batch invariance: nothing measures these products by themselves."""
+    right = IntegerProduct.__call__
+
+    def wrong(self: IntegerProduct, x: torch.Tensor) -> torch.Tensor:
+        return right(self, x) * (1 + (len(x) > 1) * 2**-8)
+
+    monkeypatch.setattr(IntegerProduct, "__call__", wrong)
+    monkeypatch.setenv("SPECULON_CACHE", "")
+    target = with_integers(tmp_path)
+    assert not target.batch_invariant and "depend on their batch" in target.invariance
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -30,7 +30,7 @@ from speculon.runtimes.torch.model.captured import RECORDERS, CaptureSizes, capt
 from speculon.runtimes.torch.model.compare import close, nearly
 from speculon.runtimes.torch.model.compiled import compile_parts
 from speculon.runtimes.torch.model.linear import head_is_packed, hooked, joined, plain
-from speculon.runtimes.torch.model.quantized import layers_of
+from speculon.runtimes.torch.model.quantized import head_product, layers_of
 from speculon.runtimes.torch.model.remembered import passed, passes
 from speculon.runtimes.torch.model.target import Runner, Target, stock_forward
 from speculon.runtimes.torch.model.trial import Trial
@@ -221,11 +221,13 @@ def pack_head(target: Target, trial: Trial) -> None:
         target.runner.num_bytes += head.weight.nbytes
 
 
-def pack_rest(model: nn.Module) -> None:
+def pack_rest(model: Any) -> None:
     """Quantised layers that are in no fused block, the head among them, multiply by packed weights, too."""
+    head = model.get_output_embeddings()
     for name, layer in list(layers_of(model)):
         if not hooked(layer):
-            model.set_submodule(name, FusedRows(joined([layer], share=False)))
+            product = head_product(layer) if layer is head else joined([layer], share=False)
+            model.set_submodule(name, FusedRows(product))
 
 
 def unmap_file(model: nn.Module) -> None:

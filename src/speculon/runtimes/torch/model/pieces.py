@@ -21,7 +21,7 @@ from speculon.core.types import ceil_div
 from speculon.runtimes.torch.batch import RowRanges
 from speculon.runtimes.torch.model.adapters import Adapted, LowRank
 from speculon.runtimes.torch.model.linear import Linear, Packed, Product, SideBySide, packed
-from speculon.runtimes.torch.model.quantized import MEASURED_ROWS, Packed4
+from speculon.runtimes.torch.model.quantized import MEASURED_ROWS, IntegerProduct, Packed4
 from speculon.runtimes.torch.model.remembered import once
 
 MOST = (64, 32, 16, 8)  # rows of a small piece
@@ -172,6 +172,8 @@ class ProductPieces:
                 return SideBySide([self.of(part, outputs_of(part), width, dtype) for part in product.parts])
             case Adapted():
                 return self.adapted(product, self.of(product.product, outputs, width, dtype), width, dtype)
+            case IntegerProduct():  # exact in any order
+                return product
         return InPieces(product, self.once("rows", (product, outputs, width, dtype), measured, rows_from))
 
     def adapted(self, product: Adapted, made: Product, width: int, dtype: torch.dtype) -> Adapted:
