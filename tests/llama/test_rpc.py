@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,12 @@ from speculon.core.errors import ConfigError
 from speculon.runtimes.llama import servers
 from speculon.runtimes.llama.library import library
 from tests.llama.conftest import TOY, Toy
-from tests.llama.test_drafts import GREEDY, PLAIN, check_drafts, texts
+from tests.llama.slow_link import SlowLink
+from tests.llama.test_drafts import GREEDY, PLAIN, PROMPTS, check_drafts, texts
 from tests.server.outside import LOCAL_HTTP, REAL, Outside, started
 
 LONG = 3000  # tokens, so that both streams run when the stage is killed
+DELAY = 0.002  # seconds per direction of a slow link
 TABLES = """
 [models.split]
 model = "{split}"
@@ -70,6 +72,57 @@ def test_layers_on_a_server_give_the_same_texts(toy: Toy) -> None:
     with serving(port), LLM(path, tokenizer=None, rpc=(f"127.0.0.1:{port}",), **TOY) as llm:
         assert texts(llm, GREEDY, PLAIN) == local
         check_drafts(llm)
+
+
+@contextmanager
+def two_stages() -> Iterator[list[SlowLink]]:
+    """Two servers, each behind a slow link."""
+    with ExitStack() as stack:
+        ports = [free_port() for _ in range(2)]
+        for port in ports:
+            stack.enter_context(serving(port))
+        yield [stack.enter_context(closing(SlowLink(port, DELAY))) for port in ports]
+
+
+def trips_and_calls(llm: LLM, links: list[SlowLink], speculation: Any = None) -> tuple[int, int]:
+    """Round trips over all links, and calls of the target, for one text.
+
+    It is written twice: at the first call of so many rows, llama.cpp asks the servers for sizes of tensors.
+    """
+    llm.generate([PROMPTS[0]], GREEDY, speculation=speculation)
+    before, began = sum(link.round_trips for link in links), time.monotonic()
+    (out,) = llm.generate([PROMPTS[0]], GREEDY, speculation=speculation)
+    trips = sum(link.round_trips for link in links) - before
+    assert len(out.token_ids) == GREEDY.max_tokens
+    assert time.monotonic() - began >= trips * 2 * DELAY
+    return trips, out.speculation.target_calls
+
+
+def test_drafts_save_round_trips_over_slow_links(toy: Toy) -> None:
+    """A call crosses each link once, whether it has one row or five."""
+    path = str(toy(num_hidden_layers=4))
+    with LLM(path, tokenizer=None, **TOY) as llm:
+        local = texts(llm, GREEDY, PLAIN)
+    right = {"method": "prediction", "policy": "fixed", "num_speculative_tokens": 4}
+    with two_stages() as links:
+        with LLM(path, tokenizer=None, rpc=tuple(link.address for link in links), **TOY) as llm:
+            assert texts(llm, GREEDY, PLAIN) == local
+            check_drafts(llm)
+            trips, calls = trips_and_calls(llm, links, PLAIN)
+            fewer_trips, fewer_calls = trips_and_calls(llm, links, {**right, "prediction": tuple(local[0])})
+    assert calls == GREEDY.max_tokens and fewer_calls * 4 <= calls
+    assert (trips, fewer_trips) == (2 * calls, 2 * fewer_calls)
+
+
+def test_a_draft_model_is_computed_on_this_side_of_a_slow_link(toy: Toy) -> None:
+    path = str(toy(num_hidden_layers=4))
+    own = {"draft": path, "method": "draft_model", "policy": "fixed", "num_speculative_tokens": 4}
+    with two_stages() as links:
+        settings = {"rpc": tuple(link.address for link in links), "speculation": own, **TOY}
+        with LLM(path, tokenizer=None, **settings) as llm:
+            trips, calls = trips_and_calls(llm, links)
+    assert calls * 4 <= GREEDY.max_tokens
+    assert trips == 2 * calls
 
 
 @pytest.mark.parametrize("endpoint", ["50052", "[::1]:50052", "host:0", "a:b"])

@@ -117,7 +117,8 @@ def load(
         draft_path = locate(str(draft))
         try:
             repack = may_repack(draft_path, config, tell)
-            runtime.drafters[DRAFT_MODEL] = LlamaDraftModel.load(draft_path, config, runtime, repack)
+            model = LlamaDraftModel.load(draft_path, config, runtime, tokenizer, repack)
+            runtime.drafters[DRAFT_MODEL] = model
         except ConfigError as error:  # of its memory
             if config.speculation.memory_policy == "fail":
                 raise

@@ -64,14 +64,27 @@ class LlamaDraftModel(Proposer):
         self._calls = 0
 
     @classmethod
-    def load(cls, path: Path, config: EngineConfig, runtime: LlamaRuntime, repack: bool) -> Self:
-        """Raises `WrongPair` for a model with too few of the target's tokens, `UnsupportedModel` for a
+    def load(
+        cls,
+        path: Path,
+        config: EngineConfig,
+        runtime: LlamaRuntime,
+        tokenizer: Tokenizer | None,
+        repack: bool,
+    ) -> Self:
+        """`tokenizer` is the target's, where it is loaded. All layers are on this machine: each draft token
+        would cost a round trip to a server.
+
+        Raises `WrongPair` for a model with too few of the target's tokens, `UnsupportedModel` for a
         recurrent one.
         """
-        own, theirs = (Tokenizer(Vocabulary(file, config)) for file in (path, runtime.model.path))
+        own = Tokenizer(Vocabulary(path, config))
+        theirs = tokenizer or Tokenizer(Vocabulary(runtime.model.path, config))
         overlap = tokenizer_overlap(own, theirs, str(path))  # refused before the weights are read
         length = min(runtime.model.length, context_of(path))
-        settings = config.model_copy(update={"max_context": length, "kv_memory_gb": None})
+        shares = () if config.rpc else config.tensor_split  # with servers, the first are theirs
+        own_memory = {"max_context": length, "kv_memory_gb": None}
+        settings = config.model_copy(update={**own_memory, "rpc": (), "tensor_split": shares})
         plan = plan_memory(read_split(path), settings, free_bytes())
         if plan.streams < (streams := runtime.plan.streams):
             why = f"the memory has room for {plan.streams} contexts of draft {path}"
