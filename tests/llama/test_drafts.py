@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from speculon import LLM, SamplingParams
+from speculon.checkpoints.gguf.header import parse_once
 from speculon.core.errors import EngineError, ModelError, WrongPair
 from speculon.runtimes.base import Output
 from speculon.runtimes.llama.model import LlamaModel
@@ -169,11 +170,14 @@ def test_an_abort_frees_its_stream(llm: LLM) -> None:
 
 
 def test_a_draft_model_that_is_the_target_is_always_right(toy: Toy) -> None:
+    """Also where later sequences take over its streams, in another order."""
     path = str(toy())
     own = {"draft": path, "method": "draft_model", "policy": "fixed", "num_speculative_tokens": 3}
+    prompts = [*PROMPTS, *([token] * 12 for token in (30, 40, 50, 60))]
+    params = [GREEDY.model_copy(update={"max_tokens": 12 + 5 * (i % 3)}) for i in range(len(prompts))]
     with LLM(path, tokenizer=None, speculation=own, **TOY) as llm:
-        plain = texts(llm, GREEDY, PLAIN)
-        outs = llm.generate(PROMPTS, GREEDY)
+        plain = [out.token_ids for out in llm.generate(prompts, params, speculation=PLAIN)]
+        outs = llm.generate(prompts, params)
         assert [out.token_ids for out in outs] == plain
         assert all(out.speculation.acceptance_rate == 1 for out in outs)
 
@@ -187,6 +191,13 @@ def test_another_draft_model_changes_no_text(toy: Toy) -> None:
             assert [out.token_ids for out in outs] == plain
             assert sum(out.speculation.drafted for out in outs) > 40
         llm.engine.check_integrity()
+
+
+def test_each_file_is_read_once(toy: Toy) -> None:
+    """A second vocabulary of the target would read its header anew."""
+    read = parse_once.cache_info().misses
+    with LLM(str(toy()), speculation={"draft": str(toy(seed=1))}, **TOY):
+        assert parse_once.cache_info().misses == read + 2
 
 
 @pytest.mark.parametrize("acceptance", ["block", "rejection", "matching"])
