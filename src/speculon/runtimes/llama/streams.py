@@ -75,7 +75,7 @@ class Streams:
         if not self.free:
             return 0  # it waits on: a stream is needed
         source, length, copied = self._beginning(seq)
-        stream = self._oldest(besides=source) if copied else source
+        stream = self._oldest() if copied else source
         if copied:
             self._model.copy(source.id, stream.id)
         if not self._model.cut(stream.id, length):
@@ -134,10 +134,9 @@ class Streams:
         """Whether a stream can go back to its first `length` tokens; a recurrent state cannot go far."""
         return not self._model.recurrent or len(stream.tokens) == length
 
-    def _oldest(self, besides: Stream | None = None) -> Stream:
+    def _oldest(self) -> Stream:
         """The free stream to use where nothing is found: an empty one, else the one unused for longest."""
-        free = [stream for stream in self.free if stream is not besides]
-        return min(free, key=lambda stream: (bool(stream.tokens), stream.used, stream.id))
+        return min(self.free, key=lambda stream: (bool(stream.tokens), stream.used, stream.id))
 
 
 def common(a: list[int], b: list[int]) -> int:
