@@ -11,18 +11,20 @@ import pytest
 from speculon import LLM
 from speculon.core.errors import UnknownModel
 from tests.llama.conftest import TOY, Toy
-from tests.llama.test_drafts import GREEDY, PLAIN, PROMPTS, with_lies
+from tests.llama.test_drafts import GREEDY, PLAIN, PROMPTS, toy_of, with_lies
 
 RANK, WIDTH = 4, 32
 
 
-def write_adapter(path: Path, seed: int) -> Path:
+def write_adapter(
+    path: Path, seed: int, architecture: str = "llama", layers: tuple[int, ...] = (0, 1)
+) -> Path:
     chance = np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
     writer.add_float32("adapter.lora.alpha", 8.0)
-    for layer in range(2):
+    for layer in layers:
         for name, width in (("attn_q", WIDTH), ("ffn_down", 64)):
             a = chance.normal(size=(RANK, width)).astype(np.float32)
             b = chance.normal(size=(WIDTH, RANK)).astype(np.float32)
@@ -34,37 +36,53 @@ def write_adapter(path: Path, seed: int) -> Path:
     return path
 
 
+def check_adapters(llm: LLM) -> None:
+    """Requests of several adapters have their own texts, alone and together, with drafts and without."""
+    names = ["a", "b", "", "a"]
+    alone = [
+        llm.generate([prompt], GREEDY, speculation=PLAIN, adapter=name)[0].token_ids
+        for prompt, name in zip(PROMPTS, names, strict=True)
+    ]
+    together = llm.generate(PROMPTS, GREEDY, speculation=PLAIN, adapter=names)
+    assert [out.token_ids for out in together] == alone
+    own = [
+        {
+            "method": "prediction",
+            "policy": "fixed",
+            "num_speculative_tokens": 4,
+            "prediction": with_lies(text),
+        }
+        for text in alone
+    ]
+    drafted = llm.generate(PROMPTS, GREEDY, speculation=own, adapter=names)
+    assert [out.token_ids for out in drafted] == alone
+    base = llm.generate(PROMPTS, GREEDY, speculation=PLAIN)
+    assert [out.token_ids == text for out, text in zip(base, alone, strict=True)] == [
+        False,
+        False,
+        True,
+        False,
+    ]
+    llm.engine.check_integrity()
+
+
 def test_requests_have_their_own(toy: Toy, tmp_path: Path) -> None:
     adapters = {name: str(write_adapter(tmp_path / f"{name}.gguf", seed)) for seed, name in enumerate("ab")}
     with LLM(str(toy()), tokenizer=None, adapters=adapters, **TOY) as llm:
-        names = ["a", "b", "", "a"]
-        alone = [
-            llm.generate([prompt], GREEDY, speculation=PLAIN, adapter=name)[0].token_ids
-            for prompt, name in zip(PROMPTS, names, strict=True)
-        ]
-        together = llm.generate(PROMPTS, GREEDY, speculation=PLAIN, adapter=names)
-        assert [out.token_ids for out in together] == alone
-        own = [
-            {
-                "method": "prediction",
-                "policy": "fixed",
-                "num_speculative_tokens": 4,
-                "prediction": with_lies(text),
-            }
-            for text in alone
-        ]
-        drafted = llm.generate(PROMPTS, GREEDY, speculation=own, adapter=names)
-        assert [out.token_ids for out in drafted] == alone
-        base = llm.generate(PROMPTS, GREEDY, speculation=PLAIN)
-        assert [out.token_ids == text for out, text in zip(base, alone, strict=True)] == [
-            False,
-            False,
-            True,
-            False,
-        ]
+        check_adapters(llm)
         # what was computed under one is not found by another
         again = llm.generate([PROMPTS[2]], GREEDY, adapter="b")[0]
         assert again.outputs[0].stats.cached_tokens == 0
         with pytest.raises(UnknownModel, match="adapter"):
             llm.generate([PROMPTS[0]], GREEDY, adapter="c")
-        llm.engine.check_integrity()
+
+
+def test_a_restored_state_is_that_of_its_own(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accepted rows are computed again, each sequence's under its adapter."""
+    monkeypatch.setattr("speculon.runtimes.llama.backend.ROLLBACK", 0)
+    files = [write_adapter(tmp_path / f"{seed}.gguf", seed, "lfm2", layers=(1,)) for seed in range(2)]
+    adapters = {name: str(file) for name, file in zip("ab", files, strict=True)}
+    with LLM(toy_of("lfm2", toy), tokenizer=None, adapters=adapters, **TOY) as llm:
+        check_adapters(llm)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from speculon import LLM, SamplingParams
 from speculon.core.config import EngineConfig
@@ -18,6 +20,8 @@ from speculon.core.errors import (
     UnsupportedModel,
 )
 from speculon.runtimes.llama.memory import LENGTHS, bytes_per_token, plan_memory
+from speculon.runtimes.llama.model import Rows
+from speculon.runtimes.llama.runtime import measure
 from speculon.runtimes.registry import chosen
 from tests.llama.conftest import TOY, Toy
 from tests.llama.test_drafts import GREEDY, PLAIN, PROMPTS, runtime_of, texts, with_lies
@@ -118,6 +122,28 @@ def test_what_it_tells_of_itself(toy: Toy) -> None:
         assert table["rollback.streams"].status == "on" and table["images"].status == "refused"
         assert table["methods.eagle3"].status == "off"
         assert runtime_of(llm).describe()["supported"]
+
+
+class Kernels:
+    """A model with one stream whose logits lack their last bit in spans of more than `exact` rows."""
+
+    vocab_size, recurrent = 50, False
+
+    def __init__(self, exact: int):
+        self.exact = exact
+
+    def run(self, parts: list[Rows]) -> tuple[torch.Tensor, float]:
+        (part,) = parts
+        places = torch.arange(part.start + part.scored, part.start + len(part.tokens))
+        logits = (1 + places[:, None]) / torch.arange(1, 1 + self.vocab_size)
+        return logits * (1 if part.outputs <= self.exact else 1 + 2**-23), 0.0
+
+    def cut(self, stream: int, length: int) -> None: ...
+
+
+@pytest.mark.parametrize(("exact", "told"), [(1, 1), (2, 2), (3, 2), (4, 4)])
+def test_rows_are_equal_to_the_last_bit(exact: int, told: int) -> None:
+    assert measure(Kernels(exact), SimpleNamespace(streams=[0])) == told  # type: ignore[arg-type]
 
 
 def test_a_kv_cache_of_8_bits(toy: Toy) -> None:

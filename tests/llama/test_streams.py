@@ -36,6 +36,15 @@ def test_the_same_prompt_is_computed_once(llm: LLM) -> None:
     assert cached(llm, LONG) == len(LONG) - 1
 
 
+def test_the_last_token_of_a_prompt_is_always_computed(llm: LLM) -> None:
+    texts(llm, GREEDY, PLAIN, [LONG])
+    llm.engine.add_request(LONG, GREEDY, request_id="again")
+    (seq,) = llm.engine.scheduler.waiting
+    found = runtime_of(llm).space.cached(seq)
+    llm.engine.abort("again")
+    assert found == len(LONG) - 1
+
+
 def test_a_conversation_goes_on_in_its_stream(llm: LLM) -> None:
     (out,) = llm.generate([LONG[:60]], GREEDY)
     assert cached(llm, [*LONG[:60], *out.token_ids, 5, 6]) == 60 + len(out.token_ids) - 1
@@ -66,6 +75,13 @@ def test_more_sequences_than_streams_wait_and_the_oldest_stream_is_dropped(llm: 
     alone = [texts(llm, GREEDY, PLAIN, [prompt])[0] for prompt in prompts]
     assert texts(llm, GREEDY, PLAIN, prompts) == alone
     assert {stream.owner for stream in runtime_of(llm).space.streams} == {None}
+
+
+def test_the_stream_that_was_unused_for_longest_is_dropped(llm: LLM) -> None:
+    first, *others, last = [[4 + number] * 30 for number in range(5)]
+    for prompt in (first, *others, last):
+        assert cached(llm, prompt) == 0
+    assert [cached(llm, prompt) for prompt in (*others, last, first)] == [29, 29, 29, 29, 0]
 
 
 def test_prompt_log_probabilities_take_nothing_from_the_cache(llm: LLM) -> None:

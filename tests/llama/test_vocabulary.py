@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recipes.gguf.vocabularies import recorded, sentence_piece, write
 
 from speculon.checkpoints.reading import load_tokenizer
 from speculon.core.config import EngineConfig
@@ -47,6 +48,18 @@ def test_ids_and_texts(both: tuple[Tokenizer, Tokenizer], text: str) -> None:
         assert ids == other.encode(text, add_special_tokens=add)
         for skip in (True, False):
             assert own.decode(ids, skip) == other.decode(ids, skip)
+
+
+@pytest.mark.parametrize("prefix", [None, True, False])
+def test_the_space_before_a_text_of_sentence_piece(prefix: bool | None, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.gguf", sentence_piece(recorded()["pieces"]), add_space_prefix=prefix)
+    own = Tokenizer(Vocabulary(file, EngineConfig(model=str(file), runtime="llama")))
+    other = Tokenizer(load_tokenizer(file))
+    for text in ("hello", " hello", "a\nb", "Grüße, 世界!", *TEXTS):
+        ids = own.encode(text, add_special_tokens=False)
+        assert ids == other.encode(text, add_special_tokens=False)
+        assert own.decode(ids) == other.decode(ids)
+        assert [own.decode([token]) for token in ids] == [other.decode([token]) for token in ids]
 
 
 def test_this_repository(both: tuple[Tokenizer, Tokenizer]) -> None:
