@@ -33,7 +33,7 @@ INF, NAN = float("inf"), float("nan")
         ("min_tokens", -1, "greater than or equal to 0"),
         ("stop", ("x",) * 65, "at most 64 items"),
         ("stop", "", "1 to 256 characters|each string"),
-        ("stop", "x" * 257, "each string needs 1 to 256 characters"),
+        ("stop", "x" * 257, "each string must have from 1 to 256 characters"),
         ("stop_token_ids", (1,) * 65, "at most 64 items"),
         ("seed", -(2**63) - 1, f"from {-(2**63)} to {2**63 - 1}"),
         ("seed", 2**63, f"from {-(2**63)} to {2**63 - 1}"),
@@ -59,9 +59,9 @@ INF, NAN = float("inf"), float("nan")
         (
             "structured",
             {"json_schema": {"enum": ["x" * 2**16]}},
-            "at most 65536 characters as JSON, this has",
+            "must have at most 65536 characters as JSON, and has",
         ),
-        ("structured", {"json_schema": {"enum": {1}}}, "not JSON"),
+        ("structured", {"json_schema": {"enum": {1}}}, "must be JSON"),
         ("structured", {"regex": ""}, "at least 1"),
         ("structured", {"regex": "x" * (2**16 + 1)}, "at most 65536"),
         ("structured", {"grammar": "x" * (2**16 + 1)}, "at most 65536"),
@@ -118,7 +118,7 @@ def test_one_string_is_a_list_of_one() -> None:
 
 
 def test_min_tokens_beyond_max_tokens_is_refused() -> None:
-    with pytest.raises(InvalidParameter, match="min_tokens = 9: is beyond max_tokens 8"):
+    with pytest.raises(InvalidParameter, match="min_tokens = 9: must be at most max_tokens, 8"):
         SamplingParams(min_tokens=9, max_tokens=8)
 
 
@@ -132,7 +132,7 @@ def test_min_tokens_beyond_max_tokens_is_refused() -> None:
             "^prompt_lookup_min = 4: must be at most prompt_lookup_max, 3$",
         ),
         (SpeculationConfig, {"synthetic_acceptance": 1.5}, "synthetic_acceptance = 1.5"),
-        (SpeculationConfig, {"policy": "reckless"}, "policy = 'reckless': .*known are fixed"),
+        (SpeculationConfig, {"policy": "reckless"}, "policy = 'reckless': .*must be one of fixed"),
         (SpeculationConfig, {"k": 3}, "k = 3: unknown field"),
         (RequestSpeculation, {"draft": "x"}, "draft = 'x': unknown field"),
     ],

@@ -123,20 +123,20 @@ def test_grey_values_of_16_bits_are_scaled() -> None:
 
 
 BAD: dict[str, tuple[bytes, str]] = {
-    "nothing": (b"", "no image"),
-    "text": (b"hello", "no image"),
-    "svg": (b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"/>', "no image"),
-    "pdf": (b"%PDF-1.7\n", "no image"),
-    "tiff": (file_of(pixels(), "TIFF"), "no image"),
-    "half a header": (file_of(pixels())[:20], "no image"),
+    "nothing": (b"", "cannot be read as an image"),
+    "text": (b"hello", "cannot be read as an image"),
+    "svg": (b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"/>', "cannot be read as an image"),
+    "pdf": (b"%PDF-1.7\n", "cannot be read as an image"),
+    "tiff": (file_of(pixels(), "TIFF"), "cannot be read as an image"),
+    "half a header": (file_of(pixels())[:20], "cannot be read as an image"),
     "a truncated png": (file_of(pixels(200, 200))[:600], "cannot be decoded"),
     "a truncated jpeg": (file_of(pixels(200, 200), "JPEG")[:2000], "cannot be decoded"),
     "a truncated webp": (file_of(pixels(200, 200), "WEBP")[:300], ""),
     "a truncated bmp": (file_of(pixels(200, 200), "BMP")[:300], "cannot be decoded"),
-    "a jpeg of many scans": (many_scans(), "a JPEG of 101 scans, more than 100"),
-    "an animated gif": (animated("GIF"), "an animated image: send one frame"),
-    "an animated png": (animated("PNG"), "an animated image: send one frame"),
-    "an animated webp": (animated("WEBP"), "an animated image: send one frame"),
+    "a jpeg of many scans": (many_scans(), "a JPEG may have at most 100 scans, and this one has 101"),
+    "an animated gif": (animated("GIF"), "is an animated image: send a single frame"),
+    "an animated png": (animated("PNG"), "is an animated image: send a single frame"),
+    "an animated webp": (animated("WEBP"), "is an animated image: send a single frame"),
     "100 megapixels": (only_a_header(), "10000 x 10000 pixels, more than max_image_megapixels = 40"),
     "beyond what Pillow opens": (only_a_header(60_000, 60_000), "at most 40 megapixels"),
     "a bomb": (bomb(), "12000 x 12000 pixels, more than max_image_megapixels = 40"),
@@ -174,7 +174,7 @@ def test_a_file_may_not_be_too_large(tmp_path: Path) -> None:
     path = tmp_path / "image.png"
     path.write_bytes(data)
     for source in (data, path, data_url(data)):
-        assert refusal(source, small) == "larger than max_image_mb = 0.001 MB"
+        assert refusal(source, small) == "must not be larger than max_image_mb = 0.001 MB"
 
 
 def test_what_is_too_large_is_not_even_decoded_from_base64(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,21 +187,21 @@ def test_what_is_too_large_is_not_even_decoded_from_base64(monkeypatch: pytest.M
     [
         ("file:///etc/passwd", "must begin with data:"),
         ("photo.png", "must begin with data:"),
-        ("", "no image"),
-        ("aGVsbG8", "no image"),
+        ("", "cannot be read as an image"),
+        ("aGVsbG8", "cannot be read as an image"),
         ("A", "must begin with data:"),
         ("https://example.org/a.png", "images are not fetched"),
         ("HTTP://127.0.0.1/a.png", "images are not fetched"),
-        ("data:image/png;base64", "a data URL must have ;base64,"),
-        ("data:image/png,AAAA", "a data URL must have ;base64,"),
-        ("data:text/plain;base64,aGVsbG8=", "no image"),
-        ("data:image/png;base64,AAA", "no image"),
-        ("data:image/png;base64,AAAAA", "no base64"),
-        ("data:image/png;base64,AA=AA", "no base64"),
-        ("data:image/png;base64,%FF%FF", "no base64"),
-        ("data:image/png;base64,A*=!", "no base64"),
-        ("data:image/png;base64,\u00e4\u00e4\u00e4\u00e4", "no base64"),
-        ("data:image/png;base64,", "no image"),
+        ("data:image/png;base64", "a data URL must have `;base64,`"),
+        ("data:image/png,AAAA", "a data URL must have `;base64,`"),
+        ("data:text/plain;base64,aGVsbG8=", "cannot be read as an image"),
+        ("data:image/png;base64,AAA", "cannot be read as an image"),
+        ("data:image/png;base64,AAAAA", "must be base64"),
+        ("data:image/png;base64,AA=AA", "must be base64"),
+        ("data:image/png;base64,%FF%FF", "must be base64"),
+        ("data:image/png;base64,A*=!", "must be base64"),
+        ("data:image/png;base64,\u00e4\u00e4\u00e4\u00e4", "must be base64"),
+        ("data:image/png;base64,", "cannot be read as an image"),
     ],
 )
 def test_bad_urls_are_refused(url: str, limit: str) -> None:
@@ -225,7 +225,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_images_are_counted() -> None:
     check_count(16, "messages", LIMITS)
-    with pytest.raises(InvalidParameter, match="messages = '10000 images': at most 16 in a request"):
+    with pytest.raises(InvalidParameter, match="messages = '10000 images': a request may have at most 16"):
         check_count(10_000, "messages", LIMITS)
 
 

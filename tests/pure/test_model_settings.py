@@ -121,7 +121,7 @@ def test_where_the_file_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     Path("there/my.toml").write_text("")
     assert models_file(ServeConfig()) == Path("there") / FILE
     assert models_file(ServeConfig(models_file="mine.toml")) == Path("mine.toml")
-    with pytest.raises(InvalidParameter, match="models_file .* a folder that is there"):
+    with pytest.raises(InvalidParameter, match="models_file .* in an existing folder"):
         ServeConfig(models_file="nowhere/mine.toml")
 
 
@@ -167,17 +167,20 @@ def test_an_unknown_field_has_no_answer(field: str) -> None:
             "[models.'a.b']\ntop_p = 2\n",
             "line 2: models.a.b.top_p = 2: Input should be less than or equal to 1",
         ),
-        ("[models.m]\nport = 1\n", "line 2: models.m.port = 1: unknown field: it belongs to [serve] of"),
+        ("[models.m]\nport = 1\n", "line 2: models.m.port = 1: unknown field: it is about the whole server"),
         (
             "[models.m.speculation]\nmethod = 'off'\n",
             "line 1: models.m.speculation = {'method': 'off'}: unknown",
         ),
-        ("[models.m]\nmethod = 'sufix'\n", "line 2: models.m.method = 'sufix': known are auto, "),
+        ("[models.m]\nmethod = 'sufix'\n", "line 2: models.m.method = 'sufix': must be one of auto, "),
         ("[models.m]\nstop = ['']\n", "line 2: models.m.stop"),
-        ("[models.m]\naliases = ['n']\n[models.n]\n", "line 3: name = 'n': of two models, n and m"),
+        (
+            "[models.m]\naliases = ['n']\n[models.n]\n",
+            "line 3: name = 'n': two models have this name, n and m",
+        ),
         ("[models.m]\nmethod = \n", "line 2: Invalid value"),
-        ("[model.m]\n", 'line 1: model: unknown; settings are in tables [models."NAME"]'),
-        ("[models]\nm = 3\n", "line 2: m: unknown; settings are in tables"),
+        ("[model.m]\n", 'line 1: model: unknown; this file has only tables of the form [models."NAME"]'),
+        ("[models]\nm = 3\n", "line 2: m: unknown; this file has only tables"),
     ],
 )
 def test_a_fault_of_the_file_has_its_line(text: str, expected: str) -> None:
@@ -319,7 +322,7 @@ def test_a_drafter_beside_any_method_is_for_requests_that_choose_it(method: str)
             "[models.m]\nadaptive_initial = 20\n",
             "",
             {"adaptive_initial": 5},
-            "left out: adaptive_initial = 20: goes from min, 2, to max, 12",
+            "left out: adaptive_initial = 20: must be from min, 2, to max, 12",
             id="a number and a default",
         ),
         pytest.param(

@@ -99,7 +99,7 @@ def test_any_form_of_a_table_is_edited_rightly_or_refused(text: str, file: Model
     try:
         file.update("n", {"top_k": 2, "draft": {"eagle3": "there"}})
     except ConfigError as error:
-        assert "cannot be edited" in str(error) and file.path.read_text() == text
+        assert "this program cannot edit" in str(error) and file.path.read_text() == text
     else:
         assert file.tables() == expected
 
@@ -116,13 +116,13 @@ def test_a_link_stays_a_link(file: ModelSettingsFile, tmp_path: Path) -> None:
     [
         ({"top_k": 6, "top_p": 2}, "top_p = 2: Input should be less than or equal to 1"),
         ({"top_k": 6, "metod": "off"}, "metod = 'off': unknown field; did you mean method?"),
-        ({"top_k": 6, "method": "sufix"}, "method = 'sufix': known are "),
+        ({"top_k": 6, "method": "sufix"}, "method = 'sufix': must be one of "),
         ({"top_k": 6, "draft": "/gone"}, "draft = '/gone': /gone: no such folder"),
         ({"top_k": 6, "draft": {"pard": "there", "eagle3": "/gone"}}, "draft = .*/gone: no such folder"),
-        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens = 9: .* left out: .* is beyond max_tokens 8"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens = 9: .* left out: .* must be at most max_tokens, 8"),
         ({"method": "eagle3"}, "method = 'eagle3': .* needs a drafter"),
-        ({"aliases": ["n"]}, "name = 'n': of two models"),
-        ({"options": {"a": None}}, "options = {'a': None}: cannot be written as TOML"),
+        ({"aliases": ["n"]}, "name = 'n': two models have this name"),
+        ({"options": {"a": None}}, "options = {'a': None}: TOML has no form for this value"),
     ],
 )
 def test_a_refused_change_leaves_the_file(
@@ -150,7 +150,7 @@ def test_a_broken_file_is_not_written(file: ModelSettingsFile) -> None:
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere/models.toml: there is no such folder"):
+    with pytest.raises(ConfigError, match="nowhere/models.toml: the folder of this file does not exist"):
         ModelSettingsFile(tmp_path / "nowhere" / "models.toml", METHODS).update("n", {})
     assert not (tmp_path / "nowhere").exists()
 
@@ -168,7 +168,9 @@ def test_what_an_editor_saves_meanwhile_is_kept(
         return edited(*arguments)
 
     monkeypatch.setattr(models, "edited", edit)
-    with pytest.raises(ConfigError, match="another program changed it just now; nothing was written"):
+    with pytest.raises(
+        ConfigError, match="another program changed the file just now, so nothing was written"
+    ):
         file.update("a/b-1.5", {"top_k": 6})
     assert file.path.read_text() == saved and not list(file.path.parent.glob(".*.tmp"))
 

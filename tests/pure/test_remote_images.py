@@ -140,7 +140,7 @@ def test_nothing_is_fetched_unless_it_is_enabled(network: Network) -> None:
     limits = ImageLimits.of(ServeConfig(remote_images=True))
     assert read_image("http://images.test/a.png", "x", limits).image.size == (24, 16)
     assert network.paths == ["/a.png"]
-    with pytest.raises(InvalidParameter, match="http://images.test/no': its host answers with status 404"):
+    with pytest.raises(InvalidParameter, match="http://images.test/no': its host answered with status 404"):
         read_image("http://images.test/no", "x", limits)
 
 
@@ -201,18 +201,18 @@ def test_the_resolver_is_asked_once(network: Network, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("url", "expected"),
     [
-        ("http://images.test/around", "more than 3 redirects"),
-        ("http://images.test/file", "leads to another scheme: only https and http are fetched"),
-        ("http://images.test/no", "its host answers with status 404"),
-        ("http://images.test/nowhere", "its host answers with status 302"),
-        ("http://images.test/large", "larger than 0.004 MB"),
-        ("http://images.test/claims", "larger than 0.004 MB"),
-        ("http://images.test/endless", "larger than 0.004 MB"),
-        ("http://images.test/packed", "its host sends it compressed"),
+        ("http://images.test/around", "leads to more than 3 redirects"),
+        ("http://images.test/file", "has another scheme: only https and http are fetched"),
+        ("http://images.test/no", "its host answered with status 404"),
+        ("http://images.test/nowhere", "its host answered with status 302"),
+        ("http://images.test/large", "is larger than max_image_mb = 0.004 MB"),
+        ("http://images.test/claims", "is larger than max_image_mb = 0.004 MB"),
+        ("http://images.test/endless", "is larger than max_image_mb = 0.004 MB"),
+        ("http://images.test/packed", "its host sends it compressed, which is not supported"),
         ("http://images.test/short", "could not be fetched: IncompleteRead"),
-        ("http://nobody.invalid/", "its host is not known"),
-        ("http://user:secret@images.test/a.png", "has a user's name or password"),
-        ("http://images.test/\u00e4", "no URL: it has characters beyond ASCII"),
+        ("http://nobody.invalid/", "its host name cannot be resolved"),
+        ("http://user:secret@images.test/a.png", "must not have a user name or password"),
+        ("http://images.test/\u00e4", "is not a URL: it has characters beyond ASCII"),
     ],
 )
 def test_what_is_refused(network: Network, url: str, expected: str) -> None:
@@ -222,10 +222,10 @@ def test_what_is_refused(network: Network, url: str, expected: str) -> None:
 
 def test_what_is_no_url_is_not_asked(network: Network) -> None:
     for url in ("http://images.test:99999/", "http://[::1/"):
-        assert reason(url) == "no URL"
+        assert reason(url) == "is not a URL"
     for url in (":0/", "/a b", "/\r\nX: y"):
-        assert reason(f"http://images.test{url}") == "no URL of a host"
-    assert reason("http:///a.png") == "no URL of a host"
+        assert reason(f"http://images.test{url}") == "is not a URL with a host"
+    assert reason("http:///a.png") == "is not a URL with a host"
     assert network.resolved == []
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculon.core.telemetry import EngineCounters, RequestStats, SpeculationStats, log_line
-from speculon.core.types import Draft, Finish, Reason, SpanOutcome, Stop, Verdict, no_draft
+from speculon.core.types import Draft, Finish, Reason, SpanOutcome, Stop, Verdict, no_draft, reasons_in_words
 
 OUTCOMES = {
     0: SpanOutcome.EARLY,
@@ -172,6 +172,17 @@ def test_changes_of_mind_are_counted_by_their_reason(
     for _ in range(2):
         total.add(stats)
     assert total.changes == {change: 2 * n for change, n in changes.items()} and total.last is None
+
+
+def test_a_reason_is_a_code_with_a_sentence() -> None:
+    assert reasons_in_words({"no_match": 1, "cooldown": 12}) == (
+        "cooldown: recent drafts gained less than they cost, so drafting is paused for a while (12 rounds); "
+        "no_match: no earlier text matched (1 round)"
+    )
+    assert len({reason.sentence for reason in Reason}) == len(Reason)
+    assert all(len(reason.sentence.split()) > 3 for reason in Reason)
+    copy = pickle.loads(pickle.dumps(Reason.COST))
+    assert copy is Reason.COST and copy == "cost" == copy.value and f"{copy}" == "cost"
 
 
 def test_a_joined_draft_is_credited_token_by_token() -> None:

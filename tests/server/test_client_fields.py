@@ -104,7 +104,7 @@ def test_limits_do_not_give_way_to_a_minimum() -> None:
     with served(max_request_tokens=20) as inside:
         for fields in ({"min_tokens": 21}, {"min_tokens": 8, "max_tokens": 7}, {"min_tokens": 5000}):
             error = inside.post("completions", prompt="x", **fields).json()["error"]
-            assert error["param"] == "min_tokens" and "is beyond max_tokens" in error["message"]
+            assert error["param"] == "min_tokens" and "must be at most max_tokens" in error["message"]
 
 
 # fields of clients and other servers

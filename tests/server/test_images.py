@@ -191,13 +191,25 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "a bomb": (chat(image(data_url(bomb()))), "image_url", "12000 x 12000 pixels"),
     "a file": (chat(image("file:///etc/passwd")), "image_url", "must begin with data:"),
     "remote": (chat(image("http://127.0.0.1:1/a.png")), "image_url", "images are not fetched"),
-    "too many": (chat(*[image()] * 5), "messages", "at most 4 in a request"),
-    "10,000": (ten_thousand(), "messages", "10000 images': at most 4 in a request"),
+    "too many": (chat(*[image()] * 5), "messages", "a request may have at most 4"),
+    "10,000": (ten_thousand(), "messages", "10000 images': a request may have at most 4"),
     "in one message": (chat(*[image("data:image/png;base64,AAAA")] * 2000), "messages.0.content", "1024"),
-    "audio": (chat({"type": "input_audio", "input_audio": {}}), "type", "only text and images are read"),
-    "a stored file": (chat({"type": "input_image", "file_id": "f"}), "file_id", "no files are stored"),
+    "audio": (
+        chat({"type": "input_audio", "input_audio": {}}),
+        "type",
+        "this server reads only text and images",
+    ),
+    "a stored file": (
+        chat({"type": "input_image", "file_id": "f"}),
+        "file_id",
+        "this server stores no files",
+    ),
     "no URL": (chat({"type": "image_url"}), "image_url", "is needed"),
-    "a placeholder": (chat(image(), text("\x01")), "messages", "2 times '\\x01' in the text of 1 images"),
+    "a placeholder": (
+        chat(image(), text("\x01")),
+        "messages",
+        "is 2 times in the text; it must be there once for each of 1 images",
+    ),
     "beyond the context": (
         chat(image(data_url(file_of(pixels(900, 900))))),
         "",
@@ -252,7 +264,7 @@ def test_a_model_of_text_alone() -> None:
     with seeing(sees=False) as inside:
         error = refusal(inside.post("chat/completions", **chat(image(), text("say:x"))), 400)
         assert error["feature"] == "images" and error["param"] == "messages.0.content.0.image_url"
-        assert "this model takes none" in error["message"]
+        assert "this model takes no images" in error["message"]
         answer = inside.post("chat/completions", **chat(text("say:"), text("red"))).json()
         assert answer["choices"][0]["message"]["content"] == "red"
 

@@ -204,6 +204,8 @@ def test_the_table_that_comes_with_it_is_right_as_a_setting() -> None:
     [("a/target", "head"), ("a/target", "a/target"), ("a/target", "../head/x"), (" ", "a/head")],
 )
 def test_a_broken_table_is_refused_by_name(target: str, drafter: str) -> None:
-    refusal = f"known_drafters.*'{target}' -> '{drafter}': needs another model's name, as org/name"
+    refusal = (
+        f"known_drafters.*'{target}' -> '{drafter}': a drafter must be another model's hub id, as org/name"
+    )
     with pytest.raises(InvalidParameter, match=refusal):
         SpeculationConfig(known_drafters={target: [drafter]})

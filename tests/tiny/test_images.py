@@ -91,7 +91,7 @@ def test_every_call_takes_the_same_prompts(llm: LLM) -> None:
 def test_a_model_of_text_alone_refuses_images(tmp_path: Path) -> None:
     with LLM(str(write_checkpoint(tmp_path)), **SETTINGS) as llm:
         for call in (lambda: llm.chat(message("x", A)), lambda: llm.generate({"prompt": "x", "images": [A]})):
-            with pytest.raises(InvalidParameter, match="this model takes none: ") as caught:
+            with pytest.raises(InvalidParameter, match="this model takes no images: ") as caught:
                 call()
             assert caught.value.feature == "images"
         parts = [{"role": "user", "content": [{"type": "text", "text": "Add two"}]}]

@@ -42,7 +42,7 @@ def test_both_tables_have_the_same_policies() -> None:
 
 def test_a_policy_that_nobody_knows_is_refused() -> None:
     with pytest.raises(
-        InvalidParameter, match="policy = 'reckless': known are fixed, adaptive, solo, shadow, goodput"
+        InvalidParameter, match="policy = 'reckless': must be one of fixed, adaptive, solo, shadow, goodput"
     ):
         make_engine(tiny_target(LLAMA)).add_request([5], SamplingParams(), {"policy": "reckless"})
 

@@ -168,22 +168,22 @@ def of_openai(url: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("prompt", "name", "limit"),
     [
-        ({"prompt": "x", "images": [A]}, "prompt", "0 times '<image>' in the text of 1 images"),
-        ({"prompt": "<image>", "images": [A, B]}, "prompt", "1 times '<image>' in the text of 2 images"),
-        ({"prompt": "<image>" * 17, "images": [A] * 17}, "images", "at most 16 in a request"),
+        ({"prompt": "x", "images": [A]}, "prompt", "is 0 times in the text; it must be there once"),
+        ({"prompt": "<image>", "images": [A, B]}, "prompt", "is 1 times in the text; it must be there once"),
+        ({"prompt": "<image>" * 17, "images": [A] * 17}, "images", "a request may have at most 16"),
         ({"prompt": [1, 2], "images": [A]}, "prompt", "must be a string"),
         ({"prompt": "<image>", "images": [5]}, "images.0", "must be a URL, a path, bytes"),
         ({"prompt": "<image>", "pictures": [A]}, "prompt", "give prompt and images, or messages"),
         ({"messages": [user(part(A))], "images": [A]}, "prompt", "give prompt and images, or messages"),
         ({"messages": "hello"}, "messages", "a list of"),
-        ({"messages": [user(text("<image>"), part(A))]}, "messages", "2 times '<image>' in the text"),
-        ({"messages": [user(text(IMAGE), part(A))]}, "messages", "U+10FFFF is no character"),
-        ({"messages": [user(part(A))] * 17}, "messages", "at most 16 in a request"),
+        ({"messages": [user(text("<image>"), part(A))]}, "messages", "is 2 times in the text"),
+        ({"messages": [user(text(IMAGE), part(A))]}, "messages", "must not have U+10FFFF"),
+        ({"messages": [user(part(A))] * 17}, "messages", "a request may have at most 16"),
         ({"messages": [user({"type": "image_url"})]}, "messages.0.content.0.image_url", "is needed"),
         ({"messages": [user(of_openai({}))]}, "messages.0.content.0.image_url.url", "is needed"),
         ({"messages": [user({"type": "smell"})]}, "messages.0.content.0.type", "must be text or image_url"),
         ({"messages": [user({"type": "text"})]}, "messages.0.content.0.text", "must be a string"),
-        ({"messages": [{"type": "input_image", "file_id": "f"}]}, "messages.0", "needs a role"),
+        ({"messages": [{"type": "input_image", "file_id": "f"}]}, "messages.0", "with a role"),
     ],
 )  # fmt: skip
 def test_bad_prompts_are_refused_by_name(
@@ -207,7 +207,7 @@ def test_the_ways_of_clients_to_name_a_url(models: Callable[[str], Model]) -> No
 def test_a_placeholder_token_that_no_image_brings_is_refused(models: Callable[[str], Model]) -> None:
     """Gemma 3 writes other tokens into the text than its template does."""
     error = models("gemma3").refusal({"messages": [user(text("<image_soft_token>"), part(A))]})
-    assert error.feature == "images" and "5 placeholder tokens where the images have 4" in error.limit
+    assert error.feature == "images" and "is 5 times in the prompt, but the images have 4 rows" in error.limit
 
 
 def test_a_template_without_images_is_told(tmp_path: Path) -> None:
@@ -215,7 +215,10 @@ def test_a_template_without_images_is_told(tmp_path: Path) -> None:
     model.tokenizer.inner.chat_template = model.processor.chat_template = (
         "{{ messages[0]['content'][0]['type'] }}"
     )
-    assert "0 times '<image>' in the text of 1 images" in model.refusal({"messages": [user(part(A))]}).limit
+    assert (
+        "is 0 times in the text; it must be there once for each of 1 images"
+        in model.refusal({"messages": [user(part(A))]}).limit
+    )
     model.processor.chat_template = "{{ undefined.name }}"
     with pytest.raises(InvalidRequest, match="the chat template refuses"):
         model.read({"messages": [user(part(A))]})
@@ -256,7 +259,9 @@ def test_the_cache_is_bounded_by_bytes(models: Callable[[str], Model]) -> None:
 def test_an_image_that_the_processor_refuses(models: Callable[[str], Model]) -> None:
     """Qwen's does so at a ratio above 200."""
     error = models("qwen2_5_vl").refusal({"messages": [user(part(pixels(1000, 1)))]})
-    assert error.name == "messages.0.content.0.image" and "the processor refuses it" in error.limit
+    assert (
+        error.name == "messages.0.content.0.image" and "the model's image processor rejects it" in error.limit
+    )
     assert error.value == "1000 x 1 pixels"
 
 
@@ -298,7 +303,7 @@ def test_a_model_without_a_processor(tmp_path: Path, prepare: Callable[[Path], A
     images = Images(partial(load_processor, tmp_path), ImageLimits.of(ServeConfig()))
     messages, sources = read_messages([user(part(A))])
     for _ in range(2):
-        with pytest.raises(InvalidParameter, match="this model takes none: ") as caught:
+        with pytest.raises(InvalidParameter, match="this model takes no images: ") as caught:
             images.template(sources)
         assert caught.value.feature == "images" and caught.value.name == "messages.0.content.0.image"
         assert why in caught.value.limit and str(tmp_path.parent) not in caught.value.limit

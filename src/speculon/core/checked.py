@@ -60,7 +60,7 @@ def new_or_there(value: Path) -> Path:
 
 def file_in_folder(value: Path) -> Path:
     if not value.absolute().parent.is_dir() or (value.exists() and not value.is_file()):
-        raise ValueError("a file, in a folder that is there")
+        raise ValueError("must be a file, or a new name, in an existing folder")
     return value
 
 
@@ -79,7 +79,11 @@ def as_list(prompts: Any) -> list[Any]:
     if ids or isinstance(prompts, str | Mapping):
         return [prompts]
     if not is_list(prompts):
-        raise InvalidParameter("prompts", prompts, "a string, a list of token ids, or a list of these")
+        raise InvalidParameter(
+            "prompts",
+            prompts,
+            "must be a string, a list of token ids, or a list of strings or of lists of token ids",
+        )
     return list(prompts)
 
 
@@ -95,9 +99,11 @@ def one_per_prompt(name: str, value: Any, count: int, kind: type | tuple[type, .
         return [value] * count
     if not is_list(value) or not all(isinstance(item, kind) for item in value):
         names = " or ".join(item.__name__ for item in (kind if isinstance(kind, tuple) else (kind,)))
-        raise InvalidParameter(name, value, f"takes {names}, or a list with one per prompt")
+        raise InvalidParameter(name, value, f"must be {names}, or a list with one per prompt")
     if len(value) != count:
-        raise InvalidRequest(f"{name}: {len(value)} given for {count} prompts")
+        raise InvalidRequest(
+            f"{name}: {len(value)} values for {count} prompts; give one for all prompts, or one for each"
+        )
     return list(value)
 
 

@@ -1,4 +1,4 @@
-"""Every error a user can meet."""
+"""The errors that speculon raises on purpose, all of them subclasses of `SpeculonError`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from speculon.core.logs import without_text
 
 
 class SpeculonError(Exception):
-    """Base of everything raised on purpose."""
+    """Base of all errors that speculon raises on purpose. The message says what to do."""
 
     logged: str | None = None  # in the server's log, where the message has a client's text
     feature: str | None = None  # the row of the capability table that denies what was asked
 
     def about(self, feature: str) -> Self:
-        """The same error, with the row of the capability table that it is about."""
+        """Sets the row of the capability table that denies the request, and returns the error."""
         self.feature = feature
         return self
 
@@ -35,18 +35,18 @@ def rebuilt(error_class: type[SpeculonError], message: str, fields: dict[str, An
 
 
 class InvalidRequest(SpeculonError, ValueError):
-    """The request cannot be served; nothing was started."""
+    """A request cannot be served. Nothing of it was started."""
 
 
 class InvalidParameter(InvalidRequest):
-    """One field is out of its range or unknown. Carries `name`, `value` and `limit`."""
+    """A field is unknown, or its value is not allowed. `name`, `value` and `limit` say which and why."""
 
     def __init__(self, name: str, value: Any, limit: str):
         self.name, self.value, self.limit = name, value, limit
         super().__init__(f"{name} = {shorten(value)}: {limit}")
 
     def renamed(self, name: str) -> InvalidParameter:
-        """The same refusal, under the name of another field."""
+        """A copy that names another field, as clients know it."""
         refusal = InvalidParameter(name, self.value, self.limit)
         refusal.feature, refusal.logged = self.feature, self.logged
         return refusal
@@ -57,47 +57,49 @@ class InvalidParameter(InvalidRequest):
 
 
 class EmptyPrompt(InvalidRequest):
-    """A prompt without a single token leaves nothing to continue."""
+    """A prompt has no tokens, so there is nothing to continue."""
 
 
 class TooLong(InvalidRequest):
-    """prompt + max_tokens does not fit the context."""
+    """The prompt and `max_tokens` together do not fit into the context."""
 
 
 class NeverFits(InvalidRequest):
-    """The request needs more KV pages over its lifetime than the pool owns."""
+    """A request may need more KV pages than the whole pool has, so it could never finish."""
 
 
 class UnknownMethod(InvalidRequest):
-    """No drafting method (or policy) of that name."""
+    """There is no drafting method of this name. The message lists the known ones."""
 
     logged = "the method is unknown"
 
 
 class UnknownModel(InvalidRequest):
-    """The server serves a model of another name."""
+    """The server has no model, or the model no adapter, of this name. The message lists the known ones."""
 
     logged = "the model has another name"
 
 
 class UnknownRequest(InvalidRequest):
-    """No request of this id runs, or is among the latest."""
+    """No request with this id is running or among the latest ones."""
 
 
 class QueueFull(InvalidRequest):
-    """More requests wait than the server keeps; ask again later."""
+    """The server's queue is full. The client should try again later."""
 
 
 class ConfigError(SpeculonError, ValueError):
-    """The engine's own settings are wrong."""
+    """A setting of the engine or of the server is wrong."""
 
 
 class StateInUse(ConfigError):
-    """Another engine writes the state folder; names the folder and the process."""
+    """Another engine already uses the state folder. The message names the folder and the process."""
 
 
 class MemoryExceeded(SpeculonError):
-    """A drafter does not fit into the memory limit. `memory` has the estimate, its parts and the limit."""
+    """A drafter does not fit into the memory limit. `memory` has the estimate, its parts and the limit, in
+    bytes.
+    """
 
     def __init__(self, method: str, memory: Any):
         self.method, self.memory = method, memory
@@ -105,7 +107,7 @@ class MemoryExceeded(SpeculonError):
 
 
 class ModelError(SpeculonError):
-    """The checkpoint cannot be used."""
+    """A checkpoint cannot be used."""
 
 
 class ModelNotFound(ModelError):
@@ -117,57 +119,62 @@ class PullFailed(ModelNotFound):
 
 
 class MissingWeights(ModelError):
-    """A folder with a config but no safetensors file, or with tensors missing."""
+    """A checkpoint has no file of weights, or tensors are missing in it."""
 
 
 class CorruptWeights(ModelError):
-    """A weight file that is truncated or not what its header says."""
+    """A file of weights is truncated, or contradicts its header."""
 
 
 class UnsafeCheckpoint(ModelError):
-    """Pickle weights or remote code, which the settings do not allow."""
+    """A checkpoint has pickles or Python code, which may do harm, and the settings do not allow them."""
 
 
 class UnsupportedModel(ModelError):
-    """An architecture trait that is not supported, named."""
+    """A checkpoint has a property that is not supported. The message names it."""
 
 
 class WrongPair(ModelError):
-    """A drafter that does not fit the target; names what differs."""
+    """A drafter does not fit the target. The message says what differs."""
 
 
 class DataError(SpeculonError, ValueError):
-    """Texts to learn from or measure that cannot be read or used; names the file, and the line if known."""
+    """A file of texts, for training or a benchmark, cannot be used. The message names the file, and the line
+    if it is known.
+    """
 
 
 class EngineError(SpeculonError, RuntimeError):
-    """A fault inside the engine, which stays usable."""
+    """A fault inside the engine. The engine stays usable unless the message says otherwise."""
 
 
 class LogitsProcessorError(EngineError):
-    """The logits processor of a request raised an error, which is the cause, or returned no row of logits.
-
-    It ends its sequence alone, with finish reason `error`.
+    """The logits processor of a request raised an error (the cause), or returned something that is not a row
+    of logits. Only its own sequence ends, with finish reason `error`.
     """
 
 
 class NotReady(EngineError):
-    """The model is being loaded, the engine hangs or is started again, or the server is about to end."""
+    """The engine cannot serve at the moment: the model is being loaded, the engine hangs or is restarted, or
+    the server is about to end.
+    """
 
 
 class LoadFailed(NotReady):
-    """One model of several could not be loaded; a later request tries again."""
+    """One model of a server with several could not be loaded. A later request tries again."""
 
 
 class NoRoom(NotReady):
-    """One model of several does not fit into the server's memory; names what it needs and who holds what."""
+    """One model of a server with several does not fit into the memory. The message says how much it needs,
+    and how much the other models hold.
+    """
 
 
 class BenchError(EngineError):
-    """A benchmark that would have reported an untrue figure."""
+    """A benchmark stopped, because a figure of it would have been wrong."""
 
 
 def shorten(value: Any, max_length: int = 80) -> str:
-    """A refused value as a message shows it."""
+    """A value as a message shows it: its repr, cut after `max_length` characters."""
     shown = repr(value)
     return shown if len(shown) <= max_length else shown[: max_length - 3] + "..."

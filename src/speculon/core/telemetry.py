@@ -47,17 +47,17 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """The account of one request, or of an engine."""
+    """What speculation did for one request, or for all requests of an engine."""
 
-    rounds: int  # target calls that verified a draft; where there is none, acceptance is 0.0
+    rounds: int  # target calls that verified a draft; without one, acceptance is 0.0
     drafted: int
     accepted: int
     rejected: int
     target_calls: int  # target calls that sampled, speculative or not
-    draft_calls: int  # calls of methods: proposals, empty ones too; a round may have several
+    draft_calls: int  # calls of methods, also those that proposed nothing; a round may have several
     verified_positions: int  # rows scored: the drafts, and one more per call
-    emitted: int  # tokens the caller sees
-    stop_tokens: int  # generated too: they end texts, and are no part of them
+    emitted: int  # tokens that the caller gets
+    stop_tokens: int  # generated, too, but they end a text and are not part of it
     acceptance_rate: float  # accepted / drafted
     tokens_per_target_call: float  # generated (emitted and stop tokens) / target_calls; plain decoding has 1
     mean_accepted_per_round: float
@@ -67,12 +67,12 @@ class SpeculationStats:
     span_outcomes: dict[str, int]
     draft_ms: float
     verify_ms: float  # this request's share of the target's time, by rows
-    expected: float  # accepted drafts as the policy estimated them; 0.0 under policies that estimate nothing
-    price: float  # tokens that the time of the drafts' rows was worth to it
-    # plain ms of its tokens at the batch sizes of its rounds, less the time spent; None: not known
+    expected: float  # accepted drafts that the policy expected; 0.0 under policies without an estimate
+    price: float  # tokens that plain decoding would have made in the time of the drafts' rows
+    # ms of plain decoding for the same tokens at the same batch sizes, minus the time spent; None: not known
     saved_ms: float | None
-    # method -> rounds, drafted, accepted, per_position: what it would have had to itself, by drafts that were
-    # only watched
+    # method -> rounds, drafted, accepted, per_position: what it would have reached, measured under policy
+    # `shadow` by drafts that were not used
     shadow: dict[str, dict[str, Any]]
 
     def to_dict(self) -> dict[str, Any]:

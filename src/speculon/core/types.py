@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from speculon.core.config import AcceptanceSetting, SamplingParams
 from speculon.core.errors import SpeculonError
@@ -31,36 +31,49 @@ def acceptance_rule(rule: AcceptanceSetting, params: SamplingParams) -> Rule:
 
 
 class Reason(StrEnum):
-    """Why a round was not speculative. Metric label, log word, API value and tooltip alike."""
+    """Why a round had no drafts: a code for programs, metrics and logs, and a sentence for people."""
 
-    OFF_CONFIG = "off_config"
-    OFF_REQUEST = "off_request"
-    NO_DRAFTER = "no_drafter"
-    NOT_READY = "not_ready"
-    NO_MATCH = "no_match"
-    COLD = "cold"
-    COOLDOWN = "cooldown"
-    LOW_ACCEPTANCE = "low_acceptance"
-    COST = "cost"
-    LOAD = "load"
-    SOLO = "solo"
-    SHADOW = "shadow"
-    NO_PAGES = "no_pages"
-    MEMORY = "memory"
-    CONTEXT_LIMIT = "context_limit"
-    MAX_TOKENS = "max_tokens"
-    ERROR = "error"
+    sentence: str
+
+    def __new__(cls, code: str, sentence: str = "") -> Self:  # `Reason(code)` finds a member
+        reason = str.__new__(cls, code)
+        reason._value_, reason.sentence = code, sentence
+        return reason
+
+    OFF_CONFIG = "off_config", "speculation is off in the settings"
+    OFF_REQUEST = "off_request", "the request turned speculation off"
+    NO_DRAFTER = "no_drafter", "no drafter is loaded for this method"
+    NOT_READY = "not_ready", "the drafter had no input yet"
+    NO_MATCH = "no_match", "no earlier text matched"
+    COLD = "cold", "costs were not measured yet"
+    COOLDOWN = "cooldown", "recent drafts gained less than they cost, so drafting is paused for a while"
+    LOW_ACCEPTANCE = "low_acceptance", "too few drafts were accepted to pay for drafting"
+    COST = "cost", "drafts would have cost more time than they save"
+    LOAD = "load", "the batch was full, or too full for drafts to pay"
+    SOLO = "solo", "other requests were running or waiting"
+    SHADOW = "shadow", "drafts were measured, not used"
+    NO_PAGES = "no_pages", "no memory pages were free for drafts"
+    MEMORY = "memory", "the drafter did not fit into the memory limit"
+    CONTEXT_LIMIT = "context_limit", "the context was full"
+    MAX_TOKENS = "max_tokens", "only one token was left of max_tokens"
+    ERROR = "error", "the drafter failed; the log has its error"
+
+
+def reasons_in_words(reasons: Mapping[str, int]) -> str:
+    """Rounds without drafts by reason, the most frequent first: code, sentence and number of rounds."""
+    frequent = sorted(reasons.items(), key=lambda item: -item[1])
+    return "; ".join(f"{code}: {Reason(code).sentence} ({n} round{'s' * (n != 1)})" for code, n in frequent)
 
 
 class Stop(StrEnum):
-    """Why a proposal ended where it did. A proposal of as many drafts as asked for always says `limit`.
+    """Why a proposal has no more drafts. A proposal with as many drafts as it was asked for has `limit`.
 
-    limit: as many as asked for · no_match: nothing that continues the sequence was found · source_end: what
-    was copied from ends there · window: fewer for some rounds after a deviation from the prediction ·
-    min_hits: the continuation was found too few times · min_probability: its share of the matches is too
-    small · factor: as many drafts as a match of this length permits · choice: the grammar forces no further
-    token · confidence: the drafter's last token is below the minimum · grammar: the grammar allows no more ·
-    not_ready: the drafter has nothing to read yet.
+    limit: it has as many drafts as it was asked for · no_match: no earlier text continues the sequence ·
+    source_end: the text that it copies from ends there · window: after the text deviated from the prediction,
+    some rounds draft fewer tokens · min_hits: too few matches agree on the next token · min_probability: too
+    small a share of the matches agrees · factor: a match of this length permits no more drafts · choice: the
+    grammar does not determine the next token · confidence: the drafter's confidence fell below the minimum ·
+    grammar: the grammar forbids the next draft · not_ready: the drafter has no input yet.
     """
 
     LIMIT = "limit"
@@ -95,13 +108,16 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Draft tokens of one sequence for one round: one after the other, or a tree (`core.tree`).
+    """What a proposer drafts for one sequence in one round: K tokens, as a chain or as a tree (`core.tree`).
 
-    `match` and `stop` describe the proposal: cutting and chaining keep them, unless the cut gives a new stop.
+    >>> Draft((5, 6, 7), ("my_method",) * 3)
+
+    `match` and `stop` describe the proposal. They stay when the draft is truncated or chained with another
+    one, unless the truncation gives a reason of its own.
     """
 
     tokens: tuple[int, ...] = ()
-    sources: tuple[str, ...] = ()  # the method of each token: drafts may be chained
+    sources: tuple[str, ...] = ()  # the method of each token, as chained drafts have several
     probs: Tensor | None = None  # q [K, V]; None where q is one-hot
     confidence: tuple[float, ...] | None = None  # in (0, 1); 0 where the drafter gives none
     # tokens of context that a lookup matched; 0 for all other drafters
@@ -116,44 +132,48 @@ class Draft:
 
     @property
     def depths(self) -> Seq[int]:
-        """Drafts before each one, in a row."""
+        """For each draft, the number of drafts before it on its path."""
         return range(len(self.tokens)) if self.parents is None else depths(self.parents)
 
     @property
     def branches(self) -> int:
-        """Paths of a tree beside the first: each reads the context again."""
+        """The paths of a tree after the first one, each of which reads the context once more."""
         return 0 if self.parents is None else len(self.tokens) - len({*self.parents} - {ROOT}) - 1
 
     @property
     def depth(self) -> int:
-        """The most drafts in a row."""
+        """The number of drafts on the longest path; of a chain, all."""
         return 1 + max(self.depths, default=-1)
 
     @property
     def prefixes(self) -> list[tuple[int, ...]]:
-        """The drafts before each of the K + 1 rows that judge them: the last token's, then each draft's."""
+        """For each of the K + 1 rows that judge the drafts, the drafts before it: first the row of the last
+        token, then the row of each draft.
+        """
         if self.parents is None:
             return [self.tokens[:i] for i in range(len(self.tokens) + 1)]
         paths = (path(self.parents, node) for node in range(len(self.tokens)))
         return [(), *(tuple(self.tokens[node] for node in nodes) for nodes in paths)]
 
     def accepted(self, samples: Seq[int]) -> Seq[int]:
-        """The drafts that equal the target's own sample after what is before them; `samples[i + 1]` is that
-        after draft i.
+        """The indices of the drafts that are accepted by matching: each equals the target's own sample at its
+        place. `samples[0]` is the sample after the last token, `samples[i + 1]` that after draft i.
         """
         if self.parents is not None:
             return descend(self.parents, self.tokens, samples)
         return range(shared_length(self.tokens, samples))
 
     def outcome(self, accepted: int) -> SpanOutcome | None:
-        """How a round of it ends; of a tree, as if the longest path were the draft. None without a draft."""
+        """How a round with this many accepted drafts ended; a tree counts as its longest path. None without a
+        draft.
+        """
         if not self.tokens:
             return None
         left = self.depth - accepted
         return SpanOutcome.EARLY if left > 1 else SpanOutcome.TAIL if left else SpanOutcome.FULL
 
     def in_order(self, nodes: Seq[int]) -> Draft:
-        """A tree with its nodes in this order: parents first."""
+        """The same tree with its nodes in this order, in which parents come before their children."""
         assert self.parents is not None
         at = {node: place for place, node in enumerate(nodes)} | {ROOT: ROOT}
         return replace(
@@ -165,11 +185,11 @@ class Draft:
         )
 
     def in_preorder(self) -> Draft:
-        """As it is laid out in a forward; a chain stays as it is."""
+        """The tree in the order in which a forward has its rows; a chain stays unchanged."""
         return self if self.parents is None else self.in_order(preorder(self.parents))
 
     def truncated(self, k: int, stop: Stop | None = None) -> Draft:
-        """The first `k` drafts, of a tree too; `stop` where that changes why the proposal ends."""
+        """The first `k` drafts, also of a tree. `stop` replaces the reason for which the proposal ends."""
         if k >= len(self.tokens):
             return self
         stop = stop or self.stop
@@ -187,14 +207,14 @@ class Draft:
         )
 
     def unchained(self, methods: tuple[str, ...]) -> int:
-        """How many of its first tokens come from one proposal, where drafts of `methods` may be chained."""
+        """How many tokens come from the first proposal, if drafts of `methods` may be chained to it."""
         first, sources = self.sources[:1], self.sources
         return next((i for i, s in enumerate(sources) if (s,) != first and s in methods), len(sources))
 
     def chain(self, tail: Draft) -> Draft:
-        """This draft, then another one without q, which gets a one-hot q where this draft has q.
+        """This draft followed by another one without q, whose tokens get a one-hot q if this draft has q.
 
-        Match and stop are those of this draft: the tail is another proposal.
+        `match` and `stop` stay those of this draft, because the tail is another proposal.
         """
         assert tail.probs is None, "a drawn tail would need the noise of this draft"
         q, k, added = self.probs, len(self.tokens), len(tail.tokens)
@@ -245,7 +265,9 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one round yields for one sequence: 1..K+1 tokens of the target, or none for a prompt chunk."""
+    """What the target decides about one sequence in one round: its 1 to K + 1 new tokens (none for a chunk of
+    the prompt), and how many drafts it accepted.
+    """
 
     tokens: tuple[int, ...]
     accepted: int = 0

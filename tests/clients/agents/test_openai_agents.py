@@ -110,5 +110,5 @@ def test_an_agent_sends_an_image(seeing_url: str, smollm2_url: str, route: str) 
             return await Runner.run(adder.clone(tools=[]), [{"role": "user", "content": parts}])
 
     assert asyncio.run(run(seeing_url, "seeing")).new_items[-1].type == "message_output_item"
-    with pytest.raises(openai.BadRequestError, match="this model takes none"):
+    with pytest.raises(openai.BadRequestError, match="this model takes no images"):
         asyncio.run(run(smollm2_url, "smollm2"))

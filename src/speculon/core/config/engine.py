@@ -26,7 +26,14 @@ from speculon.core.errors import ConfigError, InvalidParameter
 
 
 class EngineConfig(BaseSettings):
-    """The engine's settings. `EngineConfig(block_size=32)` reads environment and file for the rest."""
+    """The settings of an engine, and in `speculation` and `serve` those of its parts.
+
+    >>> EngineConfig(model="smollm2", max_num_seqs=8)
+
+    A field that is not given is read from the environment (`SPECULON_` and its name), then from
+    `speculon.toml`, and otherwise has its default. Raises `ConfigError` for a value that is wrong or unknown;
+    the message names the source of the value.
+    """
 
     model_config = SettingsConfigDict(
         env_prefix="SPECULON_",

@@ -57,7 +57,7 @@ class PoolSettings(Checked):
     @classmethod
     def _no_empty_name(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if not all(name.strip() for name in value):
-            raise ValueError("a name has at least one character")
+            raise ValueError("each name must have at least one character")
         return value
 
 
@@ -82,9 +82,15 @@ def home_of(field: str, value: Any = None) -> Home:
     if field in HOMES:
         return HOMES[field]
     if field in (*TABLES, SAMPLING):
-        raise InvalidParameter(field, value, "unknown field: its fields are written without a table")
+        raise InvalidParameter(
+            field, value, "unknown field: write the fields of this table beside the others, without the table"
+        )
     if field in ServeConfig.model_fields:
-        raise InvalidParameter(field, value, "unknown field: it belongs to [serve] of speculon.toml")
+        raise InvalidParameter(
+            field,
+            value,
+            "unknown field: it is about the whole server and belongs to [serve] of speculon.toml",
+        )
     raise InvalidParameter(field, value, f"unknown field{nearest(field, HOMES)}")
 
 
@@ -188,10 +194,11 @@ class Setting(NamedTuple):
 
 
 class ModelSettings:
-    """The settings of one model, merged: where each value came from, and what is left out in a conflict.
+    """The settings of one model, merged from all sources, with the origin of each value.
 
-    `keywords` are those of `EngineConfig`: what a command line gave, and each setting in its table. Raises
-    `ConfigError` for a conflict that a flag or the environment is part of.
+    `keywords` are the keywords of `EngineConfig`. If values from files contradict each other, they are left
+    out, and `left_out` says why. Raises `ConfigError` if a flag or the environment takes part in the
+    contradiction.
     """
 
     def __init__(
@@ -217,7 +224,7 @@ class ModelSettings:
         self.pool = PoolSettings(**self._table(POOL))
 
     def with_keywords(self, keywords: dict[str, Any]) -> Self:
-        """The same model with other keywords of `EngineConfig`."""
+        """A copy with other keywords of `EngineConfig`."""
         other = copy(self)
         other.keywords, other.config = keywords, EngineConfig(**keywords)
         return other
@@ -234,7 +241,7 @@ class ModelSettings:
         return self.fields[field].value if field in self.fields else default_value(field)
 
     def changed(self, new: ModelSettings) -> frozenset[str]:
-        """The fields that have another value in `new`; see `needs_new_worker`."""
+        """The fields whose value differs in `new`; `needs_new_worker` says which of them need a new load."""
         fields = {*self.fields, *new.fields}
         return frozenset(field for field in fields if self.value(field) != new.value(field))
 
@@ -293,7 +300,7 @@ class ModelSettings:
         }
         for setting in [self.fields[field] for field in excluded if field in self.fields]:
             if excluded[setting.field] and setting.rank < method.rank:
-                self._refuse([setting], f"it has no effect with {method}; set method beside it")
+                self._refuse([setting], f"it has no effect with {method}; set method in the same place")
 
     def _check_tables(self) -> None:
         """Values of one table that contradict each other, by the checks of that table."""
@@ -337,10 +344,11 @@ def models_file(serve: ServeConfig) -> Path:
 
 
 class ModelSettingsFile:
-    """The settings of all models in one file. Each call reads the file anew.
+    """Reads and changes the file with the settings of each model (`speculon-models.toml`).
 
-    Writers of several processes wait for each other. A program that takes no lock, such as an editor, is
-    noticed unless it writes within the microseconds between the last look and the replacement.
+    Each call reads the file again. Processes that write it wait for each other. A change by a program that
+    does not take the lock, such as an editor, is noticed and never overwritten, unless it falls into the
+    microseconds between the last check and the replacement of the file.
     """
 
     def __init__(self, path: Path, methods: Methods):
@@ -348,11 +356,11 @@ class ModelSettingsFile:
         self._warned = set[str]()
 
     def names(self) -> dict[str, str]:
-        """Every name that the file gives to a model, with that of its table. Raises `ConfigError`."""
+        """Each name that the file gives to a model -> the name of the model's table. Raises `ConfigError`."""
         return names_in(self.tables())
 
     def tables(self) -> TomlTables:
-        """The fields of each model as they are written. Raises `ConfigError` with the line of a fault."""
+        """The fields of each model as the file has them. Raises `ConfigError` with the line of a fault."""
         return self._read(self._text())
 
     def settings_of(self, name: str, given: Mapping[str, Any] | None = None) -> ModelSettings:
@@ -373,21 +381,21 @@ class ModelSettingsFile:
     def settings_after(
         self, name: str, changes: Mapping[str, Any], given: Mapping[str, Any] | None = None
     ) -> ModelSettings:
-        """The settings that a model has once `update` has made these changes; nothing is written.
+        """The settings that a model would have after `update` with these changes. Nothing is written.
 
-        Raises what `update` raises.
+        Raises the same errors as `update`.
         """
         return self._after(self._text(), name, changes, given or {})[1]
 
     def update(
         self, name: str, changes: Mapping[str, Any], given: Mapping[str, Any] | None = None
     ) -> ModelSettings:
-        """Changes fields of a model in the file, adding its table where there is none; None takes a field
-        away. Comments, order and everything else stay.
+        """Changes fields of a model in the file. A new model gets a table, and None removes a field. Comments
+        and the order of the file stay.
 
-        Raises `InvalidParameter` for a change that is refused, also since a flag or the environment
-        contradicts it; `ConfigError` for a conflict that was there before, and for a file that cannot be
-        written.
+        Returns the model's settings after the change. Raises `InvalidParameter` for a change that is refused,
+        for example because a flag or the environment contradicts it, and `ConfigError` for a conflict that
+        was there before or a file that cannot be written.
         """
         try:
             with writing(self.path) as path:
@@ -395,10 +403,11 @@ class ModelSettingsFile:
                 changed, settings = self._after(text, name, changes, given or {})
                 if not replace(path, text, changed):
                     raise ConfigError(
-                        f"{self.path}: another program changed it just now; nothing was written"
+                        f"{self.path}: another program changed the file just now, so nothing was written; "
+                        "repeat the change"
                     )
         except OSError as error:
-            raise ConfigError(f"{self.path}: cannot be written: {error.strerror or error}") from None
+            raise ConfigError(f"{self.path}: the file cannot be written: {error.strerror or error}") from None
         return settings
 
     def _after(
@@ -406,7 +415,7 @@ class ModelSettingsFile:
     ) -> tuple[str, ModelSettings]:
         """The text with these fields of a model, and the settings that it then has."""
         if not name.strip():
-            raise InvalidParameter("name", name, "a name has at least one character")
+            raise InvalidParameter("name", name, "must have at least one character")
         fields = {field: self._checked(field, value) for field, value in changes.items()}
         tables = self._read(text)
         table = {**tables.get(name, {}), **fields}
@@ -414,7 +423,10 @@ class ModelSettingsFile:
         names_in(tables)
         changed = edited(text, name, tables[name])
         if tomllib.loads(changed).get(TOP, {}) != tables:
-            raise ConfigError(f"{self.path}: [{TOP}.{name}] is written in a form that cannot be edited")
+            raise ConfigError(
+                f"{self.path}: [{TOP}.{name}] is written in a form that this program cannot edit; write it "
+                "as a table with a header of its own"
+            )
         try:
             settings = self._merged(changed, name, given)
         except ConfigError as error:
@@ -441,7 +453,7 @@ class ModelSettingsFile:
         """Raises `InvalidParameter` for what is wrong whatever the other fields are."""
         check_field(field, value)
         if field == "method" and value not in self.methods.known:
-            raise InvalidParameter(field, value, f"known are {', '.join(sorted(self.methods.known))}")
+            raise InvalidParameter(field, value, f"must be one of {', '.join(sorted(self.methods.known))}")
 
     def _merged(self, text: str, name: str, given: Mapping[str, Any]) -> ModelSettings:
         tables = self._read(text)
@@ -487,7 +499,9 @@ class ModelSettingsFile:
         ]
         if elsewhere:
             keys = elsewhere[0]
-            raise self._fault(text, keys, f'{keys[-1]}: unknown; settings are in tables [{TOP}."NAME"]')
+            raise self._fault(
+                text, keys, f'{keys[-1]}: unknown; this file has only tables of the form [{TOP}."NAME"]'
+            )
         for name, table in models.items():
             for field, value in table.items():
                 try:
@@ -515,7 +529,9 @@ def names_in(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         served = table.get("served_model_name")
         for other in (*table.get("aliases", ()), *(() if served is None else (served,))):
             if names.setdefault(other, name) != name:
-                raise InvalidParameter("name", other, f"of two models, {names[other]} and {name}")
+                raise InvalidParameter(
+                    "name", other, f"two models have this name, {names[other]} and {name}; rename one"
+                )
     return names
 
 
@@ -541,7 +557,7 @@ def edited(text: str, name: str, table: Mapping[str, Any]) -> str:
             try:
                 fields[field] = as_inline(value)
             except ConvertError:
-                raise InvalidParameter(field, value, "cannot be written as TOML") from None
+                raise InvalidParameter(field, value, "TOML has no form for this value") from None
     return tomlkit.dumps(document)
 
 
@@ -564,12 +580,14 @@ def writing(path: Path) -> Iterator[Path]:
     """
     real = path.resolve()
     if not real.parent.is_dir():  # the lock would make it
-        raise ConfigError(f"{path}: there is no such folder")
+        raise ConfigError(f"{path}: the folder of this file does not exist")
     try:
         with FileLock(real.with_name(f".{real.name}.lock"), timeout=LOCK_SECONDS):
             yield real
     except Timeout:
-        raise ConfigError(f"{path}: another process has been writing it for {LOCK_SECONDS:g} s") from None
+        raise ConfigError(
+            f"{path}: another process has been writing it for {LOCK_SECONDS:g} s; try again later"
+        ) from None
 
 
 def read_exactly(path: Path) -> str:

@@ -28,12 +28,12 @@ SEED_SCHEMA = {"type": "integer", "minimum": SEEDS[0], "maximum": SEEDS[-1]}
 
 
 class Structured(Checked):
-    """The form of a text. Exactly one field is given.
+    """The form that a text must have. Exactly one field is set.
 
     >>> SamplingParams(structured={"json_schema": {"properties": {"age": {"type": "integer"}}}})
 
-    JSON has no whitespace between its parts, so that no model can write spaces without end. A schema allows
-    it by `"x-guidance": {"whitespace_flexible": true}`.
+    JSON is written without whitespace between its parts, because a model could otherwise write spaces without
+    end. A schema with `"x-guidance": {"whitespace_flexible": true}` allows whitespace.
     """
 
     json_schema: dict[str, Any] | bool | None = Field(None, description="a JSON schema; True: any JSON value")
@@ -51,7 +51,7 @@ class Structured(Checked):
     @model_validator(mode="after")
     def _exactly_one(self) -> Structured:
         if self.json_schema is False:
-            raise InvalidParameter("json_schema", False, "no text matches it")
+            raise InvalidParameter("json_schema", False, "must not be false: no text matches this schema")
         if len(self._chosen) != 1:
             limit = f"give exactly one of {', '.join(type(self).model_fields)}"
             raise InvalidParameter("fields", list(self._chosen), limit)
@@ -64,11 +64,11 @@ class Structured(Checked):
             size = len(json.dumps(value))
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise ValueError("has half of a surrogate pair, which no text has") from None
+            raise ValueError("must be valid Unicode, without a lone surrogate") from None
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"not JSON: {error}") from None
+            raise ValueError(f"must be JSON ({error})") from None
         if size > MAX_GRAMMAR:
-            raise ValueError(f"at most {MAX_GRAMMAR} characters as JSON, this has {size}")
+            raise ValueError(f"must have at most {MAX_GRAMMAR} characters as JSON, and has {size}")
         return value
 
     @property
@@ -84,9 +84,10 @@ class Structured(Checked):
 
 
 class Thinking(Checked):
-    """What stands around a thinking before the answer, and whether the prompt has opened it.
+    """The tags around a model's thinking before its answer.
 
-    Otherwise a text that begins with `start` opens it.
+    With `opened` the prompt already ends with the opening tag. Otherwise the thinking begins if the text
+    begins with `start`.
     """
 
     start: str = Field("<think>", min_length=1, max_length=MAX_STOP_CHARS)
@@ -95,9 +96,12 @@ class Thinking(Checked):
 
 
 class SamplingParams(Checked):
-    """How one request is sampled. Names and meanings are those of vLLM's sampling parameters.
+    """How one request is sampled. The names and meanings are those of vLLM's sampling parameters.
 
     >>> SamplingParams(temperature=0.0, max_tokens=64)
+
+    Raises `InvalidParameter` for a value out of its range; the message names the field, the value and the
+    limit.
     """
 
     features: ClassVar[str] = "parameters"
@@ -170,7 +174,7 @@ class SamplingParams(Checked):
     @classmethod
     def _minus_one_is_none(cls, value: int | None) -> int | None:
         if value is not None and value not in SEEDS:
-            raise ValueError(f"from {SEEDS[0]} to {SEEDS[-1]}; -1 is no seed")
+            raise ValueError(f"must be from {SEEDS[0]} to {SEEDS[-1]}, where -1 means no seed")
         return None if value == -1 else value
 
     @field_validator("stop", "bad_words", mode="before")
@@ -183,13 +187,15 @@ class SamplingParams(Checked):
     def _no_empty_or_huge_string(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for text in value:
             if not 0 < len(text) <= MAX_STOP_CHARS:
-                raise ValueError(f"each string needs 1 to {MAX_STOP_CHARS} characters")
+                raise ValueError(f"each string must have from 1 to {MAX_STOP_CHARS} characters")
         return value
 
     @model_validator(mode="after")
     def _min_within_max(self) -> SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidParameter("min_tokens", self.min_tokens, f"is beyond max_tokens {self.max_tokens}")
+            raise InvalidParameter(
+                "min_tokens", self.min_tokens, f"must be at most max_tokens, {self.max_tokens}"
+            )
         return self
 
     def over(self, defaults: SamplingParams) -> SamplingParams:

@@ -16,7 +16,7 @@ Keys = Annotated[tuple[SecretStr, ...], NoDecode]
 
 
 class ServeConfig(Checked):
-    """How the server listens, and what it allows."""
+    """The settings of the server: where it listens, who may use it, and the limits of requests."""
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0: every interface")
     port: int = Field(8000, ge=0, le=65535, description="0: any free one")
@@ -131,16 +131,18 @@ class ServeConfig(Checked):
     def _none_empty(cls, value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
         # a variable that was never set must not open the server
         if not all(key.get_secret_value().strip() for key in value):
-            raise ValueError("a key has at least one character")
+            raise ValueError("each key must have at least one character")
         return value
 
     @model_validator(mode="after")
     def _admin_is_guarded(self) -> ServeConfig:
         key = self.admin_key
         if key is not None and not key.get_secret_value().strip():
-            raise InvalidParameter("admin_key", "''", "a key has at least one character")
+            raise InvalidParameter("admin_key", "''", "must have at least one character")
         if self.admin and key is None and not is_loopback(self.host):
-            needed = f"needs admin_key (SPECULON_SERVE__ADMIN_KEY) where host = {self.host!r}"
+            needed = (
+                f"needs admin_key (SPECULON_SERVE__ADMIN_KEY), because host = {self.host!r} is open to others"
+            )
             raise InvalidParameter("admin", True, needed)
         return self
 
@@ -154,7 +156,9 @@ class ServeConfig(Checked):
         strange = sum(key not in self.api_key for key in self.capture_key)
         if self.api_key and strange:
             raise InvalidParameter(
-                "capture_key", f"{len(self.capture_key)} keys", f"{strange} of them not among api_key"
+                "capture_key",
+                f"{len(self.capture_key)} keys",
+                f"each must also be in api_key; {strange} of them are not",
             )
         return self
 

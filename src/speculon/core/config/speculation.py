@@ -32,7 +32,9 @@ USUAL_DRAFTS: Mapping[str, Callable[[SpeculationConfig], int]] = {
 
 def known_policy(name: str) -> str:
     if name not in USUAL_DRAFTS:
-        raise PydanticCustomError("literal_error", "known are {names}", {"names": ", ".join(USUAL_DRAFTS)})
+        raise PydanticCustomError(
+            "literal_error", "must be one of {names}", {"names": ", ".join(USUAL_DRAFTS)}
+        )
     return name
 
 
@@ -56,7 +58,9 @@ class AdaptiveConfig(Checked):
         if self.max < self.min:
             raise InvalidParameter("max", self.max, f"must be at least min, {self.min}")
         if not self.min <= self.initial <= self.max:
-            raise InvalidParameter("initial", self.initial, f"goes from min, {self.min}, to max, {self.max}")
+            raise InvalidParameter(
+                "initial", self.initial, f"must be from min, {self.min}, to max, {self.max}"
+            )
         return self
 
     def within(self, most: int) -> AdaptiveConfig:
@@ -81,7 +85,11 @@ class ModelObject(Protocol):
 
 
 class SpeculationConfig(Checked):
-    """What drafts (`method`), how many drafts (`policy`, K), and the settings of the methods."""
+    """Which method drafts (`method`), how many tokens (`policy` and `num_speculative_tokens`), and the
+    settings of the methods.
+
+    >>> LLM("smollm2", speculation=SpeculationConfig(method="suffix", num_speculative_tokens=8))
+    """
 
     method: str = Field(
         "auto",
@@ -182,24 +190,24 @@ class SpeculationConfig(Checked):
 
     @property
     def remembered_bytes(self) -> int:
-        """Bytes of all pools when full."""
+        """The bytes of all pools of earlier answers when they are full."""
         return self.suffix_pools * (self.suffix_pool_tokens * REMEMBERED_BYTES + POOL_BYTES)
 
     def most(self, policy: str | None = None) -> int:
-        """The most drafts of a round under a policy, or under the one that is set."""
+        """The most drafts of a round under this policy; None: under the policy that is set."""
         usual = USUAL_DRAFTS[policy or self.policy]
         return usual(self) if self.num_speculative_tokens is None else self.num_speculative_tokens
 
     @property
     def adaptive(self) -> AdaptiveConfig:
-        """The settings of policy `adaptive`, as it takes them."""
+        """The settings of policy `adaptive`."""
         return AdaptiveConfig(
             **{name: getattr(self, f"adaptive_{name}") for name in AdaptiveConfig.model_fields}
         )
 
     @property
     def drafts(self) -> dict[str, str | ModelObject]:
-        """Draft checkpoints, or model objects, by method."""
+        """The draft checkpoints or model objects by method."""
         return dict(self.draft or {}) if isinstance(self.draft, dict | None) else {"draft_model": self.draft}
 
     @field_validator("known_drafters")
@@ -208,7 +216,9 @@ class SpeculationConfig(Checked):
         for target, drafters in value.items():
             for name in drafters:
                 if target == name or not (target.strip() and HUB_ID.fullmatch(name)):
-                    raise ValueError(f"{target!r} -> {name!r}: needs another model's name, as org/name")
+                    raise ValueError(
+                        f"{target!r} -> {name!r}: a drafter must be another model's hub id, as org/name"
+                    )
         return value
 
     @model_validator(mode="after")
@@ -224,7 +234,7 @@ class SpeculationConfig(Checked):
 
 
 class RequestSpeculation(Checked):
-    """What one request may set of its own speculation."""
+    """The settings of speculation that one request may choose for itself. None: the engine's setting."""
 
     features: ClassVar[str] = "parameters"
 
@@ -248,7 +258,7 @@ class RequestSpeculation(Checked):
     )
 
     def rule(self, started: AcceptanceSetting) -> AcceptanceSetting:
-        """The rule of acceptance; `started` is that of the engine's start."""
+        """The rule of acceptance of this request; `started` is the engine's rule at its start."""
         return self.acceptance or (started if self.defaults is None else self.defaults.acceptance)
 
     @field_validator("prediction", mode="before")
@@ -258,5 +268,5 @@ class RequestSpeculation(Checked):
         if value is None or ((ids or isinstance(value, str)) and len(value) <= MAX_PREDICTION):
             return value
         known = "too_long" if ids or isinstance(value, str) else "value_error"
-        limit = f"a string or a list of token ids, at most {MAX_PREDICTION} long"
+        limit = f"must be a string or a list of token ids, at most {MAX_PREDICTION} long"
         raise PydanticCustomError(known, "{limit}", {"limit": limit})

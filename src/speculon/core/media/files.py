@@ -82,7 +82,7 @@ def read_image(source: Any, name: str, limits: ImageLimits) -> Picture:
 
 def check_count(count: int, name: str, limits: ImageLimits) -> None:
     if count > limits.images:
-        raise refusal(name, f"{count} images", f"at most {limits.images} in a request")
+        raise refusal(name, f"{count} images", f"a request may have at most {limits.images}")
 
 
 def read_url(url: str, name: str, limits: ImageLimits) -> bytes:
@@ -106,8 +106,8 @@ def read_data_url(url: str, name: str, limits: ImageLimits) -> bytes:
     """The bytes of `data:...;base64,...`, whatever type it says: the bytes tell that."""
     head, comma, text = url.partition(",")
     if not comma or "base64" not in (option.strip() for option in head.lower().split(";")):
-        raise refusal(name, shown_url(url), "a data URL must have ;base64, before its data")
-    return from_base64(text, url, name, limits, "no base64")
+        raise refusal(name, shown_url(url), "a data URL must have `;base64,` before its data")
+    return from_base64(text, url, name, limits, "must be base64")
 
 
 def from_base64(text: str, url: str, name: str, limits: ImageLimits, fault: str) -> bytes:
@@ -138,20 +138,20 @@ def decode(data: bytes, name: str, limits: ImageLimits, shown: str) -> Picture:
 
     check_bytes(len(data), name, limits, shown)
     if data[:2] == JPEG and (scans := data.count(JPEG_SCAN)) > MAX_SCANS:
-        raise refusal(name, shown, f"a JPEG of {scans} scans, more than {MAX_SCANS}")
+        raise refusal(name, shown, f"a JPEG may have at most {MAX_SCANS} scans, and this one has {scans}")
     try:
         with OPENING, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Pillow's own limit of pixels
             image = Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError:
-        limit = f"at most {limits.pixels / MB:g} megapixels, and it has more than Pillow opens"
+        limit = f"may have at most {limits.pixels / MB:g} megapixels, and has more than Pillow opens"
         raise refusal(name, shown, limit) from None
     except Exception:  # Pillow's readers raise errors of any class
-        raise refusal(name, shown, f"no image that can be read: {KNOWN}") from None
+        raise refusal(name, shown, f"cannot be read as an image: it must be {KNOWN}") from None
     check_pixels(image, name, limits, shown)
     # MPO: the JPEG of a camera with a preview behind it
     if image.format != "MPO" and getattr(image, "is_animated", False):
-        raise refusal(name, shown, "an animated image: send one frame")
+        raise refusal(name, shown, "is an animated image: send a single frame")
     return picture(image, name, shown)
 
 
@@ -177,16 +177,16 @@ def picture(image: Image, name: str, shown: str) -> Picture:
 
 def check_bytes(size: int, name: str, limits: ImageLimits, shown: str) -> None:
     if size > limits.bytes:
-        raise refusal(name, shown, f"larger than max_image_mb = {limits.bytes / MB:g} MB")
+        raise refusal(name, shown, f"must not be larger than max_image_mb = {limits.bytes / MB:g} MB")
 
 
 def check_pixels(image: Image, name: str, limits: ImageLimits, shown: str) -> None:
     width, height = image.size
     if width * height > limits.pixels:
         most = f"max_image_megapixels = {limits.pixels / MB:g}"
-        raise refusal(name, shown, f"{width} x {height} pixels, more than {most}")
+        raise refusal(name, shown, f"has {width} x {height} pixels, more than {most}")
     if not width or not height:
-        raise refusal(name, shown, f"{width} x {height} pixels")
+        raise refusal(name, shown, f"has {width} x {height} pixels: both sides must be at least 1")
 
 
 def refusal(name: str, value: Any, limit: str) -> InvalidParameter:
@@ -201,5 +201,7 @@ def load_pillow(name: str) -> Any:
     try:
         from PIL import Image
     except ImportError:
-        raise refusal(name, "an image", "needs Pillow: pip install 'speculon[images]'") from None
+        raise refusal(
+            name, "an image", "images need Pillow, which is not installed: pip install 'speculon[images]'"
+        ) from None
     return Image

@@ -38,10 +38,14 @@ def read_messages(messages: Seq[Mapping[str, Any]]) -> tuple[list[dict[str, Any]
     """
     read, sources = list[dict[str, Any]](), list[ImageSource]()
     if isinstance(messages, str | Mapping) or not isinstance(messages, Seq):
-        raise InvalidParameter("messages", messages, "a list of {'role': ..., 'content': ...}, not empty")
+        raise InvalidParameter(
+            "messages", messages, "must be a list of {'role': ..., 'content': ...}, not empty"
+        )
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise InvalidParameter(f"messages.{i}", message, "needs a role, a string")
+            raise InvalidParameter(
+                f"messages.{i}", message, "must be an object with a role, which is a string"
+            )
         name, answer = f"messages.{i}.content", message.get("role") == "assistant"
         parts = message.get("content")
         if answer and not parts and isinstance(message.get("refusal"), str):
@@ -52,7 +56,7 @@ def read_messages(messages: Seq[Mapping[str, Any]]) -> tuple[list[dict[str, Any]
         read.append({**thinking, **message, "content": content} if known else dict(message))
         sources += found
     if sources and IMAGE * len(sources) != "".join(marks(message) for message in read):
-        raise InvalidParameter("messages", IMAGE, "U+10FFFF is no character")
+        raise InvalidParameter("messages", IMAGE, "must not have U+10FFFF, which is not a character")
     return read, sources
 
 
@@ -79,10 +83,12 @@ def read_content(content: Any, name: str, answer: bool = False) -> tuple[Any, li
             sources.append(image_of(part, field))
             text += IMAGE
         elif part_type in OTHER_PARTS:
-            raise refusal(f"{field}.type", part_type, "only text and images are read")
+            raise refusal(f"{field}.type", part_type, "this server reads only text and images")
         elif part_type in ANSWER_PARTS:
             if not answer:
-                raise InvalidParameter(f"{field}.type", part_type, "only the assistant's messages have it")
+                raise InvalidParameter(
+                    f"{field}.type", part_type, "only messages of the assistant may have it"
+                )
             text += text_in(part.get("refusal"), f"{field}.refusal") if part_type == "refusal" else ""
         else:
             raise InvalidParameter(f"{field}.type", part_type, "must be text or image_url")
@@ -111,7 +117,7 @@ def thinking_in(content: Any) -> str:
 def image_of(part: Mapping[str, Any], field: str) -> ImageSource:
     """The URL of an image, also as a table, or what the part has as its `image`."""
     if part.get("file_id") is not None:
-        raise refusal(f"{field}.file_id", part["file_id"], "no files are stored: send image_url")
+        raise refusal(f"{field}.file_id", part["file_id"], "this server stores no files: send image_url")
     for key in ("image_url", "image", "url"):
         if (value := part.get(key)) is not None:
             url = value.get("url") if isinstance(value, Mapping) else value

@@ -74,7 +74,7 @@ class Processor:
             except Exception as error:  # processors raise errors of their own choice
                 size = f"{picture.image.width} x {picture.image.height} pixels"
                 why = (str(error).strip() or type(error).__name__).splitlines()[0]
-                raise refusal(name, size, f"the processor refuses it: {why}") from error
+                raise refusal(name, size, f"the model's image processor rejects it: {why}") from error
             self._keep(picture.digest, prepared)
             self._used.update({id(array): array for array in prepared.inputs.values()})
             return prepared
@@ -129,7 +129,7 @@ class Images:
         """That for these images. Raises `InvalidParameter` where the model takes none, or not so many."""
         self.load()
         if self._processor is None:
-            raise refusal(sources[0].name, "an image", f"this model takes none: {self._why}")
+            raise refusal(sources[0].name, "an image", f"this model takes no images: {self._why}")
         check_count(len(sources), sources[0].name.partition(".")[0], self._limits)
         return self._processor
 
@@ -138,7 +138,7 @@ class Images:
         """Those of a model without a processor."""
 
         def load() -> Processor:
-            raise ModelError("it has no processor")
+            raise ModelError("it has no image processor")
 
         return cls(load, ImageLimits(0, 0, 0))
 
@@ -157,7 +157,9 @@ class Images:
         """
         known = {"messages", *OF_MESSAGES} if "messages" in prompt else {"prompt", "images"}
         if unknown := prompt.keys() - known:
-            raise InvalidParameter("prompt", min(map(str, unknown)), "give prompt and images, or messages")
+            raise InvalidParameter(
+                "prompt", min(map(str, unknown)), "unknown field: give prompt and images, or messages"
+            )
         if "messages" in prompt:
             messages, sources = read_messages(prompt["messages"])
             continues, opens = map(prompt.get, OF_MESSAGES)
@@ -191,7 +193,10 @@ class Images:
         processor = self.processor(sources)
         pieces = text.split(processor.placeholder)
         if len(pieces) - 1 != len(sources):
-            limit = f"{len(pieces) - 1} times {processor.placeholder!r} in the text of {len(sources)} images"
+            limit = (
+                f"is {len(pieces) - 1} times in the text; it must be there once for each of {len(sources)} "
+                "images"
+            )
             raise refusal(name, processor.placeholder, limit)
         prepared, digests, rows = list[Prepared](), list[str](), 0
         for source in sources:
@@ -211,7 +216,7 @@ class Images:
         """The placeholder tokens of a prompt, given to its images in order."""
         places = [i for i, token in enumerate(ids) if token == processor.image_id]
         if len(places) != (rows := sum(one.rows for one in prepared)):
-            limit = f"{len(places)} placeholder tokens where the images have {rows}"
+            limit = f"is {len(places)} times in the prompt, but the images have {rows} rows"
             raise refusal(name, f"token {processor.image_id}", limit)
         left = iter(places)
         images = [

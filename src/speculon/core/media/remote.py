@@ -60,7 +60,7 @@ def fetch(url: str, limits: Remote) -> bytes:
         if isinstance(answer, bytes):
             return answer
         url = answer
-    raise NotFetched(f"more than {REDIRECTS} redirects")
+    raise NotFetched(f"leads to more than {REDIRECTS} redirects")
 
 
 def read_url(base: str, url: str, limits: Remote) -> SplitResult:
@@ -69,13 +69,13 @@ def read_url(base: str, url: str, limits: Remote) -> SplitResult:
         parts = urlsplit(urljoin(base, url))
         port, host = parts.port, parts.hostname
     except ValueError:
-        raise NotFetched("no URL") from None
+        raise NotFetched("is not a URL") from None
     if parts.scheme not in ("http", "https"):
-        raise NotFetched("leads to another scheme: only https and http are fetched")
+        raise NotFetched("has another scheme: only https and http are fetched")
     if not host or port == 0 or any(char <= " " or char == "\x7f" for char in url):
-        raise NotFetched("no URL of a host")
+        raise NotFetched("is not a URL with a host")
     if parts.username is not None or parts.password is not None:
-        raise NotFetched("has a user's name or password")
+        raise NotFetched("must not have a user name or password")
     if limits.hosts and not any(fits(host.lower(), allowed.lower()) for allowed in limits.hosts):
         raise NotFetched("its host is not among remote_image_hosts")
     return parts
@@ -100,7 +100,7 @@ def ask(parts: SplitResult, limits: Remote, deadline: float) -> bytes | str:
             try:
                 connection.request("GET", target, headers=HEADERS)
             except UnicodeError:
-                raise NotFetched("no URL: it has characters beyond ASCII") from None
+                raise NotFetched("is not a URL: it has characters beyond ASCII") from None
             with closing(connection.getresponse()) as response:
                 return read_answer(response, limits, deadline)
 
@@ -126,9 +126,9 @@ def read_answer(response: http.client.HTTPResponse, limits: Remote, deadline: fl
     if response.status in REDIRECTED and (location := response.getheader("location")):
         return location
     if response.status != 200:
-        raise NotFetched(f"its host answers with status {response.status}")
+        raise NotFetched(f"its host answered with status {response.status}")
     if (response.getheader("content-encoding") or "identity").lower() != "identity":
-        raise NotFetched("its host sends it compressed")
+        raise NotFetched("its host sends it compressed, which is not supported")
     body = bytearray()
     if (response.length or 0) <= limits.bytes:
         while len(body) <= limits.bytes and (piece := response.read1(PIECE)):
@@ -136,7 +136,7 @@ def read_answer(response: http.client.HTTPResponse, limits: Remote, deadline: fl
         if monotonic() >= deadline:
             raise TimeoutError
     if (response.length or 0) + len(body) > limits.bytes:
-        raise NotFetched(f"larger than {limits.bytes / 1e6:g} MB")
+        raise NotFetched(f"is larger than max_image_mb = {limits.bytes / 1e6:g} MB")
     if response.length:
         raise http.client.IncompleteRead(b"", response.length)
     return bytes(body)
@@ -147,7 +147,7 @@ def public_addresses(host: str, port: int) -> list[str]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        raise NotFetched("its host is not known") from None
+        raise NotFetched("its host name cannot be resolved") from None
     addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
     if not addresses or not all(map(is_public, addresses)):
         raise NotFetched("its host has an address that is not public")
