@@ -97,7 +97,11 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
     "a tool": ([Q, calls("{}"), result("r")], {}, "must be the assistant's"),
     "calls": ([Q, calls("{}")], {}, "send their results"),
     "a forced call": ([Q, A], {"tools": [TOOL], "tool_choice": "required"}, "forced tool call"),
-    "no thinking": ([Q, turn("assistant", "", reasoning_content="x")], {}, "cannot end inside"),
+    "no thinking": (
+        [Q, turn("assistant", "", reasoning_content="x")],
+        {},
+        "cannot leave the last message open",
+    ),
     "token ids": ([], {"messages": None, "prompt_token_ids": [1]}, "needs messages"),
 }
 
@@ -113,7 +117,7 @@ def test_what_cannot_be_continued_is_refused_by_name(case: str) -> None:
 
 def test_a_template_that_rewrites_the_last_message_is_told(inside: Inside) -> None:
     shouting = TURNS.replace("m.content", "m.content | upper")
-    with pytest.raises(InvalidParameter, match="cannot end inside"):
+    with pytest.raises(InvalidParameter, match="cannot leave the last message open"):
         prompt(shouting, [Q, turn("assistant", "the")], **GOES_ON)
 
 

@@ -264,7 +264,7 @@ def test_documents_need_a_template_that_shows_them() -> None:
 
 def test_a_checkpoint_may_have_named_templates_alone() -> None:
     assert prompt({"tool_use": WITH_TOOLS}, [Q], tools=[TOOL]).startswith("TOOLS")
-    with pytest.raises(InvalidRequest, match="templates for tool_use alone"):
+    with pytest.raises(InvalidRequest, match="templates only for tool_use"):
         prompt({"tool_use": WITH_TOOLS}, [Q])
 
 
@@ -315,7 +315,7 @@ def test_a_thinking_is_what_templates_show_as_such(part: dict[str, Any]) -> None
 )
 @pytest.mark.parametrize("role", ["user", "system"])
 def test_only_answers_have_such_parts(part: dict[str, Any], role: str) -> None:
-    with pytest.raises(InvalidParameter, match="only the assistant's messages") as refusal:
+    with pytest.raises(InvalidParameter, match="only messages of the assistant") as refusal:
         prompt(TURNS, [turn(role, [part]), Q])
     assert refusal.value.name == "messages.0.content.0.type"
 

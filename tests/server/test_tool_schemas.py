@@ -98,7 +98,7 @@ def test_a_schema_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         for name in ("secret", "other"):
             fitted({"name": name, "parameters": schema}, exact=False)
     (line,) = caplog.messages
-    assert line.endswith("characters leaves out format, not") and "secret" not in line
+    assert line.endswith("characters does not enforce format, not") and "secret" not in line
 
 
 def tool(name: str, schema: Any, **more: Any) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def test_schemas_beyond_all_grammars_are_refused_before_they_are_tried(inside: I
     refusal = inside.post("chat/completions", tools=tools, messages=[{"role": "user", "content": "say:hi"}])
     error = refusal.json()["error"]
     assert (refusal.status_code, error["param"]) == (400, "tools")
-    assert "at most 65536 characters of parameters as JSON" in error["message"]
+    assert "the parameters may have at most 65536 characters as JSON" in error["message"]
 
 
 def test_the_twin_of_what_is_left_out() -> None:

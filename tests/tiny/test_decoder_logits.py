@@ -227,13 +227,15 @@ def rows(k: int, value: float = 0.0) -> Tensor:
 NONE = torch.full((3, VOCAB), -INF)
 BAD: list[Any] = [
     pytest.param(
-        rows(1), r"target_logits = \(1, 96\): needs shape \(3, 96\), or \(2, 96\) without", id="too few rows"
+        rows(1),
+        r"target_logits = \(1, 96\): must have shape \(3, 96\), or \(2, 96\) without",
+        id="too few rows",
     ),
-    pytest.param(rows(3)[0], r"target_logits = \(96,\): needs shape", id="one dimension"),
-    pytest.param(rows(3).long(), "target_logits = torch.int64: takes a float tensor", id="integers"),
-    pytest.param(rows(3, NAN), "target_logits = nan: row 1 takes finite numbers and -inf", id="nan"),
-    pytest.param(rows(3, INF), "target_logits = inf: row 1 takes", id="inf"),
-    pytest.param(NONE, "target_logits = -inf: row 0 takes .* not -inf alone", id="no token left"),
+    pytest.param(rows(3)[0], r"target_logits = \(96,\): must have shape", id="one dimension"),
+    pytest.param(rows(3).long(), "target_logits = torch.int64: must be a float tensor", id="integers"),
+    pytest.param(rows(3, NAN), "target_logits = nan: row 1 must have a finite number", id="nan"),
+    pytest.param(rows(3, INF), "target_logits = inf: row 1 must have", id="inf"),
+    pytest.param(NONE, "target_logits = -inf: row 0 must have a finite number", id="no token left"),
 ]
 
 
@@ -351,7 +353,7 @@ def test_k_is_that_of_the_draft() -> None:
     drafts = decoder.draft(PROMPT, 2, GREEDY).tokens
     result = decoder.step(PROMPT, GREEDY, k=2, target_logits=stock(PROMPT, drafts))
     assert result.draft_tokens == drafts and len(result.emitted_tokens) == 3
-    with pytest.raises(InvalidParameter, match=r"target_logits = \(3, 96\): needs shape \(5, 96\)"):
+    with pytest.raises(InvalidParameter, match=r"target_logits = \(3, 96\): must have shape \(5, 96\)"):
         decoder.step(PROMPT, GREEDY, target_logits=stock(PROMPT, drafts))
 
 
@@ -413,7 +415,10 @@ def test_wrong_logits_are_counted_nowhere() -> None:
 
 def test_a_draft_that_nobody_can_repeat_is_refused() -> None:
     drawn = SamplingParams(temperature=1.0, max_tokens=30)
-    with pytest.raises(InvalidParameter, match="seed = None: with target_logits, drafts of draft_model need"):
+    with pytest.raises(
+        InvalidParameter,
+        match="seed = None: must be set, or temperature = 0: with target_logits, drafts of draft_model need",
+    ):
         make(OTHER).step(PROMPT, drawn, target_logits=rows(K + 1))
     lookup = make(("ngram", None))
     drafts = lookup.draft(PROMPT, params=drawn).tokens

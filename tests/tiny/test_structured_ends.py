@@ -152,14 +152,14 @@ ENDLESS: list[dict[str, Any]] = [
             "structured.json_schema",
             "minLength",
         ),
-        ({"choice": [""]}, "structured.choice", "no text but the empty one"),
-        ({"regex": "#"}, "structured.regex", "in this vocabulary"),
-        ({"regex": "ab#c"}, "structured.regex", "in this vocabulary"),
-        ({"json_schema": {"$ref": "#"}}, "structured.json_schema", "no value of # ends"),
+        ({"choice": [""]}, "structured.choice", "no text fits it but the empty one"),
+        ({"regex": "#"}, "structured.regex", "no text fits it"),
+        ({"regex": "ab#c"}, "structured.regex", "no text fits it"),
+        ({"json_schema": {"$ref": "#"}}, "structured.json_schema", "no value of # can ever end"),
         (
             {"json_schema": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}},
             "structured.json_schema",
-            "no value of # ends",
+            "no value of # can ever end",
         ),
         *(({"json_schema": schema}, "structured.json_schema", "never ends") for schema in ENDLESS),
         ({"grammar": "start: ("}, "structured.grammar", "Expected token"),
@@ -190,7 +190,7 @@ def test_a_schema_that_is_too_deep_is_refused() -> None:
 
 
 def test_without_a_fast_tokenizer_forms_are_refused() -> None:
-    for tokenizer, complaint in ((None, "need a tokenizer"), (Tokenizer(Letters()), "a fast one")):
+    for tokenizer, complaint in ((None, "needs a tokenizer"), (Tokenizer(Letters()), "a fast one")):
         engine = engine_on(tiny_target("llama"), tokenizer, EngineConfig(block_size=4))
         with pytest.raises(InvalidParameter, match=complaint):
             engine.add_request([1, 2], SamplingParams(structured={"json_object": True}))
@@ -283,7 +283,7 @@ def test_a_form_can_be_a_flag() -> None:
     thinking = pick(SamplingParams, {"thinking": '{"opened": true}'})
     assert SamplingParams(**thinking).thinking == Thinking(opened=True)
     for name in ("structured", "thinking"):
-        with pytest.raises(InvalidParameter, match="not JSON"):
+        with pytest.raises(InvalidParameter, match="must be JSON"):
             pick(SamplingParams, {name: "json"})
 
 
@@ -302,5 +302,5 @@ def test_rounds_by_hand_add_up_to_the_output() -> None:
         text += step.emitted_tokens
         finish, rounds = step.verdict.finish, rounds + 1
     assert text[3:] == one(FORMS["nested"]).tokens and rounds < len(text) - 3
-    with pytest.raises(InvalidParameter, match="does not follow it"):
+    with pytest.raises(InvalidParameter, match="does not follow this grammar"):
         decoder.step([*prompt, 40, 41], params, prompt_len=3)

@@ -94,7 +94,7 @@ def test_without_being_told_so_the_folder_is_refused(folder: Path) -> None:
 
 def test_a_tokenizer_in_the_folder_is_left_alone(tmp_path: Path) -> None:
     llm = LLM(str(write_checkpoint(tmp_path)), tokenizer=None)
-    with pytest.raises(InvalidParameter, match="texts need a tokenizer"):
+    with pytest.raises(InvalidParameter, match="a text needs a tokenizer"):
         llm.generate(["def"])
 
 

@@ -37,4 +37,4 @@ def refusal(returned: Any, logits: Tensor) -> str | None:
     if (returned.dtype, returned.shape) != (logits.dtype, logits.shape):
         return f"a {returned.dtype} tensor of shape {tuple(returned.shape)} instead of {needed}"
     largest = returned.amax().item()  # NaN where the row has one
-    return None if isfinite(largest) else f"{largest} as largest number, which has to be finite"
+    return None if isfinite(largest) else f"{largest} as largest number, which must be finite"

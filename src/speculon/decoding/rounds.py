@@ -1,8 +1,8 @@
-"""One round as values that are made once and handed on: planned, budgeted, drafted, judged. No torch here.
+"""The values of one round, each made once and handed on unchanged. No torch here.
 
-The scheduler plans a `Span` of each sequence. The runtime grants room for drafts, which gives its `Budget`.
-Within that a policy decides, and proposers draft: `Drafted`. The target judges: `Judged`. When that is
-committed, the `Round` is what accounts and records read.
+The scheduler plans a `Span` for each sequence. The runtime grants room for drafts, which bounds the `Budget`.
+Within the budget the policy decides and the proposers draft, which makes a `Drafted`. The target's verdict
+turns it into a `Judged`. After the commit, statistics and records read the `Round`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Span:
     start: int  # position of the first row = tokens that are computed already
     length: int  # rows without the drafts
     samples: bool  # whether it reaches the last token, so that its last row is sampled
-    decodes: bool  # whether drafts may follow it: by default after every last token alone
-    wanted: Mapping[str, int]  # by method: the most drafts that could be of use in this round
-    given: int | None = None  # drafts that follow it, where a caller brings them
+    decodes: bool  # whether drafts may follow it; by default only if it is the last token alone
+    wanted: Mapping[str, int]  # method -> the most drafts that could be useful in this round
+    given: int | None = None  # the number of drafts that a caller brings itself; None: none
 
     @classmethod
     def of(cls, seq: Sequence, start: int, length: int, decodes: bool = False) -> Span:
@@ -62,17 +62,17 @@ class Span:
 
     @property
     def most_drafts(self) -> int:
-        """For how many drafts in all it may need room."""
+        """The most drafts for which it may need room."""
         if self.given is not None:
             return self.given
         return max(self.wanted.values(), default=0)
 
 
 def wanted_drafts(seq: Sequence, end: int) -> dict[str, int]:
-    """The most drafts of each method that could be of use behind `end` tokens.
+    """The most drafts of each method that could be useful after `end` tokens.
 
-    As many as are set and as the drafter can make (`Request.max_drafts`), as its context holds, and as tokens
-    may follow before the target's own last one.
+    The number is bounded by the setting and the drafter (`Request.max_drafts`), by the drafter's context, and
+    by the tokens left to generate, the last of which the target makes itself.
     """
     if seq.off:
         return {}
@@ -82,14 +82,14 @@ def wanted_drafts(seq: Sequence, end: int) -> dict[str, int]:
 
 
 class Grant(NamedTuple):
-    """The drafts of one sequence for which a runtime has room in this round."""
+    """For how many drafts of one sequence the runtime has room in this round."""
 
     drafts: int
     reason: Reason | None = None  # why there are none: `no_pages` or `load`
 
 
 def grants(wanted: list[int], rows: int) -> list[Grant]:
-    """Room for at most `rows` drafts in all. Where more are wanted, the longest shrink to a common limit."""
+    """Grants at most `rows` drafts in all. If more are wanted, the longest ones shrink to one limit."""
     limit = max(wanted, default=0)
     while limit and sum(min(k, limit) for k in wanted) > rows:
         limit -= 1
@@ -98,11 +98,11 @@ def grants(wanted: list[int], rows: int) -> list[Grant]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Budget:
-    """How far one sequence may speculate in this round, whatever its policy decides."""
+    """The bounds within which the policy of one sequence decides in this round."""
 
     span: Span
-    max_drafts: Mapping[str, int]  # by method, in the order they are asked
-    reason: Reason | None = None  # why nothing may draft
+    max_drafts: Mapping[str, int]  # method -> drafts, in the order in which the methods are asked
+    reason: Reason | None = None  # why no method may draft; None: one may
     # tokens that a drafter with weights computes before it drafts, beyond the last one
     unread: Mapping[str, int] = field(default_factory=dict)
 
@@ -117,7 +117,7 @@ class Budget:
 
 
 def why_none(span: Span, grant: Grant) -> Reason | None:
-    """Why nothing may draft for a sequence under any policy."""
+    """Why no method may draft for a sequence, whatever its policy decides; None: one may."""
     if span.seq.off:
         return span.seq.off
     if span.seq.tokens_left <= 1:  # the last token needs no draft: the target's own one is enough
@@ -128,10 +128,10 @@ def why_none(span: Span, grant: Grant) -> Reason | None:
 
 
 class Proposed(NamedTuple):
-    """What one method proposed, before a lookup continued it and the policy cut it; it may be empty."""
+    """The draft of one method, before a lookup continues it and the policy trims it. It may be empty."""
 
     method: str
-    k: int  # tokens that it was asked for
+    k: int  # the number of tokens that the method was asked for
     draft: Draft
 
 
@@ -152,12 +152,12 @@ class Drafted:
 
     @property
     def method(self) -> str:
-        """Whose proposal the draft is."""
+        """The method that proposed the draft."""
         return self.proposals[-1].method
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """The methods that were to draft, in order; none where one has failed and there is no draft."""
+        """The methods that the policy asked, in order; empty if one failed and there is no draft."""
         return () if self.reason is Reason.ERROR else tuple(ask.method for ask in self.decision.asks)
 
     @property
@@ -166,12 +166,12 @@ class Drafted:
 
     @property
     def end(self) -> int:
-        """The place after its last row in memory; of a chain that is its position, too."""
+        """The place in memory after its last row. For a chain it is also the position."""
         return self.span.start + self.rows
 
     @property
     def positions(self) -> Seq[int]:
-        """Of its rows; drafts of a tree that exclude each other share one."""
+        """The positions of its rows. Drafts of a tree at the same depth share a position."""
         start, first = self.span.start, self.span.end
         if self.draft.parents is None:
             return range(start, self.end)
@@ -180,7 +180,7 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Judged:
-    """A span with its draft, and what the target said of it, up to where the sequence ends."""
+    """A span with its draft and the target's verdict, truncated where the sequence ends."""
 
     drafted: Drafted
     verdict: Verdict
@@ -199,12 +199,12 @@ class Judged:
 
     @property
     def end(self) -> int:
-        """Tokens of the sequence that are computed once this is committed."""
+        """The number of tokens of the sequence that are computed after the commit."""
         return self.span.end + min(self.verdict.accepted, len(self.verdict.tokens))
 
     @property
     def in_path_order(self) -> Judged:
-        """With the accepted drafts of a tree before the others: from then on it begins with them."""
+        """A tree with its accepted drafts first, in the order of their path, as the commit leaves them."""
         draft, path = self.draft, self.verdict.path
         if path is None:
             return self
@@ -215,14 +215,14 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One committed round of the engine, as its accounts and its record see it."""
+    """One committed round of the engine, as statistics and records read it."""
 
-    load: Load  # before it
+    load: Load  # the load before this round
     judged: list[Judged]
     calls: Mapping[str, CallCost]  # by method
     draft_ms: float
-    step_ms: float | None  # without the proposals; None: the target was not called
-    repair_ms: float = 0.0  # of the step, to restore recurrent states after rejected drafts
+    step_ms: float | None  # ms without the proposals; None: the target was not called
+    repair_ms: float = 0.0  # the part of these ms that restored recurrent states after rejected drafts
 
     @property
     def decoding(self) -> list[Judged]:
@@ -230,7 +230,7 @@ class Round:
 
     @property
     def timing(self) -> Timing:
-        """What a cost model may learn from it."""
+        """The times from which a cost model may learn."""
         decoding_only = all(one.span.length == 1 for one in self.judged)
         return Timing(self.step_ms if decoding_only else None, self.calls)
 

@@ -32,25 +32,25 @@ NEVER = float("-inf")
 HEAD = 256  # guess: the survivors of the usual top-k and top-p lie within
 # a temperature that rounds to 0 would make 0 / 0 of the best token
 SMALLEST = torch.finfo(torch.float32).tiny
-AHEAD = 16  # positions of a text whose noise is drawn in one call, which costs little more than one of them
-AHEAD_IN_ROUND = 4  # guess: of these for one round alone, since few drafts are longer
-STOCK = 1 << 16  # numbers; a large vocabulary is bound by these and not by the call
-SHORT = 1 << 13  # guess: numbers
-MANY_ROWS = 64  # guess: rows; more of them are drawn in one call as they are
-COIN, RESIDUAL = 1, 2  # streams of a position's noise; tokens of the target and of drafts are drawn by 0
-STREAMS = 4  # of one round, where it has streams of its own
+AHEAD = 16  # positions of a text whose noise is drawn in one call, which costs little more than one position
+AHEAD_IN_ROUND = 4  # guess: the same for noise of one round only, since few drafts are longer
+STOCK = 1 << 16  # most numbers drawn ahead; with a large vocabulary the numbers cost more than the call
+SHORT = 1 << 13  # guess: numbers of a row that counts as short
+MANY_ROWS = 64  # guess: beyond this many rows, their noise is drawn in one call and nothing ahead
+COIN, RESIDUAL = 1, 2  # streams of a position's noise; stream 0 draws the tokens of the target and of drafts
+STREAMS = 4  # number of streams of one round, if it has streams of its own
 U32, U64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredRow:
-    """One scored position: a sequence, and the drafted tokens that stand before this row."""
+    """One scored position: a sequence, and the drafted tokens before this row."""
 
     seq: Sequence
     rules: Rules
     prefix: tuple[int, ...] = ()
     stream: int = 0  # which of the position's independent noises
-    forbidden: Tensor | None = None  # [V] by the grammar
+    forbidden: Tensor | None = None  # [V], what the grammar forbids
 
     @property
     def position(self) -> int:
@@ -71,7 +71,7 @@ def round_stream(seq: Sequence, stream: int = 0) -> int:
 
 
 def sample(logits: Tensor, rows: list[ScoredRow], draw: Draw | None = None) -> list[int]:
-    """One token for each row of `logits` [R, V], which stay; `draw` replaces the keyed noise in tests."""
+    """One token for each row of `logits` [R, V], which stay unchanged; tests replace the noise by `draw`."""
     return pick(weigh(logits, rows), rows, draw)
 
 
@@ -89,7 +89,7 @@ def weigh(logits: Tensor, rows: list[ScoredRow]) -> Tensor:
 
 
 def pick(weights: Tensor, rows: list[ScoredRow], draw: Draw | None = None) -> list[int]:
-    """The best token of greedy rows, a drawn one of the others."""
+    """The best token of each greedy row, and a sampled token of each other row."""
     draw = draw or exponential_race
     drawn = [i for i, row in enumerate(rows) if not row.rules.greedy]
     if len(drawn) == len(rows):
@@ -113,7 +113,7 @@ def perturbed(weights: Tensor, rows: list[ScoredRow]) -> Tensor:  # [R, V]
 
 
 def best(weights: Tensor) -> Tensor:
-    """Where each row is largest, [R]: the first of equals."""
+    """The index of the largest value of each row [R]; of equal values the first."""
     # numpy's argmax is vectorised, which pays beyond a short row
     if weights.device.type == "cpu" and weights.numel() > SHORT:
         return torch.from_numpy(weights.numpy().argmax(-1))
@@ -167,7 +167,7 @@ def add_biases(logits: Tensor, rows: list[ScoredRow]) -> None:
 
 
 def bias_tensors(rules: Rules, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids and values, made once for each request."""
+    """The token ids and the values of the biases, made once per request and device."""
     if device not in rules.bias:
         biases = rules.params.logit_bias
         ids, values = torch.tensor([*biases]), torch.tensor([*biases.values()])
@@ -353,7 +353,7 @@ def row_key(seed: int, sample: int, position: int, stream: int = 0) -> tuple[int
 
 @lru_cache(maxsize=4096)
 def stream_key(seed: int, stream: int) -> int:
-    """What all positions of a text have in common."""
+    """The part of the noise key that all positions of a text share."""
     return mix64(mix64(0, seed), stream)
 
 

@@ -1,4 +1,4 @@
-"""A request, its sequences, and the events that tell of them. No torch here."""
+"""A request, its sequences, and the events that report their progress. No torch here."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """`SamplingParams` resolved once per request against the vocabulary."""
+    """`SamplingParams` with everything that is worked out once per request, for the target's vocabulary."""
 
     params: SamplingParams
     greedy: bool
-    plain: bool  # greedy on the logits as they are
+    plain: bool  # greedy, on unchanged logits
     adjusts: bool  # whether any logit is changed before the temperature
     penalises: bool
     filters: bool
     bad_words: BadWords | None
-    stop_ids: tuple[int, ...]  # forbidden below min_tokens
+    stop_ids: tuple[int, ...]  # forbidden until min_tokens are written
     # device -> token ids and values of the logit biases
     bias: dict[device, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
 
@@ -60,12 +60,13 @@ class Ending:
     min_tokens: int = 0
     # (output so far, new tokens) -> (index of the new token that completes a stop string, that string)
     find_stop: Callable[[list[int], tuple[int, ...]], tuple[int, str] | None] | None = None
-    answer_start: Callable[[], AnswerStart] | None = None  # where stop strings begin, in a text that thinks
+    # finds where the answer begins in a text with thinking, because stop strings count only from there
+    answer_start: Callable[[], AnswerStart] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """What was asked, resolved once at admission. Its n samples share it."""
+    """One request, with everything that admission worked out once. Its n samples share it."""
 
     id: str
     prompt_len: int
@@ -74,73 +75,77 @@ class Request:
     max_len: int  # prompt + max_tokens
     rules: Rules
     ending: Ending
-    # methods in the order they are asked -> drafts of a round at most: as set, and as the drafter can make
+    # method -> most drafts of a round (setting and drafter), in the order in which the methods are asked
     max_drafts: Mapping[str, int] = field(default_factory=dict)
-    max_context: Mapping[str, int] = field(default_factory=dict)  # of the drafters that have a limit, tokens
-    # of the methods, those without weights: their proposals cost next to nothing
+    max_context: Mapping[str, int] = field(
+        default_factory=dict
+    )  # drafter with a limit -> its context, tokens
+    # the methods without weights, whose proposals cost almost nothing
     lookups: frozenset[str] = frozenset()
-    from_request: tuple[str, ...] = ()  # of the methods, those that draft from what came with the request
-    off: Reason | None = None  # why its method does not draft; None where it does
+    from_request: tuple[str, ...] = ()  # the methods that draft from the request itself: grammar, prediction
+    off: Reason | None = None  # why its method does not draft; None: it does
     policy: str = "fixed"
-    branching: frozenset[str] = frozenset()  # of the methods, those that can draft trees
-    depth: int | None = None  # most drafts in a row where it does; 0: chains; None: as its policy decides
-    chained: bool | None = None  # whether lookups continue a draft at its end; None: as its policy decides
-    acceptance: Rule = "matching"  # of drafts that carry q
+    branching: frozenset[str] = frozenset()  # the methods that can draft trees
+    depth: int | None = None  # largest depth of a tree; 0: chains only; None: the policy decides
+    chained: bool | None = None  # whether lookups continue another method's draft; None: the policy decides
+    acceptance: Rule = "matching"  # the rule for drafts with q
     shape: PromptShape = PromptShape()
-    prediction: tuple[int, ...] = ()  # what the client expects the output to be
-    pool: str | None = None  # of earlier answers; None: the answers to this prompt, "": none
-    tenant: str = ""  # that the pool belongs to
-    # whether its pages are found by later prompts, and it finds those of earlier ones
+    prediction: tuple[int, ...] = ()  # the output that the client expects
+    pool: str | None = None  # pool of earlier answers; None: that of this prompt, "": none
+    tenant: str = ""  # owner of the pool
+    # whether it uses cached pages of earlier prompts, and leaves its own to later ones
     prefix_cache: bool = True
     images: PromptImages = NO_IMAGES
-    adapter: str = ""  # of the target, by name; empty: the target itself
+    adapter: str = ""  # name of the target's adapter; empty: the target itself
 
     @property
     def needs_q(self) -> bool:
-        """Whether a drawn draft carries its q."""
+        """Whether sampled drafts must come with their q."""
         return self.acceptance != "matching"
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample of a request. Between steps its runtime has computed `tokens[:committed]`."""
+    """One sample of a request. Between steps the runtime has computed exactly `tokens[:committed]`."""
 
     id: int
     request: Request
     tokens: list[int]  # prompt, then output
     stats: RequestStats
     sample: int = 0  # which of the request's n samples
-    failed: bool = False  # whether a proposer raised an error for it: it goes on plainly
-    grammar: Matcher | None = None  # has consumed the output so far, always
-    answer: AnswerStart | None = None  # by its request's ending, once it was needed
+    failed: bool = False  # a proposer raised an error for it, so it continues without drafts
+    grammar: Matcher | None = None  # has always consumed the whole output so far
+    answer: AnswerStart | None = None  # made by the request's `Ending` when first needed
     committed: int = 0
-    prompt_scored: int = 0  # prompt positions whose log-probabilities have been given out
-    counts: TokenCounts | None = None  # of its tokens, where the request has penalties
-    # drafts before a row of this round -> why its logits processor left no logits there
+    prompt_scored: int = 0  # prompt positions whose log-probabilities have been reported
+    counts: TokenCounts | None = None  # counts of its tokens, if the request has penalties
+    # drafts before a row of this round -> the error of the logits processor at that row
     faults: dict[tuple[int, ...], SpeculonError] = field(default_factory=dict)
-    # (stream, output position) -> [V], drawn ahead
+    # (stream, output position) -> noise [V], drawn ahead
     noise: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """All that may draft for it, in the order they are asked."""
+        """The methods that may draft for it, in the order in which they are asked."""
         return () if self.failed else tuple(self.request.max_drafts)
 
     @property
     def branching(self) -> frozenset[str]:
-        """Of its methods, those that may draft trees: these have no q, and a grammar is read along chains."""
+        """The methods that may draft trees for it: none with a grammar, which is read along chains, or if
+        drafts need a q, which trees do not have.
+        """
         return frozenset() if self.grammar or self.request.needs_q else self.request.branching
 
     @property
     def off(self) -> Reason | None:
-        """Why nothing drafts for it; None where something does."""
+        """Why no method drafts for it; None: one does."""
         if self.failed:
             return Reason.ERROR
         return None if self.request.max_drafts else self.request.off
 
     @property
     def pending(self) -> int:
-        """Tokens that are not computed yet; 1 while decoding."""
+        """The number of tokens that are not computed yet; 1 while decoding."""
         return len(self.tokens) - self.committed
 
     @property
@@ -149,23 +154,25 @@ class Sequence:
 
     @property
     def tokens_left(self) -> int:
-        """Tokens it may still generate."""
+        """The number of tokens that it may still generate."""
         return self.request.max_len - len(self.tokens)
 
     def contents(self, start: int, end: int) -> tuple[int, ...]:
-        """Its tokens from `start` to `end`, with a number of its image in the place of each placeholder."""
+        """The tokens from `start` to `end`, with a number that stands for the image instead of each
+        placeholder.
+        """
         tokens, images = tuple(self.tokens[start:end]), self.request.images.contents
         return tuple(images.get(start + i, x) for i, x in enumerate(tokens)) if images else tokens
 
     def continues(self, other: Sequence) -> bool:
-        """Whether it has all tokens of the other as its beginning, with the same prompt and parameters."""
+        """Whether it begins with all tokens of `other`, and has the same prompt and parameters."""
         mine, theirs = self.request, other.request
         same = (mine.prompt_len, mine.params) == (theirs.prompt_len, theirs.params)
         return same and self.tokens[: len(other.tokens)] == other.tokens
 
     def advance(self, end: int, tokens: Seq[int], scored: int) -> None:
-        """A round is committed: the runtime has computed `end` tokens, `tokens` are new, and the
-        log-probabilities of the first `scored` positions of the prompt are out.
+        """Commits a round: the runtime has computed `end` tokens, `tokens` are new, and the log-probabilities
+        of the first `scored` positions of the prompt have been reported.
         """
         self.committed = end
         self.tokens.extend(tokens)
@@ -175,17 +182,18 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Of the samples of a request only the first has them."""
+        """Whether it reports log-probabilities of the prompt: only the first sample of a request does."""
         return self.sample == 0 and self.request.params.prompt_logprobs is not None
 
 
-# of an output token: an accepted draft; the target's, after a rejected draft, after an accepted one, without
+# what became of the draft at an output token: it was accepted, or the token is the target's own: after a
+# rejected draft, after all drafts were accepted, or in a round without drafts
 Fate = Literal["accepted", "correction", "bonus", "plain"]
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """New tokens of one sequence, and how it ended if it did. Plain data."""
+    """The new tokens of one sequence, and its end if it has ended. Plain data."""
 
     request_id: str
     sample: int
@@ -193,21 +201,23 @@ class Event:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish: Finish | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    stats: RequestStats | None = None  # with the finish
-    sources: tuple[str, ...] = ()  # of the first tokens, which were drafts: the method of each
-    drafted: int = 0  # tokens that were verified in its round
-    full: bool = False  # whether a path of a tree was accepted whole
+    stats: RequestStats | None = None  # set together with `finish`
+    sources: tuple[str, ...] = ()  # for the first tokens, which are accepted drafts: the method of each
+    drafted: int = 0  # drafts that were verified in this round
+    full: bool = False  # whether a whole path of a tree was accepted
 
     @property
     def fates(self) -> list[Fate]:
-        """What became of the draft at each token."""
+        """For each token, what became of the draft there."""
         accepted = len(self.sources)
         whole = self.full or accepted == self.drafted
         own: Fate = "plain" if not self.drafted else "bonus" if whole else "correction"
         return ["accepted" if i < accepted else own for i in range(len(self.tokens))]
 
     def __reduce__(self) -> tuple[type[Event], tuple[Any, ...]]:
-        """As its arguments, in a third of the time: the events of 32 streams cross a pipe each step."""
+        """Pickles the arguments, which takes a third of the usual time: the events of 32 streams cross a pipe
+        in every step.
+        """
         first = (self.request_id, self.sample, self.tokens)
         ends = (self.logprobs, self.finish, self.prompt_logprobs, self.stats)
         drafts = (self.sources, self.drafted, self.full)

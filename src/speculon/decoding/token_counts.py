@@ -9,7 +9,7 @@ Ints = NDArray[np.int64]
 
 
 class TokenCounts:
-    """Which tokens a sequence has, and how often it has written each, as it grows."""
+    """The tokens of a growing sequence, and how often its output has each of them."""
 
     def __init__(self) -> None:
         self._read = 0  # tokens that are counted
@@ -22,7 +22,7 @@ class TokenCounts:
 
     @property
     def written(self) -> Ints:
-        """Of each of `ids`; 0 for those of the prompt alone."""
+        """The counts of `ids` in the output; 0 for a token that only the prompt has."""
         return self._written[: len(self._at)]
 
     def of_token(self, token: int) -> int:
@@ -30,7 +30,7 @@ class TokenCounts:
         return 0 if place is None else int(self._written[place])
 
     def read(self, tokens: list[int], prompt_len: int) -> None:
-        """Counts what has been added to the sequence since it was last read."""
+        """Counts the tokens that were added to the sequence since the last call."""
         for position, token in enumerate(tokens[self._read :], self._read):
             place = self._at.setdefault(token, len(self._at))
             if place == len(self._ids):

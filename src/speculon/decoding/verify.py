@@ -46,8 +46,8 @@ from speculon.decoding.text.grammar import forbid
 
 Coin = Callable[
     [Tensor, Tensor, list[ScoredRow]], Tensor
-]  # p [N] and q [N] of drafted tokens -> which stand [N]
-Accepted = list[tuple[tuple[int, ...], Seq[int]]]  # of each span its tokens, and which drafts are accepted
+]  # p [N] and q [N] of drafted tokens -> which are accepted [N]
+Accepted = list[tuple[tuple[int, ...], Seq[int]]]  # per span: its new tokens, and the accepted drafts
 NO_TOKEN = Verdict(())
 
 
@@ -67,7 +67,7 @@ class Scored(NamedTuple):
 
     @property
     def judging(self) -> range:
-        """The rows that decide a token: the last token's, then one of each draft."""
+        """The rows that decide a token: the row of the last token, then one row per draft."""
         return self.rows[-(len(self.draft.tokens) + 1) :]
 
 
@@ -102,7 +102,8 @@ def verdicts_by_rows(
     by_rule: dict[str, list[Scored]] = {"matching": []}
     for span in spans:
         if span.drafted.span.samples:
-            span.seq.faults = {}  # those of drafters, which may ask about other logits, count for nothing
+            # errors of the logits processor on behalf of drafters, which may call it with other logits
+            span.seq.faults = {}
             by_rule.setdefault(judged_by(span.drafted), []).append(span)
     verdicts: dict[Drafted, Verdict] = {}
     for rule, group in by_rule.items():
@@ -118,12 +119,12 @@ def verdicts_by_rows(
 
 
 def judged_by(drafted: Drafted) -> str:
-    """The rule for the drafts of a span: that of its request where they carry q, else matching."""
+    """The rule for the drafts of a span: the request's rule if the drafts have q, otherwise matching."""
     return "matching" if drafted.draft.probs is None else drafted.seq.request.acceptance
 
 
 def count(spans: list[Scored]) -> int:
-    """Rows that decide a token: one for each draft, and one more for each span."""
+    """The number of rows that decide a token: one per draft, and one more per span."""
     return sum([len(span.draft.tokens) for span in spans]) + len(spans)
 
 
@@ -296,7 +297,7 @@ def scored_logits(spans: list[Scored], logits: Tensor) -> Tensor:
 
 
 def as_verdict(span: Scored, tokens: tuple[int, ...], accepted: Seq[int], logits: Tensor) -> Verdict:
-    """The outcome of a span as its verdict, with the raw log-probabilities where they were asked for."""
+    """Makes the verdict on a span, with the raw log-probabilities if the request has them."""
     draft, top = span.draft, span.seq.request.params.logprobs
     logprobs = None
     if top is not None:
@@ -337,17 +338,17 @@ def verify_given(drafted: Drafted, logits: Tensor) -> Judged:
 
 
 def read_logits(logits: Any, k: int, vocab_size: int) -> Tensor:  # [K + 1, V] or [K, V]
-    """The caller's logits as float32. Raises by name what `k` drafts cannot be judged by."""
+    """The caller's logits as float32. Raises `InvalidParameter` for logits that cannot judge `k` drafts."""
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         shown = logits.dtype if isinstance(logits, Tensor) else logits
-        raise InvalidParameter("target_logits", shown, "takes a float tensor")
+        raise InvalidParameter("target_logits", shown, "must be a float tensor")
     if logits.shape not in ((k + 1, vocab_size), (k, vocab_size)):
-        limit = f"needs shape ({k + 1}, {vocab_size}), or ({k}, {vocab_size}) without a bonus token"
+        limit = f"must have shape ({k + 1}, {vocab_size}), or ({k}, {vocab_size}) without a bonus token"
         raise InvalidParameter("target_logits", tuple(logits.shape), limit)
     rows = logits.detach().float()
     for row, largest in enumerate(rows.amax(-1).tolist()):  # NaN where the row has one
         if not isfinite(largest):
-            limit = f"row {row} takes finite numbers and -inf, not -inf alone"
+            limit = f"row {row} must have a finite number, and otherwise only finite numbers or -inf"
             raise InvalidParameter("target_logits", largest, limit)
     return rows
 
@@ -380,7 +381,7 @@ def truncate_at_end(drafted: Drafted, verdict: Verdict) -> Verdict:
 
 
 def find_end(seq: Sequence, tokens: tuple[int, ...]) -> tuple[int, Finish | None]:
-    """Index of the token that ends the text, and how; the earliest cause wins."""
+    """The index of the token that ends the text, and the cause; the earliest cause counts."""
     ending: Ending = seq.request.ending
     room = seq.tokens_left
     if room == 0:

@@ -66,9 +66,12 @@ def beginning_of(
         return None
     field = continues if isinstance(continues, str) else ""
     if field not in ("", "content", "reasoning_content"):
-        raise InvalidParameter(CONTINUE, continues, "True, False, 'content' or 'reasoning_content'")
+        raise InvalidParameter(CONTINUE, continues, "must be True, False, 'content' or 'reasoning_content'")
     if opens:
-        limit = f"not together with {OPEN} = True: an answer goes on from the last message, or it begins"
+        limit = (
+            f"cannot be used together with {OPEN} = True: an answer either continues the last message or "
+            "begins anew"
+        )
         raise InvalidParameter(CONTINUE, continues, limit)
     last = messages[-1] if messages else {}
     if (role := last.get("role")) != "assistant":
@@ -105,7 +108,7 @@ def written(
         return first_written(named, lambda form: write(form, continued))
     except InvalidRequest as error:
         first_written(named, write)  # raises where the messages themselves are the reason
-        limit = "the chat template cannot end inside of the last message"
+        limit = "the model's chat template cannot leave the last message open, so it cannot be continued"
         raise InvalidParameter(CONTINUE, continued, limit) from error
 
 

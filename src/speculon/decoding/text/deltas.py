@@ -1,4 +1,4 @@
-"""What a reply adds to an assistant's message, as the API streams it: a text, and a thinking before it."""
+"""Turns the text of a reply into the deltas that the API streams: the thinking, and then the answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ReplyParser(Protocol):
     def push(self, text: str) -> list[Delta]: ...
 
     def end(self, cut: bool) -> list[Delta]:
-        """The rest, once the text has ended; `cut` where it did not end by itself."""
+        """The last deltas, after the text has ended. `cut` says that it did not end by itself."""
         ...
 
     @property
@@ -36,7 +36,7 @@ class ReplyParser(Protocol):
 
     @property
     def held(self) -> str:
-        """The end of the text so far that is not shown yet: a tag may begin there."""
+        """The end of the text that is not shown yet, because a tag may begin in it."""
         ...
 
 
@@ -105,7 +105,8 @@ def thinking_of(tokenizer: Tokenizer, prompt: Seq[int], begun: Beginning | None 
     if begun is not None:
         open_tag = begun.text.lstrip().startswith(tags.start) and tags.end not in begun.text
         return Thinking(opened=True) if open_tag or begun.field != "content" else None
-    tail = [token for token in prompt[-TAIL:] if token < tokenizer.vocab_size]  # the engine refuses others
+    # the engine refuses all other ids
+    tail = [token for token in prompt[-TAIL:] if token < tokenizer.vocab_size]
     end = tokenizer.decode(tail, skip_special_tokens=False).rstrip()
     return None if end.endswith(tags.end) else Thinking(opened=end.endswith(tags.start))
 
@@ -184,7 +185,9 @@ class ContinuedParser:
     def __init__(self, begun: str, make: Callable[[], ReplyParser]):
         self._parser = make()
         self._parser.push(begun)
-        if self._parser.called:  # whole calls in the text are the client's, and not counted again
+        if (
+            self._parser.called
+        ):  # complete calls in the first text are the client's, and are not counted again
             self._parser = make()
         self.tags, self.held = self._parser.tags, self._parser.held
 
@@ -199,11 +202,11 @@ class ContinuedParser:
         return self._new(self._parser.end(cut))
 
     def _new(self, deltas: list[Delta]) -> list[Delta]:
-        """Without the end of the first text, which the parser shows once it is no tag."""
+        """The deltas without the end of the first text, which the parser shows once it cannot be a tag."""
         for delta in deltas:
             for key, value in delta.items():
                 if not isinstance(value, str):
-                    self.held = ""  # it was a tag
+                    self.held = ""  # the held text was a tag
                     continue
                 known = len(commonprefix([self.held, value]))
                 delta[key], self.held = value[known:], self.held[known:] if known == len(value) else ""

@@ -39,7 +39,7 @@ END = "<|end of the structured text|>"
 SPACE = "\u2581"  # how SentencePiece writes a space
 # of bytes, since a token may be a part of a character; FF begins tokens that are no text in llguidance
 WITHOUT_SPECIAL = r"(?s-u:[\x00-\xFE])*"
-NOTHING_FITS = "no text but the empty one fits it, in this vocabulary; a reference to itself alone never ends"
+NOTHING_FITS = "no text fits it but the empty one; a rule that refers only to itself never ends"
 
 
 class Matcher:
@@ -119,7 +119,7 @@ class Grammars:
             compiled = self._compile(form, params.thinking)
         matcher = Matcher(self, compiled.deep_copy(), params.ignore_eos)
         if not matcher.consume(written):
-            raise InvalidParameter("structured", written, "what is written does not follow it")
+            raise InvalidParameter("structured", written, "the text so far does not follow this grammar")
         return matcher
 
     def _compile(self, form: Structured, thinking: Thinking | None = None) -> LLMatcher:
@@ -316,5 +316,5 @@ def source(kind: str, value: Any) -> str:
             return LLMatcher.grammar_from_lark(value)
     schema = {"type": "object"} if kind == "json_object" else {} if value is True else value
     if endless := endless_references(schema):
-        raise ValueError(f"no value of {endless[0]} ends, because each has to have another one in it")
+        raise ValueError(f"no value of {endless[0]} can ever end, because each must contain another one")
     return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_STYLE)

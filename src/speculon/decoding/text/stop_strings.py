@@ -43,7 +43,9 @@ class StopStrings:
         return (named, special[new[named]]) if named < len(new) else None
 
     def _complete(self, text: str, settled: int) -> list[tuple[int, int, str]]:
-        """(end, rank, stop string) of those in `text` that end after its first `settled` characters."""
+        """(end, rank, stop string) of each stop string in `text` that ends after its first `settled`
+        characters.
+        """
         matches = []
         for rank, stop in enumerate(self._stops):
             at = text.find(stop, max(0, settled - len(stop) + 1))

@@ -19,9 +19,9 @@ from speculon.decoding.text.conversations import beginning_of, first_line, templ
 if TYPE_CHECKING:
     from speculon.core.config import SamplingParams
 
-NO_TOKENIZER = "texts need a tokenizer, and none was given"
-UNSURE = "\ufffd"  # how decoders write bytes that are no character, or not yet one
-# tokens without a whole character after which they are taken for garbage, not for a character's beginning
+NO_TOKENIZER = "a text needs a tokenizer, and the model was loaded without one: give token ids"
+UNSURE = "\ufffd"  # how decoders write bytes that are not, or not yet, a whole character
+# after this many tokens without a whole character, their bytes are taken for garbage
 MAX_UNSURE = 32
 BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 OWN_VARIABLES = {"tokenize", "add_generation_prompt"}
@@ -30,8 +30,8 @@ ENDS_OF_TURN = (
     "<|im_end|>", "<|eot_id|>", "<|eot|>", "<end_of_turn>", "<turn|>", "<|END_OF_TURN_TOKEN|>",
     "<|endofturn|>", "[|endofturn|]",
 )  # fmt: skip
-UNFINISHED = 3  # bytes of a character that lacks one, at most
-CONTEXT = 8  # tokens kept in front of garbage; an unfinished character spans at most 3
+UNFINISHED = 3  # most bytes of an incomplete character
+CONTEXT = 8  # tokens kept before garbage; an incomplete character spans at most 3
 
 
 class Tokenizer:
@@ -99,13 +99,19 @@ class Tokenizer:
             raise InvalidRequest("this checkpoint has no chat template: give a plain prompt")
         template = template_for(templates, tools=bool(tools), documents=bool(documents))
         if documents and "documents" not in template:
-            raise InvalidParameter("documents", documents, "the model's chat template has no place for them")
+            raise InvalidParameter(
+                "documents", documents, "the model's chat template has no place for documents"
+            )
         if not template:
             named = ", ".join(sorted(templates))
-            raise InvalidRequest(f"this checkpoint has chat templates for {named} alone: give a plain prompt")
+            raise InvalidRequest(f"this checkpoint has chat templates only for {named}: give a plain prompt")
         parameters = inspect.signature(self.inner.apply_chat_template).parameters
         if taken := (variables or {}).keys() & parameters.keys() - OWN_VARIABLES:
-            raise InvalidParameter("chat_template_kwargs", min(taken), "is no variable of a template")
+            raise InvalidParameter(
+                "chat_template_kwargs",
+                min(taken),
+                "is an argument of the tokenizer and not a variable of the chat template",
+            )
         known: dict[str, Any] = {**(variables or {}), "tokenize": False}
         known["add_generation_prompt"] = not beginning and answer_follows is not False
         if template is not self.inner.chat_template:
@@ -125,12 +131,12 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The source of its template, or those of all that it has by name; empty where there is none."""
+        """The source of its chat template, or of all its templates by name; empty without one."""
         templates = self.inner.chat_template
         return "\n".join(templates.values()) if isinstance(templates, dict) else str(templates or "")
 
     def template_for(self, *, tools: bool = False, documents: bool = False) -> str:
-        """The source of the template that writes such a conversation; empty where there is none."""
+        """The source of the template that writes such a conversation; empty if there is none."""
         template: str = template_for(self.inner.chat_template, tools=tools, documents=documents)
         return template
 
@@ -146,7 +152,7 @@ class Tokenizer:
 
     @cached_property
     def anchor(self) -> list[int]:
-        """A token of plain text, after which others are written as inside a text; none where none is."""
+        """A token of plain text. A token decoded after it is written as in the middle of a text."""
         try:
             usual = self.encode("a", add_special_tokens=False)[-1:]
         except InvalidParameter:
@@ -161,7 +167,7 @@ class Tokenizer:
         """The end of a prompt, after which an output is decoded: many tokenizers leave out the space of a
         text's first word. Empty where no token of the prompt is shown.
         """
-        n, known = 1, range(self.vocab_size)  # the engine refuses others
+        n, known = 1, range(self.vocab_size)  # the engine refuses all other ids
         while True:
             tail = [token for token in prompt[-n:] if token in known]
             text = self.decode(tail, skip_special_tokens)
@@ -194,14 +200,16 @@ class Tokenizer:
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """The tokens that end a text: the tokenizer's own, and those that end a turn of its template."""
+        """The tokens that end a text: the tokenizer's end-of-text token, and the tokens that end a turn in
+        its chat template.
+        """
         own = getattr(self.inner, "eos_token", None)
         end = None if own is None else self.token_id(str(own))
         turns = ends_of_turn(self.token_id, self.chat_template) if self.chat_template else set()
         return frozenset(turns if end is None else {end, *turns})
 
     def token_text(self, token: int, first: bool = False) -> str:
-        """One token as written after others, or as the `first`; bytes that are no character are U+FFFD."""
+        """The text of one token inside a text, or as its `first`. Incomplete characters are U+FFFD."""
         if (token, first) not in self._texts:
             context = [] if first else self.anchor
             self._texts[token, first] = self.continuation(context, [token], skip_special_tokens=False)
@@ -225,7 +233,7 @@ class Tokenizer:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def token_id(self, token: str) -> int | None:
-        """The id of one token of the vocabulary, by its name; None where there is none."""
+        """The id of the token with this name; None if the vocabulary has none."""
         index = self.inner.convert_tokens_to_ids(token)
         # an unknown name has the id of the unknown token
         return index if index is not None and self.inner.convert_ids_to_tokens(index) == token else None
@@ -248,7 +256,7 @@ class Tokenizer:
 
     @cached_property
     def spellings(self) -> Spellings:
-        """The bytes that each token writes after others, which takes half a second for a large vocabulary."""
+        """The bytes of each token in the middle of a text. Takes half a second for a large vocabulary."""
         anchor, ids = self.anchor, range(self.vocab_size)
         backend: Any = getattr(self.inner, "backend_tokenizer", None)
         if hasattr(backend, "decode_batch"):
@@ -304,7 +312,7 @@ class Stream:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, params: SamplingParams, prompt: Seq[int] = ()) -> Stream:
-        """A stream of the text that continues a prompt with these parameters."""
+        """The stream for a text that continues a prompt with these parameters."""
         context = output_context(tokenizer, params, prompt)
         include = params.include_stop_str_in_output
         return cls(tokenizer, params.stop, params.skip_special_tokens, include, context)
@@ -315,11 +323,11 @@ class Stream:
         return len(self._text) - self._sure
 
     def push(self, ids: Seq[int]) -> str:
-        """The text that is now certain."""
+        """Adds tokens, and returns the text that cannot change any more."""
         return "".join(self._push(token) for token in ids)
 
     def release(self) -> str:
-        """What was held back: no stop string begins in the text so far."""
+        """Returns the text that was held back; the caller knows that no stop string begins in it."""
         text, self._held, self._settled = self._held, "", 0
         return text
 
@@ -415,7 +423,7 @@ def final_text(
     context, skip = output_context(tokenizer, params, prompt), params.skip_special_tokens
     text = tokenizer.continuation(context, ids, skip)
     # only in the last token can a stop string have ended it: an earlier one was passed over for min_tokens
-    if UNSURE in text:  # a decoder may show bytes that are no text in another way once others follow
+    if UNSURE in text:  # a decoder may show incomplete characters differently once more bytes follow
         stream = Stream(tokenizer, skip_special_tokens=skip, context=context)
         text, after = stream.push(ids[:-1]), stream.length
         text += stream.push(ids[-1:]) + stream.flush()
@@ -426,29 +434,38 @@ def final_text(
 
 
 def check_text(name: str, text: str) -> None:
-    """Raises `InvalidParameter` for what is no text: other types, and halves of surrogate pairs."""
+    """Raises `InvalidParameter` unless this is a string without lone surrogates."""
     if not isinstance(text, str):
         raise InvalidParameter(name, text, "must be a string")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        limit = f"a lone surrogate U+{ord(text[error.start]):04X} at character {error.start} is no text"
+        limit = (
+            f"must be valid Unicode: character {error.start} is a lone surrogate, "
+            f"U+{ord(text[error.start]):04X}"
+        )
         raise InvalidParameter(name, text[error.start : error.start + 8], limit) from None
 
 
 def check_messages(messages: Seq[Mapping[str, Any]]) -> None:
     if isinstance(messages, str | Mapping) or not messages:
-        raise InvalidParameter("messages", messages, "a list of {'role': ..., 'content': ...}, not empty")
+        raise InvalidParameter(
+            "messages", messages, "must be a list of {'role': ..., 'content': ...}, not empty"
+        )
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InvalidParameter(f"messages.{i}", message, "needs a role, a string")
+            raise InvalidParameter(
+                f"messages.{i}", message, "must be an object with a role, which is a string"
+            )
         if message.get("content") is not None or not message.get("tool_calls"):
             check_text(f"messages.{i}.content", message.get("content"))  # type: ignore[arg-type]
 
 
 @cache
 def byte_alphabet() -> dict[str, int]:
-    """How byte-level vocabularies write each byte (GPT-2): printable as it is, others from U+0100 on."""
+    """The character by which byte-level vocabularies (GPT-2) write each byte: printable bytes as themselves,
+    all others as characters from U+0100 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -141,7 +141,7 @@ def check_size(functions: Seq[Mapping[str, Any]]) -> None:
     """Raises for schemas that no grammar has room for, before they are tried."""
     size = sum(len(json.dumps(function.get("parameters"))) for function in functions)
     if size > MAX_GRAMMAR:
-        limit = f"at most {MAX_GRAMMAR} characters of parameters as JSON, these have {size}"
+        limit = f"the parameters may have at most {MAX_GRAMMAR} characters as JSON, and have {size}"
         raise InvalidParameter(TOOLS, [function["name"] for function in functions], limit)
 
 
@@ -171,7 +171,9 @@ def expressible(schema: str, exact: bool) -> tuple[str, tuple[str, ...]]:
         rest, left_out = ANY_OBJECT, {NO_SCHEMA: None}
     if not exact:
         names = ", ".join(name_for_log(keyword.removeprefix("$")) for keyword in left_out)
-        log.warning("the grammar of a tool with a schema of %d characters leaves out %s", len(schema), names)
+        log.warning(
+            "the grammar of a tool with a schema of %d characters does not enforce %s", len(schema), names
+        )
     # alternatives are not left out: more than one of them may fit
     return json.dumps(rest), tuple(left_out) or ("oneOf",)
 
