@@ -156,7 +156,7 @@ def test_a_new_run_leaves_the_last_one_beside(path: Path) -> None:
 def test_what_is_no_record_is_not_touched(path: Path) -> None:
     for name in (path, older(path)):
         name.write_text("my novel")
-        with pytest.raises(ConfigError, match="is no record of rounds"):
+        with pytest.raises(ConfigError, match="is not a record of rounds"):
             begun(path)
         assert name.read_text() == "my novel" and list(path.parent.iterdir()) == [name]
         name.unlink()
@@ -166,7 +166,7 @@ def test_what_is_no_record_is_not_touched(path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["", "no/such/folder/events.jsonl"])
 def test_a_bad_place_is_refused(tmp_path: Path, place: str) -> None:
-    with pytest.raises(ConfigError, match="events = .*a file, in a folder that is there"):
+    with pytest.raises(ConfigError, match="events = .*must be a file, or a new name, in an existing folder"):
         EngineConfig(events=tmp_path / place)
     with pytest.raises(ConfigError, match="events"):
         EngineConfig(events="/dev/null")

@@ -294,7 +294,7 @@ def test_a_state_in_doubt_changes_nothing(change: Callable[..., Any]) -> None:
     other = make()
     other.add("mine", [1])
     other.restore([saved])
-    with pytest.raises(ValueError, match="is no pool"):
+    with pytest.raises(ValueError, match="is not a pool"):
         other.restore([["new", 0, [1]], change(*saved)])
     assert other.sizes == {"mine": 2, "k": 4}
 

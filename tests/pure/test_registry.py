@@ -86,7 +86,7 @@ def test_a_draft_outside_the_vocabulary_costs_its_sequence_the_speculation_and_n
     proposers.lacking("constant")
     drafted = propose(proposers, "constant")
     assert drafted.draft == NO_DRAFT and drafted.reason is Reason.ERROR
-    assert "outside the vocabulary of 10" in caplog.text
+    assert "outside of the target's vocabulary of 10" in caplog.text
 
 
 def test_names_resolve_to_methods():
@@ -99,10 +99,10 @@ def test_names_resolve_to_methods():
     ]
     known = "off, auto, dflash, draft_model, eagle3, gemma4_assistant, grammar, mtp, ngram, pard, prediction"
     known += ", suffix, synthetic"
-    with pytest.raises(UnknownMethod, match=f"method = 'eagle9': known are {known}"):
+    with pytest.raises(UnknownMethod, match=f"method = 'eagle9': must be one of {known}"):
         proposers.lacking("eagle9")
 
 
 def test_a_draft_for_an_unknown_method_is_refused():
-    with pytest.raises(UnknownMethod, match="method = 'eagle9': known are"):
+    with pytest.raises(UnknownMethod, match="method = 'eagle9': must be one of"):
         Proposers(SpeculationConfig(draft={"eagle9": "somewhere"}), FACTS)

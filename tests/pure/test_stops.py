@@ -228,7 +228,7 @@ def test_a_wrong_match_or_stop_is_a_drafters_fault(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     outcomes, reason = proposed(monkeypatch, Draft((1,), ("a",), **fields))
-    assert not outcomes and reason is Reason.ERROR and "is a number of tokens" in caplog.text
+    assert not outcomes and reason is Reason.ERROR and "must be a number of tokens" in caplog.text
 
 
 def test_a_failed_call_leaves_no_proposal(

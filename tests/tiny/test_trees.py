@@ -175,8 +175,8 @@ def test_rules_with_q_have_chains() -> None:
     ("draft", "limit"),
     [
         (Draft((5, 6, 7), (NAME,) * 3, parents=(-1, 0, 0)), ""),
-        (Draft((5, 6, 7), (NAME,) * 3, parents=(-1, 0, 3)), "a node's parent comes before it"),
-        (Draft((5, 6, 7, 8), (NAME,) * 4, parents=(-1, 0, 1, 0)), "2 are its limit"),
+        (Draft((5, 6, 7), (NAME,) * 3, parents=(-1, 0, 3)), "each node must come after its parent"),
+        (Draft((5, 6, 7, 8), (NAME,) * 4, parents=(-1, 0, 1, 0)), "but was asked for at most 2"),
     ],
 )
 def test_a_tree_that_is_none_costs_its_sequence_the_drafts(
@@ -195,7 +195,7 @@ def test_a_tree_that_is_none_costs_its_sequence_the_drafts(
 def test_given_drafts_are_chains() -> None:
     decoder = SpeculativeDecoder(tiny_model("llama"), method="off")
     tree = Draft((5, 6), (NAME,) * 2, parents=(-1, -1))
-    with pytest.raises(InvalidParameter, match="drafts that are given are chains"):
+    with pytest.raises(InvalidParameter, match="drafts that a caller gives are chains"):
         decoder.verify([3, 4, 5], tree)
 
 

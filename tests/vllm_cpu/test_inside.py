@@ -92,4 +92,4 @@ def test_pipeline_stages_do_not_start_with_any_proposer(drafts: dict[str, Any]) 
 def test_bad_settings_end_the_start() -> None:
     done = run("[speculation]\nnum_speculative_tokens = 9\n", drafts=OURS)
     assert done.returncode != 0
-    assert "vLLM was started with 8" in done.stderr
+    assert "must be at most 8, with which vLLM was started" in done.stderr

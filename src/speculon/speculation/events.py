@@ -55,7 +55,10 @@ class Writer:
         try:
             for name in (path, older(path)):
                 if name.exists() and not is_record(name):
-                    why = f"{name} is no record of rounds, and would be lost"
+                    why = (
+                        f"{name} exists and is not a record of rounds, so it is not overwritten; name "
+                        "another file"
+                    )
                     raise ConfigError(f"events = {str(path)!r}: {why}")
             self._begin()
         except OSError as error:
@@ -100,7 +103,7 @@ class Writer:
                 self._flush()
             self._flush()
         except OSError as error:
-            log.warning("no more rounds are recorded in %s: %s", self.path, error.strerror or error)
+            log.warning("recording of rounds in %s has ended: %s", self.path, error.strerror or error)
         finally:
             self.open = False
             self._let_go()

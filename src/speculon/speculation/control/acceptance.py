@@ -1,4 +1,4 @@
-"""How often drafts are accepted: discounted Beta estimates, by the tokens that agree before each."""
+"""How often drafts are accepted: discounted Beta estimates, by the tokens that agree before a draft."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from pydantic import Field, TypeAdapter
 from speculon.speculation.control.trees import DraftShape, best_tree
 
 POSITIONS = 16  # the most drafts of a round under policy goodput
-# of a draft, by the tokens before it that agree: matched by a lookup, or drafted; from 8 on four an octave
-LONG = 32  # a match that is as long as one can be
+# agreeing tokens before a draft (matched by a lookup, or drafted) -> its place, the bucket of its statistics;
+# from 8 tokens on there are four places per octave
+LONG = 32  # the longest match that is told apart
 PLACES = (*range(8), *(min(15, 8 + int(4 * log2(n / 8))) for n in range(8, LONG + POSITIONS)))
 PRIOR = 0.6  # acceptance before anything is known: between prose and edits (docs/benchmarks/2-cores)
-PRIOR_DRAFTS = 4.0  # judged drafts that a prior weighs; that of a sequence too, its class
-# weight left to earlier drafts by a judged one at the same place: prose alone gains 5 % over 0.98
-# (virtual_time)
+PRIOR_DRAFTS = 4.0  # weight of a prior, in judged drafts; for a sequence the prior is its class
+# factor on the weight of earlier drafts at each judged one of the same place: prose alone is 5 % faster than
+# with 0.98 (virtual_time)
 FADE = 0.99
-OWN_FADE = 0.95  # the same of one sequence's drafts, a memory of 20
+OWN_FADE = 0.95  # the same for the drafts of one sequence, which so remembers about 20
 
-ANY = 16  # the place that all share
-LATER = 17  # that of the second child of a node, where the first was not accepted; the others follow
-SIBLINGS = 4  # a later child counts as the last
-LATER_PRIOR = 0.3  # of a second choice: between EAGLE-3 heads and draft models (docs/benchmarks/trees)
+ANY = 16  # the place of all drafts together
+# place of the second child of a node, which is judged if the first was not accepted; those of the third and
+# of later children follow
+LATER = 17
+SIBLINGS = 4  # children of a node that are told apart; further ones count as the last of these
+LATER_PRIOR = 0.3  # for a second child: between EAGLE-3 heads and draft models (docs/benchmarks/trees)
 Weight = Annotated[float, Field(ge=0, le=1e9)]
 PlaceState = tuple[Annotated[int, Field(ge=0, lt=LATER + SIBLINGS - 1)], Weight, Weight]
 # by class and method
@@ -39,7 +42,7 @@ STATE: TypeAdapter[dict[str, dict[str, list[PlaceState]]]] = TypeAdapter(
 
 @dataclass(slots=True)
 class Beta:
-    """Discounted counts, and their mean with its prior."""
+    """Discounted counts of drafts, and their acceptance rate with a prior."""
 
     mean: float = PRIOR
     hits: float = 0.0
@@ -51,12 +54,12 @@ class Beta:
 
 
 class Acceptance:
-    """P(d_j accepted | d_1..d_j-1 accepted) of one method, by the place m + j - 1 of j after a match of m.
+    """P(draft j is accepted, given that all before it are) for one method, by the place of the draft.
 
-    An accepted draft makes the match of the next one longer by one; drafters without a lookup have m = 0.
-    What follows the first rejected draft, or the end of a sequence, was never judged and counts for nothing.
-    The prior of a place is the mean over places; the prior of that is `wider`, what is known of the same
-    method elsewhere.
+    The place is m + j - 1 after a match of m tokens, because an accepted draft makes the match of the next
+    one longer by one. Drafters that are not lookups have m = 0. Drafts after the first rejected one, or after
+    the end of a sequence, were never judged and are not counted. The prior of a place is the mean over all
+    places; the prior of this mean is that of `wider`, the same method over more texts.
     """
 
     def __init__(self, wider: Acceptance | None = None, fade: float = FADE) -> None:
@@ -68,7 +71,7 @@ class Acceptance:
         self.seen = 0.0  # judged drafts, not discounted
 
     def chance(self, place: int = ANY) -> float:
-        """At a place, or over all of them."""
+        """The acceptance probability at a place, or over all places."""
         beta = self._at.get(place)
         return self._prior(place) if beta is None else beta.mean
 
@@ -78,13 +81,14 @@ class Acceptance:
         return self.chance() if place != ANY else self._wider.chance() if self._wider else PRIOR
 
     def chances(self, count: int, match: int = 0, shift: int = 0) -> list[float]:
-        """Of the first drafts after a match, in a sequence of this shift."""
+        """The probabilities of the first `count` drafts after a match, for a sequence with this shift."""
         return shifted(map(self.chance, places(match, count)), shift)
 
     def survival(self, shift: int = 0) -> tuple[float, ...]:
-        """S_1..S_POSITIONS, S_j = P(d_1..d_j accepted), before anything is drafted.
+        """S_1..S_POSITIONS with S_j = P(drafts 1..j are accepted), before anything is drafted.
 
-        The first chance is taken a standard deviation of its estimate higher: the bonus of UCB (Auer 2002).
+        The first probability is raised by one standard deviation of its estimate, the bonus of UCB (Auer
+        2002), so that a method with few data is tried.
         """
         if shift not in self._survivals:
             first, *others = self.chances(POSITIONS)
@@ -94,11 +98,13 @@ class Acceptance:
 
     @property
     def later(self) -> list[float]:
-        """Of the second, third, .. child of a node, where no better one was accepted."""
+        """The probabilities of the second, third, .. child of a node, given that no better child was
+        accepted.
+        """
         return [self.chance(place) for place in range(LATER, LATER + SIBLINGS - 1)]
 
     def nodes(self, shift: int, depth: int) -> DraftShape:
-        """Of the best tree of at most this depth: what `survival` is for chains."""
+        """The best tree of at most this depth, with the same probabilities as `survival` has for chains."""
         if (shift, depth) not in self._trees:
             survival = self.survival(shift)[:depth]
             chances = [b / a if a else 0.0 for a, b in pairwise((1.0, *survival))]
@@ -106,7 +112,7 @@ class Acceptance:
         return self._trees[shift, depth]
 
     def observe_later(self, rank: int, accepted: bool) -> None:
-        """Of a child that is not the first, where no better one was accepted."""
+        """Learns from a child that is not the first, given that no better child was accepted."""
         if self._wider:
             self._wider.observe_later(rank, accepted)
         place = LATER + min(rank, SIBLINGS - 1) - 1
@@ -114,7 +120,7 @@ class Acceptance:
         self._at[place].observe(float(accepted), 1.0, self._prior(place), self._fade)
 
     def observe(self, judged: int, accepted: int, match: int = 0) -> None:
-        """Of so many judged drafts the first `accepted` were accepted: all of them, or all but the last."""
+        """Learns that of `judged` drafts the first `accepted` were accepted: all, or all but the last."""
         if self._wider:
             self._wider.observe(judged, accepted, match)
         self.seen += judged
@@ -125,7 +131,7 @@ class Acceptance:
                 self._at[place].observe(float(i < accepted), 1.0, self._prior(place), self._fade)
 
     def state(self) -> list[PlaceState]:
-        # ANY before the places whose prior it is
+        # ANY comes first, since it is the prior of the other places
         return sorted(((place, beta.hits, beta.tries) for place, beta in self._at.items()), reverse=True)
 
     def restore(self, state: list[PlaceState]) -> None:
@@ -136,7 +142,9 @@ class Acceptance:
 
 @dataclass(slots=True)
 class SequenceAcceptance:
-    """A sequence against its class: accepted and expected drafts, as a factor 2^(shift / 2) of the odds."""
+    """How a sequence differs from its class: accepted against expected drafts, as a factor 2^(shift / 2) on
+    the odds of acceptance.
+    """
 
     accepted: float = 0.0
     expected: float = 0.0
@@ -144,7 +152,9 @@ class SequenceAcceptance:
     shift: int = 0
 
     def observe(self, chances: list[float], accepted: int) -> None:
-        """Of judged drafts the first `accepted` were accepted; its class has them accepted with `chances`."""
+        """Learns that of the judged drafts the first `accepted` were accepted, where the class expected the
+        probabilities `chances`.
+        """
         for i, chance in enumerate(chances):
             self.accepted = OWN_FADE * self.accepted + (i < accepted)
             self.expected = OWN_FADE * self.expected + chance
@@ -156,12 +166,12 @@ class SequenceAcceptance:
 
 
 def places(match: int, count: int) -> tuple[int, ...]:
-    """Of so many drafts after a match."""
+    """The places of `count` drafts after a match."""
     first = min(match, LONG)
     return tuple(PLACES[min(n, len(PLACES) - 1)] for n in range(first, first + count))
 
 
 def shifted(chances: Iterable[float], shift: int) -> list[float]:
-    """With the odds of a sequence of this shift."""
+    """The probabilities with the odds of a sequence that has this shift."""
     odds = 2 ** (shift / 2)
     return [chance * odds / (1 - chance + chance * odds) for chance in chances]

@@ -35,7 +35,7 @@ class AdaptiveLookahead:
     def observe(self, proposed: int, accepted: int) -> None:
         """A round with `proposed` drafts, `accepted` of them; more than proposed count as all."""
         if proposed < 0 or accepted < 0:
-            raise ValueError(f"proposed = {proposed}, accepted = {accepted}: neither can be negative")
+            raise ValueError(f"proposed = {proposed}, accepted = {accepted}: neither may be negative")
         reached = float(min(accepted, proposed))
         alpha = self.config.alpha if self.observations else 1.0
         self.mean_accepted = alpha * reached + (1 - alpha) * self.mean_accepted

@@ -1,4 +1,4 @@
-"""What a step of the target and a proposal cost, in ms: the one cost model of engine and policy."""
+"""The cost model: how many ms a step of the target and a proposal take. Engine and policies share it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from pydantic import Field, TypeAdapter
 from speculon.core.types import CallCost, Timing, ceil_div
 from speculon.decoding.rounds import Judged
 
-NOISE = 0.01  # variance of one measurement, relative: a standard deviation of 10 %; not measured
-DRIFT = 0.004  # standard deviation per measurement by which a part may change, relative: 10 % in 600 steps
-# times the estimate: beyond, another process had the core, and a measurement weighs a sixteenth
+NOISE = 0.01  # relative variance of one measurement, a standard deviation of 10 %; a guess
+DRIFT = 0.004  # relative standard deviation by which a part may change per measurement: 10 % in 600 steps
+# a measurement above this multiple of the estimate was probably disturbed by another process, so it gets a
+# sixteenth of the weight
 OUTLIER = 2.0
-OF_LATE = 0.1  # weight of the latest measurement, or round: a memory of 10
-# rows of a step beyond which a row may cost more: up to there its products take the time of reading weights
+OF_LATE = 0.1  # weight of the latest measurement or round in a moving average, which so remembers about 10
+# numbers of rows from which on a further row may cost more: below, reading the weights takes most of the time
 BENDS = (8, 32)
-# what one of each feature costs beside the others, before any was measured
+# relative costs of one unit of each feature, assumed before anything is measured
 PROPOSAL = (1.0, 0.3, 0.1, 0.03)
 STEP = (*PROPOSAL, 0.03, 0.01, 0.1, 0.03, 0.03)
 
@@ -46,10 +47,11 @@ MAX_SIZES = 32  # of the curve that is shown, and sent with all statistics
 
 
 class LinearCost:
-    """ms = sum of parts >= 0 times features x, times a factor of each batch size where there are data.
+    """ms = (sum of parts times features) times a factor of the batch size. Parts are never below 0.
 
     The parts are fitted by recursive least squares on relative errors, with drift (Ljung 1999, 11.2). The
-    factor is a moving average of measured over fitted ms: a sum that fits all sizes a little fits none.
+    factor, a moving average of measured / fitted ms, is there because one sum cannot fit all batch sizes
+    well.
     """
 
     def __init__(self, units: Features) -> None:
@@ -75,7 +77,7 @@ class LinearCost:
             whole = sum(map(mul, self.units, x))
             self.begin(tuple(unit * ms / whole for unit in self.units), spread=1.0)
         before = self.at(x, batch)
-        # the first of its batch size may show that the sum fits badly: nothing says that it is an outlier
+        # the first measurement of a batch size may only show that the sum fits it badly, so it is believed
         slow = batch in self.factors and ms > OUTLIER * before
         self._fit(x, ms, 16 * NOISE if slow else NOISE, ms if slow else self.fitted(x))
         ratio, factor = min(ms, OUTLIER * before) / self.fitted(x), self.factors.get(batch, 1.0)
@@ -94,9 +96,9 @@ class LinearCost:
             self.parts, self.factors, self.measured = (), {}, 0
 
     def begin(self, parts: Features, spread: float) -> None:
-        """The parts at first, and their standard deviation as a share of each."""
+        """Sets the first estimate of the parts, and their relative standard deviation."""
         self.parts = parts
-        # a part of 0 may grow again
+        # a part that is 0 needs a variance, too, or it could never grow again
         likely = [max(part, unit * max(parts)) for part, unit in zip(parts, self.units, strict=True)]
         self._covariance = [
             [(spread * part) ** 2 * (i == j) for j in range(len(parts))] for i, part in enumerate(likely)
@@ -119,7 +121,7 @@ class LinearCost:
         self.measured, self._unconfirmed = state.measured, CONTRADICTIONS
 
     def _fit(self, x: Features, ms: float, noise: float, scale: float) -> None:
-        """One measurement, relative to `scale`."""
+        """Updates the parts by one measurement, with errors relative to `scale`."""
         relative = [value / scale for value in x]
         gain = [sum(map(mul, row, relative)) for row in self._covariance]
         total = noise + sum(map(mul, relative, gain))
@@ -130,14 +132,16 @@ class LinearCost:
             self._covariance[i] = row = [p - share * g for p, g in zip(row, gain, strict=True)]
             row[i] += (DRIFT * max(parts[i], self.units[i] * parts[0])) ** 2
         for i, row in enumerate(self._covariance):
-            if parts[i] < 0:  # what the others most likely are if this one is 0
+            if parts[i] < 0:  # set it to 0, and the others to their most likely values under this condition
                 short = parts[i] / row[i]
                 parts = [part - short * p for part, p in zip(parts, row, strict=True)]
         self.parts = tuple(parts)
 
 
 class Prices(NamedTuple):
-    """ms of one proposal: the call, a position of all its sequences, a draft, a token that is read before."""
+    """The parts of the ms of one proposal: the call itself, one more position for all of its sequences, one
+    more draft, and one token that the drafter reads before it drafts.
+    """
 
     call: float = 0.0
     depth: float = 0.0
@@ -146,26 +150,34 @@ class Prices(NamedTuple):
 
 
 class Costs:
-    """Of the steps and proposals of one engine: of B sequences, M of which have N drafts in all; of n, with k
-    drafts at most.
+    """The costs of one engine, in ms.
 
-    T(B, M, N) = a + b B + c M + d N + sum_h d_h max(0, B + N - h) + (e B + f N + g Z) L, with h of `BENDS`; L
-    is the mean tokens of a sequence, in thousands; Z are the branches of trees beside the first of each.
-    P(n, k, unread) = a + b k + c k n + d unread. No part is below 0: the more rows, the more a further row
-    costs. Where that begins the measurements say.
+    A step of B sequences, M of which have N drafts in all, takes
+
+        T(B, M, N) = a + b B + c M + d N + sum_h d_h max(0, B + N - h) + (e B + f N + g Z) L
+
+    with h from `BENDS`, L the mean number of tokens of a sequence in thousands, and Z the branches of trees
+    after the first of each. A proposal for n sequences with at most k drafts takes
+
+        P(n, k, unread) = a + b k + c k n + d unread
+
+    No part is below 0, so each further row costs at least as much as the one before. The measurements show
+    from which bend on it costs more.
     """
 
     def __init__(self) -> None:
         self._step = LinearCost(STEP)
         self._proposals = defaultdict[str, LinearCost](partial(LinearCost, PROPOSAL))
-        self._context = 0.0  # L of the latest round, at which steps are priced
+        self._context = 0.0  # L of the latest round, for which steps are priced
 
     @property
     def known(self) -> bool:
         return bool(self._step.parts)
 
     def step(self, sequences: int, drafting: float = 0, rows: float = 0, branches: float = 0) -> float:
-        """ms without its proposals; M and N may be means. Raises `ValueError` before any was measured."""
+        """The ms of a step, without its proposals. M and N may be means. Raises `ValueError` before the first
+        measurement.
+        """
         return self._step.at(self._features(sequences, drafting, rows, branches), (sequences, drafting > 0))
 
     def _features(self, sequences: int, drafting: float, rows: float, branches: float = 0) -> Features:
@@ -174,7 +186,9 @@ class Costs:
         return (1.0, sequences, drafting, rows, *bends, *context)
 
     def rows(self, sequences: int, beside: int, drafting: int, max_drafts: int) -> list[float]:
-        """ms of the 1st, 2nd, .. draft of each of `drafting` sequences, beside so many drafts of others."""
+        """The ms that the 1st, 2nd, .. draft of each of `drafting` sequences adds to a step of `sequences`,
+        in which other sequences already have `beside` drafts.
+        """
         parts, begin = [max(0.0, part) for part in self._step.parts], sequences + beside
         row_ms, bends = parts[3] + parts[-2] * self._context, list(zip(BENDS, parts[4:-3], strict=True))
         row_ms += sum(part for bend, part in bends if bend <= begin)
@@ -190,34 +204,34 @@ class Costs:
         ]
 
     def branch(self, sequences: int) -> float:
-        """ms of one more branch of a tree, beside its rows."""
+        """The ms of one more branch of a tree, without its rows."""
         factor = self._step.factors.get((sequences, True), 1.0)
         return factor * max(0.0, self._step.parts[-1]) * self._context
 
     def first(self, sequences: int) -> float:
-        """ms of a sequence's first draft beyond its row: single rows have faster kernels."""
+        """The ms that a sequence's first draft costs besides its row: kernels are faster for single rows."""
         (row,) = self.rows(sequences, 0, sequences, 1)
         return max(0.0, (self.step(sequences, sequences, sequences) - self.step(sequences)) / sequences - row)
 
     def plain(self, sequences: int) -> float | None:
-        """ms of a plain step; None while none of half to twice its size was measured."""
+        """The ms of a plain step; None if no plain step of half to twice this size was measured."""
         sizes = [n for n in self._plain_sizes() if max(n, sequences) <= 2 * min(n, sequences)]
         nearest = min(sizes, key=lambda n: abs(n - sequences), default=None)
         return None if nearest is None else self._step.at(self._features(sequences, 0, 0), (nearest, False))
 
     def _plain_sizes(self) -> list[int]:
-        """Those that were measured."""
+        """The batch sizes of the plain steps that were measured."""
         return sorted(sequences for sequences, drafting in self._step.factors if not drafting)
 
     def plain_steps(self) -> dict[int, float]:
-        """Sequences -> ms of a plain step, for the batch sizes that were measured; of many of them, some."""
+        """Number of sequences -> ms of a plain step, for at most MAX_SIZES of the measured batch sizes."""
         sizes = self._plain_sizes()
         step = ceil_div(max(1, len(sizes)), MAX_SIZES)
         sizes = sizes[(len(sizes) - 1) % step :: step]  # the largest is among them
         return {n: self.step(n) for n in sizes}
 
     def prices(self, method: str, sequences: int) -> Prices:
-        """Of a proposal for so many sequences; nothing for a method that was never measured."""
+        """The parts of a proposal for this many sequences; zeros for a method that was never measured."""
         if not self.calls(method):
             return Prices()
         cost = self._proposals[method]
@@ -233,7 +247,7 @@ class Costs:
         return self._proposals[method].measured if method in self._proposals else 0
 
     def observe(self, judged: list[Judged], timing: Timing) -> None:
-        """What a round took; `judged` are those that decoded."""
+        """Learns from the timing of a round; `judged` has the spans that decoded."""
         drafts = [len(one.draft.tokens) for one in judged]
         if judged:
             self._context = sum(len(one.seq.tokens) for one in judged) / len(judged) / 1000
@@ -260,7 +274,7 @@ class Costs:
         return {name: cost.state() for name, cost in costs.items() if cost.parts}
 
     def restore(self, state: Any) -> None:
-        """Raises `ValueError` for what `state` cannot have told."""
+        """Continues with a result of `state`. Raises `ValueError` for anything else."""
         by_name = STATE.validate_python(state)
         for name, told in by_name.items():
             if len(told.parts) != (features := len(PROPOSAL if name else STEP)):
@@ -270,5 +284,5 @@ class Costs:
 
 
 def share_beyond(bend: int, rows: int, last: int) -> float:
-    """Of the last of so many rows, how many are beyond the bend."""
+    """The share of the `last` of these rows that lies beyond the bend."""
     return min(1.0, max(0.0, (rows - bend) / last))

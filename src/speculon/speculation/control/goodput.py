@@ -1,30 +1,32 @@
-"""The policy `goodput`: as many accepted tokens per millisecond as drafts can bring, plain decoding among the
-choices.
+"""The policy `goodput`: it chooses drafts so that each millisecond yields as many tokens as possible. Plain
+decoding is one of the choices.
 
 A round of B sequences in which method m drafts k_i tokens for sequence i has (Liu 2024, SmartSpec, section 3)
 
     goodput = sum_i (1 + S_i1 + .. + S_ik_i) / (T(B, M, N) + sum_m P_m(n, k, unread))
 
-S_ij = P(d_1..d_j of i accepted), T and P the ms of a step and of a proposal (`cost`), N = sum k_i the drafts
-of M sequences that have any, k = max k_i. A ratio is maximised by maximising  tokens - r ms  at the r it
-leads to (Dinkelbach 1967); r is the goodput of late, or that of plain decoding where it is more. With
-T = .. + c M + d_1 + .. + d_N, where the d_j of a step rise (`cost`), and  P = a + b k + e n k + f unread  it
-follows what drafts must bring:
+where S_ij = P(drafts 1..j of sequence i are all accepted), T and P are the ms of a step and of a proposal
+(module `cost`), N = sum k_i counts the drafts of the M sequences that have any, and k = max k_i. To maximise
+this ratio, the policy maximises  tokens - r ms , where r is the ratio that results (Dinkelbach 1967). As r it
+takes the recent goodput, or the goodput of plain decoding if that is higher. Because T = .. + c M + d_1 + ..
++ d_N, with d_j that rise with j (`cost`), and  P = a + b k + e n k + f unread , drafts pay under these
+conditions:
 
-    trim     draft j of i is verified while  S_ij > r d, if the sum of  S_ij - r d  over them exceeds  r c;
-             d is that of the row which it adds to the rows of the round so far
-    decide   i gains  G_i(k) = max over k_i <= k of  sum_j (S_ij (1 - u_i) - r (d + e)) - r c - u_i,
-             u_i = r f unread / tokens left; m is asked for  k = argmax of  sum_i G_i(k) - r (a + b k), where
-             that is > 0; d is the mean of the j-th rows of all n
+    trim     draft j of i is verified while  S_ij > r d, provided that the sum of  S_ij - r d  over the
+             verified drafts exceeds  r c; d is the cost of the row that the draft adds to the round so far
+    decide   sequence i gains  G_i(k) = max over k_i <= k of  sum_j (S_ij (1 - u_i) - r (d + e)) - r c - u_i,
+             with u_i = r f unread / tokens left; method m is asked for the k that maximises
+             sum_i G_i(k) - r (a + b k), if this is > 0; d is the mean cost of the j-th rows of all n
 
-Of a tree, S_ij is the chance that the path of node j is accepted, and k in P its depth (`trees`).
+For a tree, S_ij is the probability that the path of node j is accepted, and k in P is the depth (`trees`).
 
-Lookups, whose P is next to nothing, are asked first, for it is not known before whether they find anything:
-in every round while what they are expected to gain, of late, exceeds r P, else ever more rarely. A draft that
-trim drops is compared with the tokens of its round. The chance of a draft depends on the tokens that agree
-before it, matched or drafted (`acceptance`). What came with a request is verified whole until a draft of it
-is rejected. `confirm` weighs the model again for the sequences that lookups left. S carries the bonus of UCB;
-a model out of use gets single proposals, for a fixed share of all time.
+Lookups are asked before models: their P is almost zero, and nobody knows beforehand whether they find a
+match. They are asked in every round while their recent expected gain exceeds r P, and otherwise less and less
+often. A draft that trim drops is compared with the tokens that the round yields. The acceptance probability
+of a draft depends on the number of agreeing tokens before it, matched or drafted (`acceptance`). A draft
+taken from the request itself, such as a prediction, is verified whole until one of its tokens is rejected.
+`confirm` repeats the choice for a model with the sequences for which lookups found nothing. S includes the
+bonus of UCB, and a model that is not in use gets single proposals as probes, for a fixed share of all time.
 """
 
 from __future__ import annotations
@@ -57,32 +59,34 @@ from speculon.speculation.control.policy import Policy
 from speculon.speculation.control.statistics import Added, PromptClass, Running, class_of, parts
 from speculon.speculation.control.trees import DraftShape, forks
 
-COLD = 2  # proposals before a cost is believed, drafts of a probe
-LONGEST_GAP = 16  # rounds between two proposals of a lookup that finds nothing
-# rounds between two weighings of models while none pays: each takes 0.1 ms for 8 sequences and two models
+COLD = 2  # proposals until a measured cost is believed; also the drafts of a probe
+LONGEST_GAP = 16  # most rounds between two proposals of a lookup that finds nothing
+# while no model pays, models are weighed only every so many rounds: weighing takes 0.1 ms for 8 sequences and
+# two models
 WEIGH_GAP = 2
-PROBE_SHARE = 0.005  # of all time, for single proposals of models out of use
-# judged drafts of a model before it is out of use: in scenes with two, 0 chose the worse one in 5 %, 4 in 2 %
+PROBE_SHARE = 0.005  # share of all time that goes into probes of models that are not in use
+# judged drafts until a model may be given up: in simulations with two models, 0 led to the worse one in 5 %
+# of the cases, 4 in 2 %
 TRIED = 4
 
 
 @dataclass(slots=True)
 class RoundPrices:
-    """The round that runs; prices are in tokens: r times ms."""
+    """The prices of the current round, in tokens: r times ms."""
 
     number: int = 0
     batch: int = 0
     rate: float = 0.0  # r, tokens per ms
     first: float = 0.0  # r c
-    branch: float = 0.0  # of one more branch of a tree
-    rows: int = 0  # of the step so far, beside one of each sequence
+    branch: float = 0.0  # price of one more branch of a tree
+    rows: int = 0  # rows of the step so far, besides one row per sequence
     lookups: dict[str, float] = field(default_factory=dict)  # method -> price of a proposal
-    # method -> the sequences it may draft for
+    # method -> the sequences for which it may draft
     models: dict[str, list[Running]] = field(default_factory=dict)
-    probe: Budget | None = None  # whose draft is a probe
+    probe: Budget | None = None  # the sequence whose draft is a probe
 
     def with_forks(self, prices: list[float], forks: Seq[bool]) -> list[float]:
-        """The prices of rows, of which some begin a branch."""
+        """The prices of rows, where a row that begins a branch also costs `branch`."""
         return [price + fork * self.branch for price, fork in zip(prices, forks, strict=False)]
 
 
@@ -93,7 +97,7 @@ class Goodput(Policy):
         self._classes: dict[str, PromptClass] = {}
         self._running: dict[int, Running] = {}
         self._budget_ms = 0.0  # for probes
-        self._refused: Reason | None = None  # why no model paid when they were last weighed
+        self._refused: Reason | None = None  # why no model paid when models were last weighed
         self._now = RoundPrices()
 
     # before the drafts
@@ -112,23 +116,25 @@ class Goodput(Policy):
         return [stats.decision for stats in running]
 
     def _stats(self, budget: Budget) -> Running:
-        """A sequence begins with what its class had on average: the last rounds of a text are its best."""
+        """The statistics of a sequence. A new one begins with the averages of its class, because the later
+        rounds of a text are better than its first ones.
+        """
         seq = budget.seq
         if stats := self._running.get(seq.id):
             stats.budget = budget
             return stats
         cls = self._classes.setdefault(class_of(seq.request), PromptClass(self._methods))
-        # lookups are asked at first: it may repeat what they know
+        # at first lookups are asked in any case, because the text may repeat something that they know
         added = replace(cls.added, gain=max(OF_LATE, cls.added.gain))
         return self._running.setdefault(seq.id, Running(budget, cls, added))
 
     def _begin(self, running: list[Running], batch: int) -> RoundPrices:
-        """The prices, and who may draft for whom."""
+        """The prices of this round, and which methods may draft for which sequences."""
         plain_ms = self.costs.step(batch)
         tokens = batch + sum(stats.added.tokens for stats in running)
         ms = plain_ms + sum(stats.added.ms for stats in running)
         now = self._priced(max(batch / plain_ms, tokens / ms), batch)
-        # rows of prompts, and of other policies' sequences, are in the step, too
+        # the step also has rows of prompts and of sequences with other policies
         now.rows = BENDS[-1] if batch > len(running) else 0
         for stats in running:
             for method, k in stats.budget.max_drafts.items():
@@ -145,7 +151,9 @@ class Goodput(Policy):
         return RoundPrices(self._now.number + 1, batch, rate, first, branch)
 
     def _offer(self, now: RoundPrices, offers: dict[Budget, Ask]) -> Reason | None:
-        """Adds what the best model is to draft, and a probe of another; returns why no model gains."""
+        """Adds to `offers` what the best model shall draft, and a probe of another model. Returns the reason
+        if no model pays.
+        """
         best, used, refused, asks = 0.0, "", Reason.COOLDOWN, dict[Budget, Ask]()
         for method, group in now.models.items():
             weighed, gain = self._weigh(now, method, group) if self.costs.calls(method) >= COLD else ({}, 0.0)
@@ -166,8 +174,11 @@ class Goodput(Policy):
         sure: bool = False,
         bounds: Seq[int] = (),
     ) -> tuple[dict[Budget, Ask], float]:
-        """The drafts of each in one proposal at its best, chains or trees, and the tokens that they gain
-        (`sure`: if all are accepted). `bounds` are the most drafts of each, instead of those of its budget.
+        """The best drafts for each sequence in one proposal, as chains or trees, and the tokens gained by
+        them.
+
+        With `sure` every draft counts as accepted. `bounds` replace the most drafts of each sequence's
+        budget.
         """
         price = self.costs.prices(method, len(group))
         call, depth = now.rate * price.call, now.rate * price.depth
@@ -195,7 +206,9 @@ class Goodput(Policy):
         return asks, best_gain
 
     def _shapes(self, method: str, group: list[Running], sure: bool) -> Iterator[list[DraftShape]]:
-        """What all drafts of a proposal may be: chains, then trees where any sequence may have one."""
+        """The shapes that the drafts of a proposal may have: all chains, and then trees, if any sequence may
+        have one.
+        """
         if sure:
             yield [DraftShape((1.0,) * POSITIONS)] * len(group)
             return
@@ -214,7 +227,9 @@ class Goodput(Policy):
             ]
 
     def _refusal(self, method: str, group: list[Running]) -> Reason:
-        """Why a model does not pay: in this batch, at this acceptance, or at any."""
+        """Why a model does not pay: only in this batch (`load`), only at this acceptance rate
+        (`low_acceptance`), or not even if every draft were accepted (`cost`).
+        """
         alone = self._priced(1 / self.costs.step(1), 1)
         best = max(group, key=lambda stats: stats.own[method].shift)
         if self._weigh(alone, method, [best])[1]:
@@ -222,7 +237,9 @@ class Goodput(Policy):
         return Reason.LOW_ACCEPTANCE if self._weigh(alone, method, [best], sure=True)[1] else Reason.COST
 
     def _probe(self, now: RoundPrices, method: str, offers: dict[Budget, Ask]) -> None:
-        """A proposal of a model out of use, for the sequence that accepts most of it, once time was saved."""
+        """Offers a single proposal of a model that is not in use, to the sequence that accepts its drafts
+        most often, once enough time has been put aside for it.
+        """
         stats = min(now.models[method], key=lambda stats: (-stats.own[method].shift, stats.unread(method)))
         k = min(COLD, stats.budget.max_drafts[method])
         ms = (
@@ -230,7 +247,8 @@ class Goodput(Policy):
             + self.costs.step(now.batch, 1, k)
             - self.costs.step(now.batch)
         )
-        # else a model long in use would be probed in each round once it fails
+        # a model that was in use for long has a large budget: without this limit, it would be probed in every
+        # round as soon as it stops paying
         self._budget_ms = min(self._budget_ms, COLD * ms)
         new = self.costs.calls(method) < COLD or self._methods[method].seen < TRIED
         if now.probe is None and (self._budget_ms >= ms or new):
@@ -256,9 +274,8 @@ class Goodput(Policy):
         return Decision.of(asks, chained=max(ks.values()) if chained else 0)
 
     def _due(self, now: RoundPrices, stats: Running, method: str) -> bool:
-        """Whether a lookup is asked: in every round while it gains what it costs, then ever more rarely.
-
-        The gap doubles up to LONGEST_GAP rounds.
+        """Whether a lookup is asked in this round: always while its expected gain covers its price, otherwise
+        less and less often. The gap doubles up to LONGEST_GAP rounds.
         """
         if method not in now.lookups:
             return False
@@ -272,7 +289,7 @@ class Goodput(Policy):
     # after the lookups, and after the drafts
 
     def confirm(self, method: str, asks: Mapping[Budget, Ask]) -> Mapping[Budget, Ask]:
-        """The model is weighed again, for the sequences that lookups left."""
+        """Weighs a model again, only with the sequences for which lookups found nothing."""
         now, none = self._now, Ask(method, 0)
         if method not in now.models or now.probe in asks:
             return asks
@@ -281,7 +298,7 @@ class Goodput(Policy):
         return {budget: weighed.get(budget, none) for budget in asks}
 
     def trim(self, method: str, budget: Budget, draft: Draft) -> tuple[int, Estimate | None]:
-        """The part of a draft that is verified."""
+        """How many tokens of a draft are verified, and what is expected of them."""
         now, seq, stats = self._now, budget.seq, self._running[budget.seq.id]
         curve = stats.curve(method, draft)
         prices = [now.rate * ms for ms in self.costs.rows(now.batch, now.rows, 1, len(curve))]
@@ -299,12 +316,14 @@ class Goodput(Policy):
     def _verified(
         self, now: RoundPrices, stats: Running, method: str, curve: list[float], prices: list[float]
     ) -> int:
-        """The part of a draft that gains most; all of a probe's, and none where the model gains more."""
+        """How many of the first tokens gain most. A probe is verified whole, and a lookup's draft not at all
+        if the model would gain more.
+        """
         if now.probe is stats.budget:
             return len(curve)
         least, asks = 0.0, stats.decision.asks
         model = next((ask.method for ask in asks if ask.method in now.models), None)
-        if method in now.lookups and model is not None:  # what it would gain if nobody else asked it
+        if method in now.lookups and model is not None:  # the model's gain if only this sequence used it
             least = self._weigh(now, model, [stats])[1]
         nets = accumulate(
             (chance - price for chance, price in zip(curve, prices, strict=True)), initial=-now.first
@@ -324,7 +343,7 @@ class Goodput(Policy):
         self._now.probe = None
 
     def _row_ms(self, drafts: list[Draft]) -> float:
-        """A draft's share of what the round's drafts have added to the step."""
+        """The ms that each draft has added to the step, on average over the drafts of the round."""
         if not (rows := sum(len(draft.tokens) for draft in drafts)) or not self.costs.known:
             return 0.0
         batch, drafting = self._now.batch, sum(bool(draft.tokens) for draft in drafts)
@@ -332,7 +351,9 @@ class Goodput(Policy):
         return max(0.0, self.costs.step(batch, drafting, rows, branches) - self.costs.step(batch)) / rows
 
     def _judge(self, stats: Running, drafted: Drafted, verdict: Verdict) -> None:
-        """Learns from the drafts that were verified; others are compared with the tokens of the round."""
+        """Learns from the drafts: verified ones by their verdict, others by comparison with the tokens of the
+        round.
+        """
         draft = drafted.draft
         for method, _, proposed in drafted.proposals:
             if not proposed.tokens and method not in stats.seq.request.lookups:
@@ -355,7 +376,7 @@ class Goodput(Policy):
     def _book(
         self, stats: Running, drafted: Drafted, verdict: Verdict, row_ms: float, timing: Timing
     ) -> None:
-        """What drafting has added to the round for one sequence."""
+        """Books the tokens and the ms that drafting has added to the round of one sequence."""
         now, gain = self._now, 0.0 if stats.looked else stats.added.gain
         if not drafted.draft.tokens:
             return stats.book(Added(0.0, 0.0, 0.0, gain))
@@ -363,7 +384,7 @@ class Goodput(Policy):
         lookup = drafted.method in now.lookups
         if not lookup and (call := timing.calls.get(drafted.method)):
             ms += self.costs.proposal(drafted.method, call.sequences, call.k) / call.sequences
-        gained = max(0, len(verdict.tokens) - 1)  # -1: it ended with this round
+        gained = max(0, len(verdict.tokens) - 1)  # without tokens the sequence ended in this round
         if lookup and drafted.estimate is not None:
             gain = drafted.estimate.tokens - drafted.estimate.price
         stats.book(Added(gained, ms, (1 + gained) * lookup, gain))
@@ -384,7 +405,7 @@ class Goodput(Policy):
         }
 
     def restore(self, state: Any) -> None:
-        """Raises `ValueError` for what `state` cannot have told."""
+        """Continues with a result of `state`. Raises `ValueError` for anything else."""
         for name, some in STATE.validate_python(state).items():
             cls = self._classes.setdefault(name, PromptClass(self._methods)) if name else None
             for method, told in some.items():
@@ -392,7 +413,11 @@ class Goodput(Policy):
 
 
 def draft_gains(curve: Seq[float], prices: list[float], first: float, read: float) -> list[float]:
-    """What 1, 2, .. drafts of survival S gain, at the price of each, of any, and of reading per token."""
+    """The gain of 1, 2, .. drafts, in tokens, up to the first draft that does not pay.
+
+    `curve` is S_1, S_2, .., `prices` the price of each draft, `first` that of having any draft, and `read`
+    that of reading the context, per token that is still to come.
+    """
     net, gains = -first - read, list[float]()
     for survival, price in zip(curve, prices, strict=False):
         gain = survival * (1 - read) - price

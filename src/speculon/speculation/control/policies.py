@@ -90,7 +90,7 @@ class Policies:
             elif name in POLICIES:
                 self.of(name).restore(told)
             else:
-                raise ValueError(f"{name!r:.80} is no policy")
+                raise ValueError(f"{name!r:.80} is not a policy")
 
     def use(self, name: str, policy: Policy) -> None:
         """The policy of this name from here on."""

@@ -1,4 +1,4 @@
-"""The plug: what a way of drafting has to offer."""
+"""The interface of proposers: what a way of drafting must and may implement."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 
 class Proposer(Protocol):
-    """admit -> (propose -> observe)* -> release, for each sequence that uses it.
+    """A way of drafting. One instance serves all sequences of an engine.
 
-    One instance serves all sequences of an engine. It may raise: the sequence then goes on plainly, with
-    reason `error`. Those with weights are made by the runtime that feeds them.
+    For each sequence the engine calls `admit` once, then `propose` and `observe` in each round, and `release`
+    at the end. If a method raises, its sequences continue without drafts, with reason `error`. Proposers with
+    weights are made by the runtime, which feeds them (`speculon.runtimes.torch.drafters.base`).
     """
 
     limits: Limits = NO_LIMITS
@@ -26,11 +27,15 @@ class Proposer(Protocol):
         """Called once, before the first round of `seq`."""
 
     def propose(self, seqs: list[Sequence], ks: list[int]) -> list[Draft]:
-        """One draft per sequence, of at most its k tokens; an empty one where it has none."""
+        """Drafts for sequences whose committed tokens are `seq.tokens`.
+
+        Returns one draft per sequence with at most as many tokens as its entry in `ks`. A draft may be empty
+        (`no_draft(stop)` says why).
+        """
         ...
 
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict]) -> None:
-        """What became of the round; `seqs` hold the committed tokens already."""
+        """Tells what the target accepted. `seq.tokens` already has the committed tokens of the round."""
 
     def release(self, seq: Sequence) -> None:
         """Called once, when `seq` has ended or was aborted."""
@@ -38,28 +43,32 @@ class Proposer(Protocol):
 
 @runtime_checkable
 class ReadsTokens(Protocol):
-    """A proposer that computes the tokens of a sequence itself before it drafts: a model of any kind."""
+    """A proposer that has to compute the tokens of a sequence before it can draft, as every model does."""
 
     def unread(self, seq: Sequence) -> int:
-        """Tokens that it has not computed yet, without the last one."""
+        """The number of tokens that it has not computed yet, without the last one. Policies add their cost to
+        the price of a draft.
+        """
         ...
 
 
 @runtime_checkable
 class Remembering(Protocol):
-    """A proposer that keeps answers beyond their sequences: they are counted, saved and deleted by key."""
+    """A proposer that keeps answers after their sequences have ended. The engine counts, saves and deletes
+    them by the key of their pool.
+    """
 
     pools: Pools
 
 
 @runtime_checkable
 class Extending(Protocol):
-    """A lookup that can continue another method's draft, in microseconds."""
+    """A lookup that can continue the draft of another method, and takes only microseconds for it."""
 
     def extend(self, seq: Sequence, ahead: tuple[int, ...], k: int) -> Draft:
-        """What would follow `seq.tokens` and then `ahead`: at most `k` tokens, without q.
+        """A draft of at most `k` tokens, without q, that follows `seq.tokens` and then `ahead`.
 
-        Nothing of `ahead` may be kept.
+        It must keep nothing of `ahead`, because the target may reject these tokens.
         """
         ...
 
@@ -69,26 +78,31 @@ class Branching(Protocol):
     """A proposer that can draft trees."""
 
     def propose_trees(self, seqs: list[Sequence], ks: list[int], depths: list[int]) -> list[Draft]:
-        """As `propose`: one tree per sequence, of at most its k tokens, the best first and each after
-        its parent, and at most its depth in a row; without q.
+        """Drafts trees, where `propose` drafts chains.
+
+        Returns one tree per sequence, without q, with at most as many tokens as its entry in `ks` and at most
+        as many on one path as its entry in `depths`. The best tokens come first, and each after its parent.
         """
         ...
 
 
 class Lookup(Proposer):
-    """A proposer without weights whose drafts continue what is committed, or drafts of other methods."""
+    """Base of lookups: proposers without weights, which can also continue drafts of other methods.
+
+    A subclass implements `extend`; `propose` follows from it.
+    """
 
     def propose(self, seqs: list[Sequence], ks: list[int]) -> list[Draft]:
         return [self.extend(seq, (), k) for seq, k in zip(seqs, ks, strict=True)]
 
     def extend(self, seq: Sequence, ahead: tuple[int, ...], k: int) -> Draft:
-        """As `Extending` says."""
+        """A draft of at most `k` tokens, without q, that follows `seq.tokens` and then `ahead`."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """What a proposer may know of the target before it is made."""
+    """What the factory of a proposer gets to know of the target."""
 
     vocab_size: int
     max_context: int
@@ -96,4 +110,6 @@ class TargetFacts:
 
 
 class ProposerFactory(Protocol):
+    """Makes the proposer of an engine from its settings; called at the first request that needs it."""
+
     def __call__(self, config: SpeculationConfig, target: TargetFacts) -> Proposer: ...

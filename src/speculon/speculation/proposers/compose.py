@@ -165,7 +165,7 @@ class Proposers:
             self._build(check_method(name))
             memory = self._memories.get(name)
             if memory is None:
-                raise ValueError(f"{name} remembers nothing")
+                raise ValueError(f"{name} keeps nothing between requests")
             memory.pools.restore(pool for method, pool in state if method == name)
 
     def ask(self, method: str, requests: list[DraftRequest]) -> DraftCall:
@@ -261,11 +261,14 @@ class Proposers:
         draft = fit(draft, k, seq, ahead)
         ids = [*map(index, draft.tokens)]
         if ids and not 0 <= min(ids) <= max(ids) < self._facts.vocab_size:
-            raise ValueError(f"{method} drafted a token outside the vocabulary of {self._facts.vocab_size}")
+            raise ValueError(
+                f"{method} drafted a token outside of the target's vocabulary of {self._facts.vocab_size}"
+            )
         match, stopped = draft.match, draft.stop
         if type(match) is not int or match < 0 or not (stopped is None or type(stopped) is Stop):
             raise ValueError(
-                f"{method}: match = {match!r} is a number of tokens, stop = {stopped!r} a core.Stop"
+                f"{method}: match = {match!r} must be a number of tokens, and stop = {stopped!r} a Stop or "
+                "None"
             )
         return draft
 
@@ -275,9 +278,9 @@ def check_tree(method: str, draft: Draft, depth: int) -> None:
     if draft.parents is None:
         return
     if not all(ROOT <= parent < node for node, parent in enumerate(draft.parents)):
-        raise ValueError(f"{method}: parents = {draft.parents}: a node's parent comes before it")
+        raise ValueError(f"{method}: parents = {draft.parents}: each node must come after its parent")
     if draft.depth > depth:
-        raise ValueError(f"{method} drafted {draft.depth} tokens in a row in a tree, {depth} are its limit")
+        raise ValueError(f"{method} drafted a tree of depth {draft.depth}, but was asked for at most {depth}")
 
 
 def guarded(method: str, seqs: list[Sequence], call: Callable[[], Result], otherwise: Result) -> Result:
@@ -285,7 +288,9 @@ def guarded(method: str, seqs: list[Sequence], call: Callable[[], Result], other
     try:
         return call()
     except Exception as error:
-        log.error("proposer %s failed; its sequences go on plainly", method, exc_info=error)
+        log.error(
+            "proposer %s raised an error; its sequences continue without drafts", method, exc_info=error
+        )
         for seq in seqs:
             seq.failed = True
         return otherwise

@@ -178,7 +178,7 @@ class Pools:
             case [str(key), int() | float() as at, list(tokens)] if 0 <= at < LATEST:
                 if all(type(token) is int and END <= token < self._vocab_size for token in tokens):
                     return key, at, tokens
-        raise ValueError(f"{said!r:.80} is no pool")
+        raise ValueError(f"{said!r:.80} is not a pool")
 
     def _write(self, key: str, tokens: Sequence[int], used: float) -> None:
         pool = self._pools.pop(key, None) or AnswerPool(Trail(self._tokens), used)

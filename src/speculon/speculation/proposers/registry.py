@@ -1,6 +1,6 @@
-"""Names to proposers: the table of lookups, this process, installed packages.
+"""The names of the drafting methods: built in, registered in this process, and from installed packages.
 
-Methods with weights are known by name alone: the runtime that can feed them makes them.
+Only names are known here of methods with weights, because the runtime makes their proposers.
 """
 
 from __future__ import annotations
@@ -35,42 +35,47 @@ registered: dict[str, ProposerFactory | None] = {}  # None: it has weights
 
 
 def register(name: str, factory: ProposerFactory | None) -> None:
-    """Adds a drafting method for this process; a package does the same with an entry point. None: one with
-    weights, which its runtime makes.
+    """Makes a drafting method known in this process, under `name`.
+
+    >>> register("echo", lambda config, target: Echo())
+
+    A package does the same for all processes with an entry point in the group `speculon.proposers`. With
+    None as the factory, the method has weights and its runtime makes the proposer.
     """
     registered[name] = factory
 
 
 def known_methods() -> list[str]:
+    """The names of all methods: `off`, `auto`, then the others in alphabetical order."""
     plugins = {point.name for group in (ENTRY_POINTS, DRAFTERS) for point in entry_points(group=group)}
     return [OFF, AUTO, *sorted({*TABLE, *WITH_WEIGHTS, *plugins, *registered})]
 
 
 def methods() -> Methods:
-    """What per-model settings must know of the methods; a plug-in may read a drafter or none."""
+    """What the settings of models need to know of the methods: which there are, and which need a drafter."""
     known, with_draft = frozenset(known_methods()), frozenset(WITH_CHECKPOINT)
     return Methods(known, with_draft, frozenset({*TABLE, OFF}), refuse_missing, usual_drafters)
 
 
 def check_method(name: str) -> str:
-    """The name itself, or `UnknownMethod` with the names there are."""
+    """Returns the name. Raises `UnknownMethod`, which lists the known names, if there is no such method."""
     # reading all entry points takes milliseconds
     built_in = name in (OFF, AUTO, *WITH_WEIGHTS) or name in TABLE or name in registered
     if not built_in and name not in known_methods():
-        message = f"method = {name!r}: known are {', '.join(known_methods())}"
+        message = f"method = {name!r}: must be one of {', '.join(known_methods())}"
         raise UnknownMethod(message).about("parameters.method")
     return name
 
 
 def has_weights(name: str) -> bool:
-    """Whether a runtime makes the proposer of a method."""
+    """Whether a method has weights, so that a runtime makes its proposer."""
     if name in registered:
         return registered[name] is None
     return name in WITH_WEIGHTS or (name not in TABLE and bool(entry_points(group=DRAFTERS, name=name)))
 
 
 def find_factory(name: str) -> ProposerFactory:
-    """Of a method without weights."""
+    """The factory of a method without weights."""
     if (factory := registered.get(name)) is not None:
         return factory
     if name in TABLE:

@@ -60,7 +60,7 @@ def tokenizer_overlap(draft: Tokenizer, target: Tokenizer, path: str) -> Overlap
         roles=[(special(target, name), special(draft, name)) for name in ("bos", "eos")],
         other=next((i for name in ("unk", "pad", "eos") if (i := special(draft, name)) is not None), 0),
     )
-    log.warning("%s: another tokenizer than the target's: %s", path, overlap)
+    log.warning("%s: its tokenizer differs from the target's, so drafts are translated: %s", path, overlap)
     return overlap.check(path, "the target")
 
 

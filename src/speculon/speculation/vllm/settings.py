@@ -51,7 +51,10 @@ class VllmSettings:
         ranks, model = vllm.parallel_config, vllm.model_config
         if ranks.distributed_executor_backend == EXTERNAL and ranks.world_size > 1:
             # each of its ranks schedules by itself, and K follows each one's own clock
-            raise ConfigError(f"distributed_executor_backend = {EXTERNAL!r}: its ranks may draft differently")
+            raise ConfigError(
+                f"distributed_executor_backend = {EXTERNAL!r}: not supported, because each of its ranks "
+                "would draft by itself"
+            )
         methods = methods_of(config, options)
         if methods == LOOKUPS:  # suffix lookup finds all matches of two tokens and more
             config = config.model_copy(update={"prompt_lookup_min": 1, "prompt_lookup_max": 1})
@@ -78,12 +81,18 @@ def options_of(config: SpeculationConfig) -> VllmOptions:
 
 def methods_of(config: SpeculationConfig, options: VllmOptions) -> tuple[str, ...]:
     if config.draft is not None:
-        raise InvalidParameter("speculation.draft", config.draft, "inside vLLM only lookups draft")
+        raise InvalidParameter(
+            "speculation.draft", config.draft, "must be None: inside vLLM only lookups draft"
+        )
     if config.method not in METHODS:
-        raise InvalidParameter("speculation.method", config.method, f"inside vLLM it is {', '.join(METHODS)}")
+        raise InvalidParameter(
+            "speculation.method", config.method, f"inside vLLM it must be one of {', '.join(METHODS)}"
+        )
     unknown = [name for name in options.lookups if name not in LOOKUPS]
     if unknown:
-        raise InvalidParameter("speculation.options.lookups", unknown[0], f"known are {', '.join(LOOKUPS)}")
+        raise InvalidParameter(
+            "speculation.options.lookups", unknown[0], f"must be among {', '.join(LOOKUPS)}"
+        )
     named = () if config.method == OFF else (config.method,)
     return tuple(dict.fromkeys(options.lookups)) if config.method == AUTO else named
 
@@ -92,7 +101,9 @@ def most_of(config: SpeculationConfig, limit: int) -> int:
     """K: ours, as far as vLLM has room for it."""
     own = config.num_speculative_tokens
     if own is not None and own > limit:
-        raise InvalidParameter("speculation.num_speculative_tokens", own, f"vLLM was started with {limit}")
+        raise InvalidParameter(
+            "speculation.num_speculative_tokens", own, f"must be at most {limit}, with which vLLM was started"
+        )
     return min(config.most(), limit, MAX_DRAFTS)
 
 
