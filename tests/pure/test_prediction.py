@@ -270,11 +270,9 @@ def test_what_is_no_prediction_is_refused(prediction: Any, message: str) -> None
 def test_ids_need_no_tokenizer_and_text_does() -> None:
     assert read_prediction((1, 2), None, 10) == (1, 2)
     assert read_prediction(None, None, 10) == read_prediction((), None, 10) == ()
-    with pytest.raises(InvalidParameter, match="prediction = 10: token ids go from 0 to 9"):
+    with pytest.raises(InvalidParameter, match="prediction = 10: token ids must be from 0 to 9"):
         read_prediction((1, 10), None, 10)
-    with pytest.raises(
-        InvalidParameter, match="prediction = 'text': this is a string, which needs a tokenizer"
-    ):
+    with pytest.raises(InvalidParameter, match="prediction = 'text': a string needs a tokenizer"):
         read_prediction("text", None, 10)
 
 

@@ -300,7 +300,9 @@ def test_the_fixed_policy_says_why_not(fields: dict, expected: Decision):
     ("prompt", "params", "error", "message"),
     [
         pytest.param([], {}, EmptyPrompt, "no tokens", id="empty"),
-        pytest.param([99], {}, InvalidParameter, "prompt = 99: token ids go from 0 to 9", id="unknown id"),
+        pytest.param(
+            [99], {}, InvalidParameter, "prompt = 99: token ids must be from 0 to 9", id="unknown id"
+        ),
         pytest.param([1] * 21, {}, TooLong, "prompt 21 > context 20", id="prompt too long"),
         pytest.param(
             [1] * 11,
@@ -313,7 +315,7 @@ def test_the_fixed_policy_says_why_not(fields: dict, expected: Decision):
             [1] * 10,
             {"max_tokens": 7},
             NeverFits,
-            "17 tokens need 5 KV pages of 4, the pool owns 4",
+            "17 tokens need 5 KV pages of 4 tokens, but the pool has 4",
             id="never fits",
         ),
         pytest.param(

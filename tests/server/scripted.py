@@ -153,7 +153,7 @@ class ScriptedEngine:
         if not prompt:
             raise EmptyPrompt("the prompt has no tokens")
         if (wrong := next((token for token in prompt if token >= VOCAB), None)) is not None:
-            limit = f"token ids go from 0 to {VOCAB - 1}"
+            limit = f"token ids must be from 0 to {VOCAB - 1}"
             raise InvalidParameter("prompt", wrong, limit).about("limits.vocab_size")
         if len(prompt) + (params.max_tokens or 0) > CONTEXT:
             raise TooLong(f"prompt {len(prompt)} + max_tokens {params.max_tokens} > context {CONTEXT}")

@@ -179,7 +179,8 @@ def test_what_exceeds_the_context_does_not_travel(
     )
     error = refusal(inside.post("completions", **body), 400)
     longest = max(map(len, [body["prompt"]] if isinstance(body["prompt"], str) else body["prompt"]))
-    assert error["message"] == f"prompt {longest} + max_tokens {body['max_tokens']} > context 4096"
+    too_long = f"prompt {longest} + max_tokens {body['max_tokens']} > context 4096"
+    assert error["message"] == f"{too_long}: shorten the prompt, or lower max_tokens"
     assert error["code"] == "context_length_exceeded" and not sent
 
 

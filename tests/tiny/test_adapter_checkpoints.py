@@ -158,7 +158,7 @@ def test_llm_takes_an_adapter_for_all_or_one_for_each_prompt(llm: LLM) -> None:
     answer = llm.chat(message, GREEDY, adapter="tuned").text
     assert llm.session(GREEDY, adapter="tuned").send("def add").text == answer
     assert llm.chat(message, GREEDY).text != answer
-    with pytest.raises(UnknownModel, match="adapter = 'other': this model has 'tuned'"):
+    with pytest.raises(UnknownModel, match="adapter = 'other': this model has the adapters 'tuned'"):
         llm.generate(prompts, GREEDY, adapter=["tuned", "other", ""])
 
 
@@ -231,7 +231,7 @@ def speculon(*arguments: str) -> Result:
 def test_flags_name_adapters_one_by_one() -> None:
     assert engine_settings({"adapters": ["a=/x", "b=y=z"]}) == {"adapters": {"a": "/x", "b": "y=z"}}
     for wrong in ("a", "a=", "=x"):
-        with pytest.raises(InvalidParameter, match="takes NAME=FOLDER"):
+        with pytest.raises(InvalidParameter, match="must be NAME=FOLDER"):
             engine_settings({"adapters": [wrong]})
 
 
@@ -241,7 +241,7 @@ def test_generate_writes_under_its_adapter(folder: Path, tuned: Path, llm: LLM) 
     done = speculon(*flags, "--adapter", f"tuned={tuned}")
     assert done.stdout.rstrip("\n") == llm.generate("def add", GREEDY, adapter="tuned")[0].text.rstrip("\n")
     several = speculon(*flags, "--adapter", f"a={tuned}", "--adapter", f"b={tuned}")
-    assert several.exit_code == 2 and "one at a time here; serve takes several" in several.stderr
+    assert several.exit_code == 2 and "this command takes one adapter" in several.stderr
 
 
 def test_inspect_shows_an_adapter(folder: Path, tuned: Path) -> None:

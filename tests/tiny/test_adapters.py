@@ -281,10 +281,12 @@ def test_a_draft_model_under_an_adapted_target(draft: None) -> None:
 
 def test_an_unknown_adapter_is_refused_by_name() -> None:
     engine = make_engine(adapted("llama"))
-    with pytest.raises(UnknownModel, match=r"adapter = 'three': this model has 'one', 'two'$") as caught:
+    with pytest.raises(
+        UnknownModel, match=r"adapter = 'three': this model has the adapters 'one', 'two'$"
+    ) as caught:
         ask(engine, requests_of("greedy")[0][0], "three")
     assert caught.value.feature == "adapters"
-    with pytest.raises(UnknownModel, match=r"adapter = 'one': this model has none$"):
+    with pytest.raises(UnknownModel, match=r"adapter = 'one': this model has no adapters$"):
         ask(make_engine(tiny_target("llama")), requests_of("greedy")[0][0], "one")
 
 

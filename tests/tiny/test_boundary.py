@@ -141,9 +141,9 @@ def test_sampled_texts_do_not_depend_on_drafts() -> None:
 
 def test_what_can_never_be_served_is_refused_by_name() -> None:
     engine = make_engine(ScriptedRuntime(capacity=50))
-    with pytest.raises(Exception, match="80 tokens need 80 KV pages of 1, the pool owns 50"):
+    with pytest.raises(Exception, match="80 tokens need 80 KV pages of 1 tokens, but the pool has 50"):
         engine.add_request([1] * 40, SamplingParams(max_tokens=40))
-    with pytest.raises(Exception, match=f"token ids go from 0 to {VOCAB - 1}"):
+    with pytest.raises(Exception, match=f"token ids must be from 0 to {VOCAB - 1}"):
         engine.add_request([VOCAB], SamplingParams())
 
 

@@ -281,7 +281,9 @@ def test_a_plug_in_that_cannot_be_made_is_refused() -> None:
     register("broken", fail)
     engine = engine_of()
     assert engine.capabilities()["methods.broken"] == Capability("refused", "KeyError")
-    with pytest.raises(EngineError, match="method broken cannot be made: KeyError") as refused:
+    with pytest.raises(
+        EngineError, match="method broken could not be started: its code raised KeyError"
+    ) as refused:
         ask(engine, speculation={"method": "broken"})
     assert refused.value.feature == "methods.broken"
 

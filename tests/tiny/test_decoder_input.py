@@ -138,14 +138,16 @@ def test_without_a_tokenizer_the_text_is_empty_and_max_tokens_may_be_set_alone()
 
 
 CALLS: list[Any] = [
-    pytest.param(lambda d: d.step("text"), InvalidParameter, "ids = 'text': takes token ids", id="text"),
+    pytest.param(
+        lambda d: d.step("text"), InvalidParameter, "ids = 'text': must be the token ids", id="text"
+    ),
     pytest.param(
         lambda d: d.step(torch.ones(2, 3).long()), InvalidParameter, "token ids of one text", id="two rows"
     ),
     pytest.param(
         lambda d: d.step([5, 6], prompt_len=0),
         InvalidParameter,
-        "prompt_len = 0: of 2 ids",
+        "prompt_len = 0: must be from 1 to the number of ids, 2",
         id="prompt_len 0",
     ),
     pytest.param(
@@ -157,18 +159,26 @@ CALLS: list[Any] = [
     pytest.param(
         lambda d: d.step([5], SamplingParams(n=2)),
         InvalidParameter,
-        "n = 2: a round carries one text",
+        "n = 2: must be 1, because a round carries one text",
         id="n",
     ),
     pytest.param(lambda d: d.draft([5], 65), InvalidParameter, "num_speculative_tokens = 65", id="k"),
     pytest.param(
-        lambda d: d.verify([5], [VOCAB]), InvalidParameter, "drafts = 96: token ids go from 0", id="draft id"
+        lambda d: d.verify([5], [VOCAB]),
+        InvalidParameter,
+        "drafts = 96: token ids must be from 0",
+        id="draft id",
     ),
-    pytest.param(lambda d: d.verify([5], [1] * 65), InvalidParameter, "drafts = 65: at most 64", id="drafts"),
+    pytest.param(
+        lambda d: d.verify([5], [1] * 65),
+        InvalidParameter,
+        "drafts = 65: a round may have at most 64",
+        id="drafts",
+    ),
     pytest.param(
         lambda d: d.verify([5], Draft((1,), ("x",), torch.ones(1, 3))),
         InvalidParameter,
-        r"needs shape \(1, 96\)",
+        r"must have shape \(1, 96\)",
         id="q",
     ),
 ]
@@ -189,12 +199,17 @@ def test_a_bad_call_is_refused_by_name_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("model", "draft", "settings", "error", "message"),
     [
-        pytest.param("demo", None, {}, ConfigError, "model = str: .*LLM takes paths", id="a path"),
+        pytest.param("demo", None, {}, ConfigError, "model = str: .*use LLM for a path", id="a path"),
         pytest.param(
             None, None, {"dtype": "bfloat16"}, ConfigError, "dtype = 'bfloat16': the model object", id="dtype"
         ),
         pytest.param(
-            None, None, {"method": "draft_model"}, ConfigError, "'draft_model': needs draft", id="no draft"
+            None,
+            None,
+            {"method": "draft_model"},
+            ConfigError,
+            "'draft_model': this method needs draft",
+            id="no draft",
         ),
         pytest.param(None, 3, {}, ConfigError, "draft", id="no model"),
         pytest.param(

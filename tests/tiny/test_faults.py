@@ -256,7 +256,10 @@ def test_an_end_of_text_id_outside_the_vocabulary_is_no_danger() -> None:
     [
         pytest.param({"prompt": []}, EmptyPrompt, "no tokens", id="empty"),
         pytest.param(
-            {"prompt": [96]}, InvalidParameter, "prompt = 96: token ids go from 0 to 95", id="unknown token"
+            {"prompt": [96]},
+            InvalidParameter,
+            "prompt = 96: token ids must be from 0 to 95",
+            id="unknown token",
         ),
         pytest.param(
             {"prompt": [5] * (CONTEXT + 1)}, TooLong, "prompt 129 > context 128", id="beyond the context"
@@ -265,12 +268,15 @@ def test_an_end_of_text_id_outside_the_vocabulary_is_no_danger() -> None:
             {"max_tokens": CONTEXT}, TooLong, "prompt 3 .* max_tokens 128 > context 128", id="answer too long"
         ),
         pytest.param(
-            {"max_tokens": 90}, NeverFits, "93 tokens need 24 KV pages of 4, the pool owns 20", id="no pages"
+            {"max_tokens": 90},
+            NeverFits,
+            "93 tokens need 24 KV pages of 4 tokens, but the pool has 20",
+            id="no pages",
         ),
         pytest.param(
             {"logit_bias": {96: 1.0}},
             InvalidParameter,
-            "logit_bias = 96: token ids go from 0 to 95",
+            "logit_bias = 96: token ids must be from 0 to 95",
             id="bias",
         ),
         pytest.param({"stop_token_ids": (-3,)}, InvalidParameter, "stop_token_ids = -3", id="stop id"),
@@ -279,7 +285,10 @@ def test_an_end_of_text_id_outside_the_vocabulary_is_no_danger() -> None:
         ),
         pytest.param({"prompt_logprobs": 97}, InvalidParameter, "prompt_logprobs = 97", id="prompt logprobs"),
         pytest.param(
-            {"speculation": {"method": "eagle9"}}, UnknownMethod, "method = 'eagle9': known are", id="method"
+            {"speculation": {"method": "eagle9"}},
+            UnknownMethod,
+            "method = 'eagle9': must be one of",
+            id="method",
         ),
         pytest.param(
             {"speculation": {"num_speculative_tokens": 65}},

@@ -163,21 +163,26 @@ def test_a_session_after_a_stop_string_sends_the_text_and_not_its_remains(llm: L
     [
         pytest.param([PROMPT, ""], GREEDY, None, EmptyPrompt, "no tokens", id="one of two"),
         pytest.param(
-            [PROMPT], [GREEDY, GREEDY], None, InvalidRequest, "2 given for 1 prompts", id="params per prompt"
+            [PROMPT], [GREEDY, GREEDY], None, InvalidRequest, "2 values for 1 prompts", id="params per prompt"
         ),
         pytest.param("a\ud800b", GREEDY, None, InvalidParameter, "surrogate", id="no text"),
         pytest.param([[True, "2"]], GREEDY, None, InvalidParameter, "token ids", id="no ids"),
         pytest.param([None], GREEDY, None, InvalidParameter, "prompt = None", id="no prompt"),
         pytest.param(b"abc", GREEDY, None, InvalidParameter, "prompts = b'abc'", id="bytes"),
         pytest.param(
-            PROMPT, {"temperature": 0}, None, InvalidParameter, "takes SamplingParams", id="params as a dict"
+            PROMPT,
+            {"temperature": 0},
+            None,
+            InvalidParameter,
+            "must be SamplingParams",
+            id="params as a dict",
         ),
         pytest.param(
             PROMPT,
             GREEDY,
             "ngram",
             InvalidParameter,
-            "speculation = 'ngram': takes",
+            "speculation = 'ngram': must be",
             id="a method for the settings",
         ),
     ],
@@ -193,7 +198,7 @@ def test_what_is_no_call_is_refused_by_name_and_nothing_is_left_running(
 @pytest.mark.parametrize(
     ("device", "message"),
     [
-        pytest.param("abacus", "device = 'abacus': known are auto, cpu", id="unknown"),
+        pytest.param("abacus", "device = 'abacus': must be auto, cpu", id="unknown"),
         pytest.param("cuda:99", "device = 'cuda:99': this machine has [0-9] cuda devices", id="absent"),
     ],
 )

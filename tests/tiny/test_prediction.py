@@ -108,11 +108,9 @@ def test_a_requests_own_number_bounds_its_drafts() -> None:
 
 def test_text_needs_a_tokenizer_and_ids_are_checked() -> None:
     engine = engine_on(tiny_target("llama"), None, EngineConfig(block_size=4))
-    with pytest.raises(
-        InvalidParameter, match="prediction = 'text': this is a string, which needs a tokenizer"
-    ):
+    with pytest.raises(InvalidParameter, match="prediction = 'text': a string needs a tokenizer"):
         engine.add_request([5], SamplingParams(max_tokens=4), {"prediction": "text"})
-    with pytest.raises(InvalidParameter, match="prediction = 96: token ids go from 0 to 95"):
+    with pytest.raises(InvalidParameter, match="prediction = 96: token ids must be from 0 to 95"):
         engine.add_request([5], SamplingParams(max_tokens=4), {"prediction": [96]})
     assert not engine.has_work
 

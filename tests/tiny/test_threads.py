@@ -363,7 +363,7 @@ def test_a_forked_process_is_told_to_make_its_own(llm: LLM) -> None:
     child = context.Process(target=refused_in_child, args=(llm, reply))
     child.start()
     child.join(30)
-    assert child.exitcode == 0 and "make one in each process" in reply.get()
+    assert child.exitcode == 0 and "make an engine in each process" in reply.get()
 
 
 def test_a_stream_that_is_left_when_its_loop_ends_is_closed(

@@ -130,7 +130,7 @@ def test_a_model_with_a_global_layer_keeps_all_pages() -> None:
     assert engine.runtime.space.reach is None
     assert texts_of(write(engine)) == whole("one global layer")
     small = make_engine(target("one global layer"), **SMALL)
-    with pytest.raises(NeverFits, match="169 tokens need 43 KV pages of 4, the pool owns 8"):
+    with pytest.raises(NeverFits, match="169 tokens need 43 KV pages of 4 tokens, but the pool has 8"):
         small.add_request(requests()[1].prompt, requests()[1].params)
     assert "of a context of" in small.facts().note
     assert not make_engine(target("windows"), **SMALL).facts().note
@@ -138,7 +138,7 @@ def test_a_model_with_a_global_layer_keeps_all_pages() -> None:
 
 def test_what_can_never_fit_is_refused_with_the_pages_of_the_window() -> None:
     engine, request = make_engine(target("windows"), **SMALL | {"num_blocks": 3}), requests()[1]
-    with pytest.raises(NeverFits, match="169 tokens need 4 KV pages of 4, the pool owns 3"):
+    with pytest.raises(NeverFits, match="169 tokens need 4 KV pages of 4 tokens, but the pool has 3"):
         engine.add_request(request.prompt, request.params)
     engine.add_request(request.prompt[:4], SamplingParams(max_tokens=8))
     assert make_engine(target("windows"), **SMALL).runtime.space.most(500) == 4 * 4

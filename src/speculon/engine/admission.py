@@ -174,7 +174,7 @@ class Admission:
             error.about(f"methods.{name}")
             raise
         except Exception as error:
-            fault = EngineError(f"method {name} cannot be made: {type(error).__name__}")
+            fault = EngineError(f"method {name} could not be started: its code raised {type(error).__name__}")
             raise fault.about(f"methods.{name}") from error
 
     def _sampling(self, params: SamplingParams, prompt: list[int]) -> tuple[Rules, Ending]:
@@ -206,7 +206,7 @@ def as_speculation(given: RequestSpeculation | Mapping[str, Any] | None) -> Requ
 def check_adapter(name: str, known: Collection[str]) -> None:
     """Raises `UnknownModel`, with the adapters that are known; the empty name is the target itself."""
     if name and name not in known:
-        names = ", ".join(map(repr, known)) or "none"
+        names = f"the adapters {', '.join(map(repr, known))}" if known else "no adapters"
         raise UnknownModel(f"adapter = {shorten(name)}: this model has {names}").about("adapters")
 
 
@@ -220,7 +220,7 @@ def read_ids(name: str, ids: Any) -> list[int]:
         or not isinstance(values, Seq)
         or not all(isinstance(token, int) for token in values)
     ):
-        raise InvalidParameter(name, ids, "takes token ids of one text, as a list or a tensor")
+        raise InvalidParameter(name, ids, "must be the token ids of one text, as a list or a tensor")
     return list(values)
 
 
@@ -228,18 +228,24 @@ def check_draft(draft: Draft, vocab_size: int) -> None:
     """Raises by name what cannot be judged in one round."""
     k = len(draft.tokens)
     if k > MAX_DRAFTS:
-        raise InvalidParameter("drafts", k, f"at most {MAX_DRAFTS} in one round")
+        raise InvalidParameter("drafts", k, f"a round may have at most {MAX_DRAFTS}")
     if draft.parents is not None:
-        raise InvalidParameter("drafts.parents", draft.parents, "is None: drafts that are given are chains")
+        raise InvalidParameter(
+            "drafts.parents", draft.parents, "must be None: drafts that a caller gives are chains, not trees"
+        )
     check_ids("drafts", draft.tokens, vocab_size)
     if draft.probs is not None and draft.probs.shape != (k, vocab_size):
-        raise InvalidParameter("drafts.probs", tuple(draft.probs.shape), f"needs shape ({k}, {vocab_size})")
+        raise InvalidParameter(
+            "drafts.probs", tuple(draft.probs.shape), f"must have shape ({k}, {vocab_size})"
+        )
 
 
 def check_room(seq: Sequence, k: int) -> None:
     """Raises where `k` drafts and the token after them do not fit."""
     if k > max(0, seq.tokens_left - 1):
-        raise TooLong(f"{len(seq.tokens)} tokens + {k} drafts + 1 > {seq.request.max_len} tokens")
+        raise TooLong(
+            f"{len(seq.tokens)} tokens + {k} drafts + 1 > {seq.request.max_len} tokens, the most of this text"
+        )
 
 
 def read_prediction(
@@ -250,7 +256,7 @@ def read_prediction(
         check_ids("prediction", prediction or (), vocab_size)
         return prediction or ()
     if tokenizer is None:
-        limit = "this is a string, which needs a tokenizer; token ids do not"
+        limit = "a string needs a tokenizer, and this model was loaded without one: give token ids"
         raise InvalidParameter("prediction", prediction, limit).about("parameters.prediction.text")
     ids = tokenizer.encode(prediction, add_special_tokens=False, name="prediction")
     # the target has no logit for others, so it never writes them
@@ -260,11 +266,16 @@ def read_prediction(
 def max_length(prompt_len: int, max_tokens: int | None, max_context: int) -> int:
     """The most tokens of a sequence, prompt and output; raises `TooLong` beyond the context."""
     if prompt_len > max_context:
-        raise TooLong(f"prompt {prompt_len} > context {max_context} tokens").about(CONTEXT)
+        raise TooLong(f"prompt {prompt_len} > context {max_context} tokens: shorten the prompt").about(
+            CONTEXT
+        )
     if max_tokens is None:
         return max_context
     if prompt_len + max_tokens > max_context:
-        message = f"prompt {prompt_len} + max_tokens {max_tokens} > context {max_context}"
+        message = (
+            f"prompt {prompt_len} + max_tokens {max_tokens} > context {max_context}: shorten the prompt, or "
+            "lower max_tokens"
+        )
         raise TooLong(message).about(CONTEXT)
     return prompt_len + max_tokens
 
@@ -273,7 +284,7 @@ def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
     """Raises for the first id for which there is no logit."""
     for token in ids:
         if not 0 <= token < vocab_size:
-            limit = f"token ids go from 0 to {vocab_size - 1}"
+            limit = f"token ids must be from 0 to {vocab_size - 1}"
             raise InvalidParameter(name, token, limit).about("limits.vocab_size")
 
 
@@ -292,8 +303,10 @@ def check_request(
     if len(prompt) + len(written) > max_len:
         raise TooLong(f"prompt {len(prompt)} + {len(written)} written > {max_len} tokens").about(CONTEXT)
     if (needed := space.most(max_len)) > facts.capacity:
-        pages = f"{needed // size} KV pages of {size}, the pool owns {facts.capacity // size}"
-        raise NeverFits(f"{max_len} tokens need {pages}").about("limits.pool")
+        pages = f"{needed // size} KV pages of {size} tokens, but the pool has {facts.capacity // size}"
+        raise NeverFits(f"{max_len} tokens need {pages}: lower max_tokens, or raise num_blocks").about(
+            "limits.pool"
+        )
     check_ids("logit_bias", params.logit_bias, vocab_size)
     check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     for token, bias in params.logit_bias.items():

@@ -125,7 +125,9 @@ class EngineProcess:
                 fault = EngineError(f"the engine's process has ended{how_it_ended(self._process.exitcode)}")
                 loop.call_soon_threadsafe(self._lose, fault)
             except Exception as error:  # not to be unpickled
-                fault = EngineError(f"a message of the engine cannot be read: {type(error).__name__}")
+                fault = EngineError(
+                    f"a message of the engine's process could not be read: {type(error).__name__}"
+                )
                 loop.call_soon_threadsafe(self._lose, fault)
 
     def _deliver(self, message: FromWorker) -> None:
@@ -252,9 +254,9 @@ class AsyncEngine(EngineClient):
         try:
             await self._process.send(message)
         except RecursionError:
-            raise InvalidRequest("the request is nested too deeply") from None
+            raise InvalidRequest("the request's JSON is nested too deeply") from None
         except (OSError, RuntimeError) as error:  # the process has ended, or the server is about to
-            raise self.error or NotReady(f"the engine cannot be reached: {error}") from None
+            raise self.error or NotReady(f"the engine's process cannot be reached: {error}") from None
 
     async def _supervise(self) -> None:
         """Sees a process that hangs, and starts another after one that was lost."""
@@ -273,7 +275,7 @@ class AsyncEngine(EngineClient):
             if self._restart:
                 self._lose(NotReady(self.trouble))
             else:
-                log.error("%s; %d requests are open", self.trouble, self.open_requests)
+                log.error("%s; %d requests wait for it", self.trouble, self.open_requests)
         elif was_hung and not self.hung:
             log.warning("the engine answers again, after %.0f s", silent)
 
@@ -294,7 +296,9 @@ class AsyncEngine(EngineClient):
         self.settled.clear()
         log.error("%s; it is started again (restart %d of %s)", fault, self.restarts, self._config.model)
         lost = {queue for queue in self._requests.queues if not queue.resumable}
-        self.fail_requests(NotReady(f"{fault}; it is started again, and this request is lost"), lost)
+        self.fail_requests(
+            NotReady(f"{fault}; it is started again, but this request is lost: send it again"), lost
+        )
 
     async def _resume(self, queues: set[OutputQueue]) -> None:
         """Submits the rest of the requests that the process before has left."""

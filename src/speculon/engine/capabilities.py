@@ -56,7 +56,7 @@ def methods(engine: Engine) -> CapabilityRows:
     """Each registered method. Those without weights are built here, as their first request would."""
     proposers = engine.proposers
     names = [name for name in known_methods() if name != OFF]
-    known = f"{proposers.default} where none is named; known are {', '.join([OFF, *names])}"
+    known = f"{proposers.default}, unless a request names one of {', '.join([OFF, *names])}"
     yield "parameters.method", row("on", known)
     for name in names:
         yield f"methods.{name}", method(name, engine)
@@ -77,9 +77,16 @@ def method(name: str, engine: Engine) -> Capability:
     context = proposer and proposer.limits.max_context
     own = {"context": context} if context else {}
     if name in engine.admission.from_request:
-        return row("on", "a lookup in what a request brings", drafts=GIVEN_DRAFTS, **own)
+        return row(
+            "on",
+            "looks up drafts in what the request brings: a grammar or a prediction",
+            drafts=GIVEN_DRAFTS,
+            **own,
+        )
     why = (
-        "a lookup in tokens, without a model" if name in proposers.lookups((name,)) else "its model is loaded"
+        "looks up drafts in earlier tokens, without a model"
+        if name in proposers.lookups((name,))
+        else "its model is loaded"
     )
     return row("on", why, drafts=proposers.max_drafts(name, config.most()), **own)
 
@@ -90,10 +97,8 @@ def why_lacking(name: str, reason: Reason, engine: Engine) -> str:
     if name in WITH_CHECKPOINT and name not in engine.config.speculation.drafts:
         return "no drafter is configured (set --draft)"
     if name in OF_TARGET:
-        return f"not loaded: --method {name} loads its layers, if the model's checkpoint has any"
-    return (
-        f"not loaded: it has layers or weights of its own, for which --method {name} makes room at the start"
-    )
+        return f"not loaded; --method {name} loads its layers, if the model's checkpoint has them"
+    return f"not loaded: it has weights of its own, so it must be chosen at the start, by --method {name}"
 
 
 def with_probabilities(proposers: Proposers) -> list[str]:
@@ -105,39 +110,52 @@ def with_probabilities(proposers: Proposers) -> list[str]:
 def speculation(engine: Engine) -> CapabilityRows:
     """What a request may set of its own speculation."""
     proposers, config = engine.proposers, engine.config.speculation
-    known = f"{config.policy} where none is named; known are {', '.join(USUAL_DRAFTS)}"
+    known = f"{config.policy}, unless a request names one of {', '.join(USUAL_DRAFTS)}"
     yield "parameters.policy", row("on", known)
     for name in USUAL_DRAFTS:
         drafts = config.most(name)
-        yield f"policies.{name}", row("on", f"at most {drafts} drafts a round", drafts=drafts)
+        yield f"policies.{name}", row("on", f"at most {drafts} drafts per round", drafts=drafts)
     usual = f"{config.most()} under policy {config.policy}; 0 is plain decoding"
     yield "parameters.num_speculative_tokens", row("on", usual, most=MAX_DRAFTS)
     rules = get_args(AcceptanceSetting)
-    known = f"{config.acceptance} where none is named; known are {', '.join(rules)}"
+    known = f"{config.acceptance}, unless a request names one of {', '.join(rules)}"
     yield "parameters.acceptance", row("on", known)
-    yield "acceptance.matching", row("on", "each row is sampled, and a draft is accepted while it is equal")
+    yield (
+        "acceptance.matching",
+        row(
+            "on", "each row is sampled from the target, and drafts are accepted while they equal the samples"
+        ),
+    )
     models = ", ".join(with_probabilities(proposers))
     where = f"sampled requests whose drafts have probabilities ({models})"
-    none = "no method with a model is loaded, and drafts of lookups are matched"
+    none = "no method with a model is loaded, and drafts of lookups are judged by matching"
     for name in rules:
         if name not in ("auto", "matching"):
             yield f"acceptance.{name}", on_or_off(models, where, none)
     off = config.method == OFF or not config.most()
-    why_off = "speculation is off in the settings, and a prediction is read where a request names a method"
-    given = row("on", "drafts are read from it first", most=MAX_PREDICTION, drafts=GIVEN_DRAFTS)
+    why_off = "speculation is off in the settings; a prediction is used only when the request names a method"
+    given = row("on", "drafts are taken from the prediction first", most=MAX_PREDICTION, drafts=GIVEN_DRAFTS)
     given = row("off", why_off) if off else given
     yield "parameters.prediction", given
     yield "parameters.prediction.text", given if engine.tokenizer else row("refused", NO_TOKENIZER)
     built = {name: proposers.find(name) for name in known_methods()}
     remembering = ", ".join(name for name, each in built.items() if isinstance(each, Remembering))
     why = f"earlier answers, which {remembering} drafts from"
-    yield "parameters.pool", on_or_off(remembering and config.suffix_pools, why, "suffix_pools is 0")
+    yield (
+        "parameters.pool",
+        on_or_off(
+            remembering and config.suffix_pools, why, "suffix_pools is 0, so no earlier answers are kept"
+        ),
+    )
     lookups = ", ".join(name for name, each in built.items() if isinstance(each, Extending))
     none = "no lookup can continue a draft"
-    yield "parameters.chained_drafts", on_or_off(lookups, f"drafts are continued by {lookups}", none)
+    yield (
+        "parameters.chained_drafts",
+        on_or_off(lookups, f"these lookups can continue another method's draft: {lookups}", none),
+    )
     branching = ", ".join(sorted(proposers.branching(built)))
-    why = f"{branching}, where drafts are judged by matching and no grammar binds the request"
-    none = "no method drafts trees here; over recurrent layers none does"
+    why = f"{branching}, when drafts are judged by matching and the request has no grammar"
+    none = "no loaded method drafts trees, or the model has recurrent layers, which allow none"
     yield "parameters.draft_depth", on_or_off(branching, why, none)
 
 
@@ -146,9 +164,9 @@ def sampling(engine: Engine) -> CapabilityRows:
     refused = {} if engine.tokenizer else dict.fromkeys(NEED_TOKENIZER, NO_TOKENIZER)
     if engine.tokenizer and (no_grammar := engine.grammars.refusal()):
         refused["structured"] = no_grammar
-    changed = {"structured": "drafts are cut where they leave the grammar"}
+    changed = {"structured": "a draft is cut at the first token that the grammar does not allow"}
     if engine.runtime.facts.prefix_cache:
-        changed["prompt_logprobs"] = "no prefix is taken from the cache"
+        changed["prompt_logprobs"] = "the prompt is computed anew, without the prefix cache"
     if engine.config.speculation.policy == "solo":
         changed["n"] = "policy solo drafts for one sequence at a time"
     if with_probabilities(engine.proposers):
@@ -165,8 +183,8 @@ def sampling(engine: Engine) -> CapabilityRows:
             yield f"parameters.{name}", row("refused", refused[name])
             continue
         status: Status = "changed" if name in changed else "on"
-        why = changed.get(name, "drafts are verified under it")
-        why += "; in Python alone, where the engine is in the caller's process" * (name in IN_PYTHON)
+        why = changed.get(name, "drafts are verified with it")
+        why += "; only in Python, where the engine runs in the caller's process" * (name in IN_PYTHON)
         yield f"parameters.{name}", row(status, why, **most_of(name, engine.runtime.facts.vocab_size))
 
 
@@ -183,10 +201,13 @@ def most_of(name: str, vocab_size: int) -> dict[str, int]:
 
 def limits(engine: Engine) -> CapabilityRows:
     config, facts = engine.config, engine.runtime.facts
-    yield "limits.vocab_size", row("on", "ids for which the model has a logit", tokens=facts.vocab_size)
+    yield "limits.vocab_size", row("on", "token ids must be below it", tokens=facts.vocab_size)
     chunks = "max_batch_tokens; longer prompts are computed in chunks"
     yield "limits.max_batch_tokens", row("on", chunks, tokens=config.max_batch_tokens)
     own = config.serve.max_request_tokens
-    unlimited, limited = "no limit but the context", "set by max_request_tokens, on the server"
+    unlimited, limited = (
+        "not set, so only the context limits a request",
+        "set by max_request_tokens, on the server",
+    )
     each = row("on", unlimited) if own is None else row("on", limited, tokens=own)
     yield "limits.max_request_tokens", each

@@ -67,7 +67,7 @@ class EngineClient(ABC):
         for add in adds:
             refuse_functions(add.params)
         if taken := next((add.request_id for add in adds if self._requests.get(add.request_id)), None):
-            raise InvalidParameter("request_id", taken, "is in use")
+            raise InvalidParameter("request_id", taken, "is in use by another open request")
         queue = OutputQueue(self)
         for add in adds:
             self._requests.add(RequestProgress(add, self._config.speculation.acceptance), queue)
@@ -132,5 +132,7 @@ def refuse_functions(params: SamplingParams) -> None:
     """Raises by name for what cannot be sent to another process."""
     for name in IN_PYTHON:
         if (value := getattr(params, name)) is not None:
-            limit = "a function cannot be sent to the engine's process; LLM takes it"
+            limit = (
+                "must be None: a function cannot be sent to the engine's process; use it with LLM in Python"
+            )
             raise InvalidParameter(name, value, limit).about(f"parameters.{name}")

@@ -47,22 +47,33 @@ Ids = str | Seq[int] | Tensor
 
 
 class SpeculativeDecoder:
-    """A target model object with a way of drafting (Leviathan et al. 2023; Chen et al. 2023).
+    """Runs speculative decoding round by round with a model object in memory (Leviathan et al. 2023; Chen et
+    al. 2023).
 
     >>> decoder = SpeculativeDecoder(model, draft_model, method="draft_model")
     >>> ids += decoder.step(ids, SamplingParams(temperature=0)).emitted_tokens
 
-    `model` is a causal `PreTrainedModel`; `draft` another one, a checkpoint's path, or None for methods that
-    need none. Neither is modified; a draft object stays on its device and in its dtype. `tokenizer` is a
-    transformers tokenizer: only with one are strings taken as prompts, and `stop` and `bad_words` as
-    parameters. Further keywords are the fields of `EngineConfig` and of `SpeculationConfig`. Raises
-    `ConfigError` for a wrong setting, `UnknownMethod`, and `ModelError` for a model that is not supported or
-    a draft that does not fit the target.
+    `draft` proposes tokens, `verify` judges them, `step` does both, and `generate` writes a whole text. Every
+    method raises `InvalidRequest` for a text or a parameter that it cannot serve.
 
-    Texts are token ids, [n] as a list or a tensor. `prompt_len` says how many of them are the prompt (None:
-    all): noise, penalties, min_tokens and max_tokens count from there, so the rounds of one text add up to
-    the text of `generate`. Nothing is kept between calls but KV pages, found again by content, the counters,
-    and what the policy has learned. Every method raises `InvalidRequest` for what cannot be served.
+    A text is a list or a tensor [n] of token ids. `prompt_len` says how many of them are the prompt (None:
+    all). Noise, penalties, `min_tokens` and `max_tokens` count from there, so the rounds of one text add up
+    to the text of `generate`. Between calls the decoder keeps only the KV pages, which it finds again by
+    their content, the counters, and what the policy has learned.
+
+    Args:
+        model: The target, a causal `PreTrainedModel`. It is not modified.
+        draft: The drafter: another model object, the path of a checkpoint, a table `{method: either}`, or
+            None for methods without one. A model object is not modified, and keeps its device and its dtype.
+        method: What drafts, as `SpeculationConfig.method`.
+        tokenizer: A tokenizer of transformers. Strings as prompts, `stop` and `bad_words` need one.
+        num_speculative_tokens: K, the most drafts of a round. None: the number of the policy.
+        **settings: The fields of `EngineConfig` and of `SpeculationConfig`.
+
+    Raises:
+        ConfigError: A setting is wrong.
+        UnknownMethod: There is no method of this name.
+        ModelError: The model is not supported, or the drafter does not fit the target.
     """
 
     adaptive: AdaptiveLookahead | None  # the controller of the number of drafts, under policy="adaptive"
@@ -78,7 +89,9 @@ class SpeculativeDecoder:
         **settings: Any,
     ):
         if not isinstance(model, PreTrainedModel):
-            raise ConfigError(f"model = {type(model).__name__}: a transformers model object; LLM takes paths")
+            raise ConfigError(
+                f"model = {type(model).__name__}: must be a model object of transformers; use LLM for a path"
+            )
         for name, why in UNUSABLE.items():
             if name in settings and (name in SETTLED or settings[name]):
                 raise ConfigError(f"{name} = {settings[name]!r}: {why}")
@@ -89,7 +102,7 @@ class SpeculativeDecoder:
         self.config = EngineConfig(**settings, speculation=own)
         chosen = self.config.speculation
         if method in WITH_CHECKPOINT and method not in chosen.drafts:
-            raise ConfigError(f"method = {method!r}: needs draft = a model object or a checkpoint")
+            raise ConfigError(f"method = {method!r}: this method needs draft, a model object or a checkpoint")
         self.tokenizer = None if tokenizer is None else Tokenizer(tokenizer)
         named = self.config.runtime
         runtime = backend(TORCH if named == "auto" else named).wrap(model, self.tokenizer, self.config)
@@ -107,7 +120,7 @@ class SpeculativeDecoder:
 
     @property
     def lookahead(self) -> int:
-        """The most tokens that are drafted in the next round; a policy may choose fewer."""
+        """The most tokens that the next round drafts; a policy may choose fewer."""
         return self.config.speculation.most() if self.adaptive is None else self.adaptive.lookahead
 
     @torch.inference_mode()
@@ -119,10 +132,16 @@ class SpeculativeDecoder:
         *,
         prompt_len: int | None = None,
     ) -> Draft:
-        """What the drafter proposes after `ids`: at most `k` tokens (None: as `lookahead` says), none where
-        it has none.
+        """Proposes tokens after `ids`, without calling the target. Nothing is counted.
 
-        The target is not asked and nothing is counted.
+        Args:
+            ids: The text so far, as token ids [n] or as a string.
+            k: The most tokens of the draft. None: `lookahead`.
+            params: How the text is sampled. Default: `SamplingParams()`.
+            prompt_len: How many of `ids` are the prompt. None: all.
+
+        Returns:
+            A draft of at most `k` tokens, which is empty if the method found nothing.
         """
         with self._last_span(ids, params, prompt_len, self._whole_draft(k)) as span:
             drafted, _ = self._drafted(span)
@@ -138,16 +157,24 @@ class SpeculativeDecoder:
         target_logits: Tensor | None = None,
         prompt_len: int | None = None,
     ) -> Verdict:
-        """The target's verdict on `drafts` [K] after `ids`: those it accepts, then its correction or bonus.
+        """Lets the target judge `drafts` after `ids`. Nothing is counted, and no drafter learns of it.
 
-        Nothing is counted and no drafter is told. Drafts that carry q (as from `draft`) are judged
-        with it where `step` would do so.
+        Args:
+            ids: The text so far, as token ids [n] or as a string.
+            drafts: A draft of `draft`, or token ids [K]. Drafts with probabilities q are judged with q
+                whenever `step` would do so.
+            params: How the text is sampled. Default: `SamplingParams()`.
+            target_logits: Raw logits [K + 1, V] or [K, V], used instead of a call of the target. Row i judges
+                draft i, and the last of K + 1 rows gives the bonus token; with K rows there is none. With the
+                target's own logits the verdict is the same as without them.
+            prompt_len: How many of `ids` are the prompt. None: all.
 
-        With `target_logits` [K + 1, V] or [K, V] the target is not called: these are its raw logits, row i
-        those that draft i is judged by, and the last row gives the bonus token. With K rows there is no bonus
-        token. All else is the same, and with the target's own logits so is the verdict. Raises
-        `InvalidParameter` for logits that are no float tensor of such a shape, for a NaN or +inf in them, and
-        for `prompt_logprobs`, which need the prompt's rows.
+        Returns:
+            The accepted drafts, followed by the correction or the bonus token.
+
+        Raises:
+            InvalidParameter: The logits have another shape or dtype, or a NaN or +inf; or `prompt_logprobs`
+                is set together with `target_logits`, which have no rows of the prompt.
         """
         draft = read_draft(drafts, self.engine.runtime.facts.vocab_size)
         k = len(draft.tokens)
@@ -162,7 +189,10 @@ class SpeculativeDecoder:
             with self.engine.runtime.reserve([span]) as step:
                 (grant,) = step.grants
                 if grant.drafts < k:  # the pages of a window may be all that there are
-                    raise NeverFits(f"{k} drafts after {len(span.seq.tokens)} tokens: no pages for them")
+                    raise NeverFits(
+                        f"{k} drafts after {len(span.seq.tokens)} tokens need more pages than are free: "
+                        "give fewer drafts"
+                    )
                 (judged,) = self.engine.forward_and_verify(step, [Drafted(span, draft)], Stopwatch())
         return judged.verdict
 
@@ -176,14 +206,22 @@ class SpeculativeDecoder:
         prompt_len: int | None = None,
         target_logits: Tensor | None = None,
     ) -> StepResult:
-        """Drafts and verifies one round after `ids`, and counts it.
+        """Drafts and verifies one round after `ids`, counts it, and lets policy and drafters learn from it.
 
-        `k` limits the drafts of this round (None: as `lookahead` says); a policy may choose fewer. What has
-        been computed for an earlier beginning of `ids` is found again, except for the last, unfinished page.
+        What was computed for an earlier beginning of `ids` is found again in the KV pages, except for the
+        last, incomplete page.
 
-        With `target_logits`, as `verify` takes them, they judge what `draft` returns for the same ids, k and
-        params, and the target is not called for it. The round counts and teaches as any other, but is not in
-        `speedup_estimate`. Raises also where a model would draft anew: sampled, without a seed.
+        Args:
+            ids: The text so far, as token ids [n] or as a string.
+            params: How the text is sampled. Default: `SamplingParams()`.
+            k: The most drafts of this round. None: `lookahead`; the policy may choose fewer.
+            prompt_len: How many of `ids` are the prompt. None: all.
+            target_logits: As in `verify`. They judge the draft that `draft` returns for the same `ids`, `k`
+                and `params`, and the target is not called. Such a round is not part of `speedup_estimate`.
+
+        Raises:
+            InvalidParameter: Besides the errors of `verify`: with `target_logits`, a sampled text without a
+                seed would get another draft from a model than the one that the logits belong to.
         """
         given = target_logits is not None
         k = self._whole_draft(k) if given else k
@@ -205,10 +243,13 @@ class SpeculativeDecoder:
     def generate(
         self, ids: Ids, params: SamplingParams | None = None, *, max_tokens: int | None = None
     ) -> RequestOutput:
-        """Continues one prompt to its end: the same result as `LLM.generate`, with empty texts without a
-        tokenizer.
+        """Continues one prompt to its end. The result is that of `LLM.generate`; without a tokenizer its
+        texts are empty.
 
-        `max_tokens` replaces that of `params`.
+        Args:
+            ids: The prompt, as token ids [n] or as a string.
+            params: How the text is sampled. Default: `SamplingParams()`.
+            max_tokens: Replaces `max_tokens` of `params`.
         """
         params = params or SamplingParams()
         if max_tokens is not None:
@@ -232,27 +273,27 @@ class SpeculativeDecoder:
 
     @property
     def stats(self) -> SpeculationStats:
-        """The account of all steps and texts since the last reset; zeros before the first round."""
+        """What speculation did in all steps and texts since the last reset; zeros before the first round."""
         return self._stats.speculation()
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted / drafted; 0.0 before any draft."""
+        """Accepted drafts / drafted tokens; 0.0 before the first draft."""
         return self.stats.acceptance_rate
 
     @property
     def tokens_per_target_call(self) -> float:
-        """Generated tokens, stop tokens among them / target calls that sampled; 0.0 before any call."""
+        """Generated tokens, stop tokens included, / target calls that sampled; 0.0 before the first call."""
         return self.stats.tokens_per_target_call
 
     @property
     def speedup_estimate(self) -> float:
-        """Plain ms per token / ms per token of the rounds so far, both measured on this machine; 1.0 before
-        any round.
+        """How many times faster than plain decoding the rounds so far were: ms per token of plain calls / ms
+        per token of the rounds, both measured on this machine. 1.0 before the first round.
 
-        Plain calls are timed when this is first asked, after the text last worked on, and remembered until
-        the next reset. Prompts are left out on both sides, and so are texts with n > 1. In `step` the rounds
-        also pay for the unfinished page that is computed again.
+        The first read times some plain calls after the latest text, and keeps their time until the next
+        reset. Neither side includes prompts, or texts with n > 1. The rounds of `step` include the time to
+        compute the incomplete page again.
         """
         if not self._tokens:
             return 1.0
@@ -261,8 +302,8 @@ class SpeculativeDecoder:
         return self._plain_ms * self._tokens / self._ms
 
     def reset_stats(self) -> None:
-        """Zeroes the counters, and forgets the plain cost and what the policy knows of a text; the controller
-        begins anew. Texts do not depend on it.
+        """Sets the counters to zero, and forgets the measured plain cost, what the policy knows of the latest
+        text, and the state of the `adaptive` controller. The texts do not depend on any of these.
         """
         self._forget_sequence()
         if self.adaptive is not None:
@@ -337,9 +378,11 @@ class SpeculativeDecoder:
         """A sequence that holds `ids`, checked, without pages."""
         params, tokens = params or SamplingParams(), self._encode(ids)
         if params.n != 1:
-            raise InvalidParameter("n", params.n, "a round carries one text")
+            raise InvalidParameter("n", params.n, "must be 1, because a round carries one text")
         if prompt_len is not None and not 0 < prompt_len <= len(tokens):
-            raise InvalidParameter("prompt_len", prompt_len, f"of {len(tokens)} ids, 1 to all are the prompt")
+            raise InvalidParameter(
+                "prompt_len", prompt_len, f"must be from 1 to the number of ids, {len(tokens)}"
+            )
         at = len(tokens) if prompt_len is None else prompt_len
         asked = {"num_speculative_tokens": k, "draft_depth": 0}
         (seq,) = self.engine.admission.admit(ROUND, tokens[:at], params, asked, written=tokens[at:])
@@ -394,7 +437,7 @@ class SpeculativeDecoder:
         drawn = {each.method for each in drafted.proposals if each.draft.tokens} - seq.request.lookups
         if drawn and not seq.request.params.greedy and seq.request.params.seed is None:  # `draft` had others
             names = ", ".join(sorted(drawn))
-            limit = f"with target_logits, drafts of {names} need a seed, or temperature = 0"
+            limit = f"must be set, or temperature = 0: with target_logits, drafts of {names} need one of them"
             raise InvalidParameter("seed", None, limit)
         judged = verify_given(drafted, self._rows(target_logits, len(drafted.draft.tokens), seq.request))
         seq.advance(seq.committed, judged.verdict.tokens, 0)
@@ -406,7 +449,9 @@ class SpeculativeDecoder:
     def _rows(self, target_logits: Any, k: int, request: Request) -> Tensor:  # [K + 1, V] or [K, V]
         """A caller's logits for `k` drafts."""
         if (asked := request.params.prompt_logprobs) is not None:
-            raise InvalidParameter("prompt_logprobs", asked, "target_logits have no rows of the prompt")
+            raise InvalidParameter(
+                "prompt_logprobs", asked, "must be None with target_logits, which have no rows of the prompt"
+            )
         runtime = self.engine.runtime
         return read_logits(target_logits, k, runtime.facts.vocab_size).to(runtime.device)
 

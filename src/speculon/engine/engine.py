@@ -160,7 +160,7 @@ class Engine:
         if request_id is None:
             request_id = next(name for i in self._names if (name := f"r-{i}") not in self._requests)
         if request_id in self._requests:
-            raise InvalidParameter("request_id", request_id, "is in use")
+            raise InvalidParameter("request_id", request_id, "is in use by another open request")
         fixed = request_id, prompt, params, speculation
         admit = partial(self.admission.admit, *fixed, images=images, adapter=adapter)
         if written is None:

@@ -33,21 +33,29 @@ SpeculationLike = RequestSpeculation | Mapping[str, Any] | None
 
 
 class LLM:
-    """A model with its engine.
+    """Loads a model and generates text with it, speculatively unless the settings turn that off.
 
     >>> llm = LLM("smollm2")
     >>> llm.generate(["def add(a, b):"], SamplingParams(temperature=0.0, max_tokens=64))[0].text
 
-    Keywords are the fields of `EngineConfig`. Raises `ModelError` for a checkpoint that cannot be used,
-    `ConfigError` for a setting that is wrong.
+    Any number of threads and tasks may call one `LLM`: their requests run as one batch. Use it in a `with`
+    block, or call `close`, so that running requests end and the events and the state are written.
 
-    Calls without `params` have `default_params`, with the values of the checkpoint's
-    `generation_config.json`. Given ones are complete: what they do not set has our default.
+    Calls without `params` use `default_params`, which has the values of the checkpoint's
+    `generation_config.json`. Parameters that a call gives are complete: a field that they do not set has the
+    default of `SamplingParams`, not the checkpoint's value.
 
-    With `tokenizer=None` no tokenizer is loaded. Prompts are then token ids, results have no text, and what
-    needs one raises `InvalidParameter`: strings as prompts, stop strings, grammars, chats, streams of text.
+    Args:
+        model: A folder, a GGUF file, a hub id or a known name. The default is the setting `model`.
+        speculation: The fields of `SpeculationConfig`, as an object or a table.
+        tokenizer: `"auto"` loads the checkpoint's tokenizer; with None there is none. Prompts are then token
+            ids, results have no text, and stop strings, grammars, chats and streams of text are refused.
+        progress: Called with the name of each stage while the model loads.
+        **settings: The fields of `EngineConfig`.
 
-    Any number of threads and tasks may call it: their requests form one batch.
+    Raises:
+        ModelError: The checkpoint cannot be used.
+        ConfigError: A setting is wrong.
     """
 
     def __init__(
@@ -64,7 +72,9 @@ class LLM:
         if speculation is not None:
             settings["speculation"] = speculation
         if tokenizer not in ("auto", None):
-            raise ConfigError(f"tokenizer = {tokenizer!r}: 'auto' is that of the checkpoint, None is none")
+            raise ConfigError(
+                f"tokenizer = {tokenizer!r}: must be 'auto' (the checkpoint's) or None (token ids only)"
+            )
         self.engine = build_engine(EngineConfig(**settings), progress, texts=tokenizer is not None)
         self.config = self.engine.config
         defaults = sampling_defaults(self.config)
@@ -81,20 +91,20 @@ class LLM:
         self.close()
 
     def __reduce__(self) -> Any:
-        raise TypeError("an LLM holds a model, pages and threads: it cannot be copied or pickled")
+        raise TypeError("an LLM cannot be copied or pickled, because it holds a model, pages and threads")
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The checkpoint's. Raises `InvalidParameter` where the model was loaded without one."""
+        """The checkpoint's tokenizer. Raises `InvalidParameter` if the model was loaded without one."""
         if self.engine.tokenizer is None:
             raise InvalidParameter("tokenizer", None, NO_TOKENIZER).about("tokenizer")
         return self.engine.tokenizer
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of transformers itself, with `apply_chat_template` and all else that it has; on
-        runtime llama the file's vocabulary, with as much of that as is used here.
+        """The tokenizer object of transformers, for example for its `apply_chat_template`. On runtime llama
+        it is the vocabulary of the GGUF file, which has only those of its methods that speculon uses.
 
-        Raises `InvalidParameter` where the model was loaded without one.
+        Raises `InvalidParameter` if the model was loaded without a tokenizer.
         """
         inner: PreTrainedTokenizerBase = self.tokenizer.inner
         return inner
@@ -108,16 +118,23 @@ class LLM:
         adapter: str | Seq[str] = "",
         on_token: Callable[[int, int], None] | None = None,
     ) -> list[RequestOutput]:
-        """Continues every prompt, all at once, in the order given.
+        """Continues all prompts in one batch, and returns when the last one has ended.
 
-        A prompt is a text, token ids, `{"prompt": text, "images": [...]}` with the model's placeholder in the
-        text for each image, or `{"messages": [...]}`. An image is a `Path`, bytes, an image of Pillow or a
-        data URL.
+        Args:
+            prompts: One prompt or several. A prompt is a text, token ids, `{"messages": [...]}`, or
+                `{"prompt": text, "images": [...]}` with the model's placeholder in the text for each image.
+                An image is a `Path`, bytes, an image of Pillow or a data URL.
+            params: How to sample, for all prompts or one per prompt.
+            speculation: The fields of `RequestSpeculation`, for all prompts or one per prompt.
+            adapter: The name of a LoRA adapter, for all prompts or one per prompt; empty: the model itself.
+            on_token: Called as `on_token(index of the prompt, number of new tokens)` while texts grow.
 
-        `params`, `speculation` and `adapter` are one for all or one per prompt; the empty adapter is the
-        model itself. `on_token(prompt index, new tokens)` is called as texts grow. When one prompt is refused
-        nothing is written for any. A text whose logits processor fails ends there, with finish reason
-        `error` and the `LogitsProcessorError` as its `error`.
+        Returns:
+            One `RequestOutput` per prompt, in the order of the prompts. A text whose logits processor fails
+            ends there, with finish reason `error` and the `LogitsProcessorError` as its `error`.
+
+        Raises:
+            InvalidRequest: A prompt or a parameter is refused. Then no prompt is continued.
         """
         calls, outputs = self._read(prompts, params, speculation, adapter)
         with self._stepper.requests(calls) as queue:
@@ -138,7 +155,7 @@ class LLM:
         speculation: SpeculationLike | Seq[SpeculationLike] = None,
         adapter: str | Seq[str] = "",
     ) -> list[RequestOutput]:
-        """`generate` for an event loop. Cancelling the task aborts its requests."""
+        """Does what `generate` does, for an event loop. Cancelling the task aborts its requests."""
         calls, outputs = await asyncio.to_thread(self._read, prompts, params, speculation, adapter)
         async with TaskRequests(self._stepper, calls) as queue:
             results = dict(zip(queue.requests, outputs, strict=True))
@@ -181,15 +198,27 @@ class LLM:
         continue_final_message: bool | str = False,
         add_generation_prompt: bool | None = None,
     ) -> RequestOutput | list[RequestOutput]:
-        """Answers a conversation, or each of a list of conversations, through the checkpoint's chat template.
+        """Answers one conversation, or several, through the checkpoint's chat template.
 
-        Contents are texts, or lists of parts as OpenAI has them, with images as `image_url`. A part
-        `{"type": "image", "image": ...}` takes an image as `generate` does. A list of conversations gives a
-        list. Its `params`, `speculation` and `adapter` are one for all or one per conversation.
+        >>> llm.chat([{"role": "user", "content": "Why is the sky blue?"}]).text
 
-        With `continue_final_message` the answer goes on from the last message, one of the assistant, and is
-        what comes after its text; `"reasoning_content"` goes on from its thinking. Without
-        `add_generation_prompt` the template opens no answer. Raises `InvalidParameter` where both are true.
+        Args:
+            messages: A list of messages, or a list of such conversations. A content is a text or a list of
+                parts in OpenAI's form, with images as `image_url`; a part `{"type": "image", "image": ...}`
+                takes an image in the forms that `generate` takes.
+            params: As in `generate`, for all conversations or one per conversation; so are `speculation` and
+                `adapter`.
+            continue_final_message: True: the answer continues the text of the last message, which must be
+                the assistant's, and the result has only what is new. `"reasoning_content"` continues its
+                thinking instead.
+            add_generation_prompt: False: the template does not open an answer.
+
+        Returns:
+            A `RequestOutput`, or a list of them for a list of conversations.
+
+        Raises:
+            InvalidRequest: A message or a parameter is refused, the checkpoint has no chat template, or both
+                `continue_final_message` and `add_generation_prompt` are true.
         """
         _, many = self.tokenizer, conversations(messages)  # refused here where there is no tokenizer
         begins = {
@@ -208,7 +237,9 @@ class LLM:
         speculation: SpeculationLike = None,
         adapter: str = "",
     ) -> Iterator[str]:
-        """Yields the text of one prompt as it is written. Closing the iterator aborts the request."""
+        """Yields the text of one prompt piece by piece while it is generated. Closing the iterator aborts the
+        request. The arguments are those of `generate`.
+        """
         params = params or self.default_params
         prompt_ids, images = self._encode(prompt)
         text = Stream.of(self.tokenizer, params, prompt_ids)
@@ -226,7 +257,9 @@ class LLM:
         speculation: SpeculationLike = None,
         adapter: str = "",
     ) -> AsyncIterator[str]:
-        """`stream` for an event loop. Closing the iterator, or cancelling the task, aborts the request."""
+        """Does what `stream` does, for an event loop. Closing the iterator, or cancelling the task, aborts
+        the request.
+        """
         params = one_sample(params or self.default_params)
         prompt_ids, images = await asyncio.to_thread(self._encode, prompt)
         text = Stream.of(self.tokenizer, params, prompt_ids)
@@ -247,7 +280,9 @@ class LLM:
         speculation: SpeculationLike = None,
         adapter: str = "",
     ) -> Generator[Event, None, None]:
-        """Yields what each step brings to one prompt. Closing the generator aborts the request."""
+        """Yields an `Event` per step that adds tokens to one prompt: token ids, who drafted them, and at the
+        end the statistics. Closing the generator aborts the request.
+        """
         prompt_ids, images = self._encode(prompt)
         output = RequestOutput(prompt_ids, [Completion()])
         yield from self._stream_to(output, params or self.default_params, speculation, images, adapter)
@@ -260,19 +295,29 @@ class LLM:
         raw: bool = False,
         adapter: str = "",
     ) -> Session:
-        """A conversation whose earlier turns stay in pages; a `raw` one has no roles: texts are continued."""
+        """Begins a conversation that sends only what is new of each turn to the model.
+
+        Args:
+            params: How answers are sampled, unless `send` names others.
+            system: The system message.
+            raw: True: no chat template and no roles; the model continues the texts as they are.
+            adapter: The name of a LoRA adapter; empty: the model itself.
+        """
         _ = self.tokenizer  # refused here where there is none
         return Session(self, params or self.default_params, system, raw, adapter)
 
     def forget_pools(self, pool: str | None = None) -> int:
-        """Deletes the earlier answers under a name, or all; returns how many pools there were."""
+        """Deletes earlier answers from which drafts are taken: those of one pool, or with None all of them.
+
+        Returns the number of deleted pools.
+        """
         with self._stepper.turn() as engine:
             return engine.forget_pools(pool)
 
     def close(self) -> None:
-        """Ends what is still open, with `abort`, and writes what is to be kept of events and state.
+        """Aborts open requests, and writes the events and the state to their files.
 
-        The end of a `with` block does this, and so does the end of the process.
+        Leaving the `with` block does the same, and so does the end of the process.
         """
         self._stepper.close()
 
@@ -332,13 +377,13 @@ class LLM:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt), ()
         if not is_list(prompt) or not all(isinstance(token, int) for token in prompt):
-            raise InvalidParameter("prompt", prompt, "a string or a list of token ids")
+            raise InvalidParameter("prompt", prompt, "must be a string or a list of token ids")
         return list(prompt), ()
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn:
-    """What a user said, and the answer."""
+    """A message of the user, and the answer."""
 
     content: str
     output: RequestOutput
@@ -350,10 +395,11 @@ class ChatTurn:
 
 
 class Session:
-    """A conversation. The tokens of earlier turns are sent again as they were, so their pages are found
-    again.
+    """A conversation with the model, made by `LLM.session`.
 
-    `system` may be changed between turns, and `turns` shortened: the last one taken back, or all of them.
+    Every turn sends the tokens of the earlier turns unchanged, so their pages are found in the prefix cache
+    and only the new message is computed. Between turns `system` may be changed, and `turns` may be shortened
+    to take turns back.
     """
 
     def __init__(
@@ -365,12 +411,15 @@ class Session:
         adapter: str = "",
     ):
         if raw and system:
-            raise InvalidParameter("system", system, "a raw conversation has no roles")
+            raise InvalidParameter(
+                "system", system, "a raw conversation has no roles, so it can have no system message"
+            )
         self.llm, self.params, self.system, self.raw, self.adapter = llm, params, system, raw, adapter
         self.turns: list[ChatTurn] = []
 
     @property
     def messages(self) -> list[dict[str, str]]:
+        """The conversation as messages with a role and a content, the system message first."""
         pairs = [("system", self.system)] if self.system else []
         for turn in self.turns:
             pairs += [("user", turn.content), ("assistant", turn.output.text)]
@@ -379,7 +428,10 @@ class Session:
     def send(
         self, content: str, params: SamplingParams | None = None, *, speculation: SpeculationLike = None
     ) -> RequestOutput:
-        """Adds a user's turn and returns the answer; a refused turn leaves the conversation as it was."""
+        """Adds a message of the user and returns the answer.
+
+        A message that is refused leaves the conversation unchanged.
+        """
         for _ in self.stream(content, params, speculation=speculation):
             pass
         return self.turns[-1].output
@@ -387,11 +439,11 @@ class Session:
     def stream(
         self, content: str, params: SamplingParams | None = None, *, speculation: SpeculationLike = None
     ) -> Generator[Event, None, None]:
-        """Adds a user's turn and yields what each step brings to its answer, which is then
-        `turns[-1].output`.
+        """Adds a message of the user and yields an `Event` for each step of the answer. At the end, the
+        answer is `turns[-1].output`.
 
-        A turn that is refused or fails leaves the conversation as it was. One that is closed early, or
-        interrupted, keeps what was written; where nothing was, it is taken back.
+        A turn that is refused or fails leaves the conversation unchanged. A turn that is closed early or
+        interrupted keeps the tokens generated so far, or is removed if there are none.
         """
         text = self._render(content)
         output = RequestOutput(self._encode(text), [Completion()])
@@ -404,7 +456,10 @@ class Session:
         self._keep(content, text, output)
 
     def prompt(self, content: str) -> list[int]:
-        """The tokens that a turn would send. Raises `InvalidRequest` where the template refuses it."""
+        """The token ids that a turn with this message would send, the earlier turns included.
+
+        Raises `InvalidRequest` if the chat template refuses the message.
+        """
         return self._encode(self._render(content))
 
     def _render(self, content: str) -> str:
@@ -432,7 +487,7 @@ class Session:
 
 def one_sample(params: SamplingParams) -> SamplingParams:
     if params.n != 1:
-        raise InvalidParameter("n", params.n, "a stream carries one text")
+        raise InvalidParameter("n", params.n, "must be 1, because a stream carries one text")
     return params
 
 

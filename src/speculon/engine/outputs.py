@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Completion:
-    """One text."""
+    """One generated text, with its token ids and its statistics."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)  # without the stop token
@@ -32,23 +32,25 @@ class Completion:
 
     @property
     def reasons(self) -> dict[str, int]:
-        """Why rounds were not speculative, and how often each."""
+        """Why rounds had no drafts: `Reason` -> number of rounds."""
         return dict(self.stats.reasons)
 
     @property
     def changes(self) -> list[dict[str, Any]]:
-        """Changes between plain and speculative rounds, or of the method: why, and how often."""
+        """Every change between plain rounds and rounds with drafts, or between methods: from, to, reason and
+        count.
+        """
         return self.stats.change_list()
 
     @property
     def speculation(self) -> SpeculationStats:
-        """What speculation did. Where no round ran, target calls are counted, and rounds and drafts are 0."""
+        """What speculation did for this text. If no round had drafts, only the target calls are counted."""
         return self.stats.speculation()
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """All n texts of one prompt; the first one's fields are also here."""
+    """The result of one prompt: its n texts in `outputs`. The fields of the first one are also here."""
 
     prompt_token_ids: list[int]
     outputs: list[Completion]
@@ -84,6 +86,7 @@ class RequestOutput:
         return self.outputs[0].speculation
 
     def to_dict(self) -> dict[str, Any]:
+        """The whole result as data that JSON can express."""
         outputs: list[dict[str, Any]] = [
             {
                 "text": completion.text,
@@ -110,7 +113,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One round of one text."""
+    """The result of `SpeculativeDecoder.step`: one round of one text."""
 
     draft: Draft
     verdict: Verdict

@@ -142,14 +142,18 @@ class EngineState:
             self._warned = False
         except OSError as error:
             if not self._warned:
-                log.warning("state: nothing is kept in %s: %s", self._folder, error.strerror or error)
+                log.warning(
+                    "state: what was learned cannot be written to %s: %s",
+                    self._folder,
+                    error.strerror or error,
+                )
             self._warned = True
 
     def _load(self, part: KeptPart) -> int:
         path = self._folder / part.file
         others = sum(file != path for file in self._folder.glob(f"{part.name}-*.jsonl"))
         if others:
-            message = "state: %d %s of other models or settings in %s are left alone"
+            message = "state: %d files of other models or settings (%s) in %s are left alone"
             log.info(message, others, part.name, self._folder)
         if not path.exists():
             return 0
@@ -158,7 +162,7 @@ class EngineState:
             part.learned.restore(lines)
         except (OSError, ValueError, SpeculonError, RecursionError) as error:
             part.readable = False
-            log.warning("state: %s is not read, and stays as it is: %.200s", path, error)
+            log.warning("state: %s is ignored and left as it is, because %.200s", path, error)
             return 0
         return len(lines)
 
@@ -186,7 +190,7 @@ def hold(folder: Path, model: str) -> FileLock:
         lock.acquire(timeout=LOCK_SECONDS)
     except Timeout:
         holder = path.read_text(encoding="utf-8") or "another process"
-        why = f"{holder} writes what is kept of {model!r}; each engine needs its own"
+        why = f"{holder} already writes what is learned of {model!r}; give each engine a folder of its own"
         raise StateInUse(f"state = {str(folder)!r}: {why}") from None
     path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
     return lock
@@ -212,9 +216,9 @@ def read(path: Path, identity: Mapping[str, Any]) -> Lines:
     values = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     head, *lines, end = values or (None, None)
     if head != {"format": FORMAT, "identity": identity}:
-        raise ValueError("it was not learned here")
+        raise ValueError("it was learned with another model, other settings or another version")
     if end != {"end": len(lines)} or not all(isinstance(line, list) and len(line) == 2 for line in lines):
-        raise ValueError("it is not whole")
+        raise ValueError("its end is missing or damaged")
     if not all(isinstance(name, str) for name, _ in lines):
-        raise ValueError("it has no names")
+        raise ValueError("an entry has no name")
     return [(name, said) for name, said in lines]

@@ -179,9 +179,14 @@ class Stepper:
 
     def _check_caller(self) -> None:
         if os.getpid() != self._process:
-            raise EngineError(f"this engine belongs to process {self._process}: make one in each process")
+            raise EngineError(
+                f"this engine belongs to process {self._process}, and this is another one: make an engine "
+                "in each process"
+            )
         if self._owner == threading.get_ident():
-            raise EngineError("the engine is called from inside its own step")
+            raise EngineError(
+                "the engine was called from inside its own step, for example by a logits processor"
+            )
 
     def _free(self) -> None:
         try:

@@ -138,7 +138,9 @@ class Worker:
             self._pipe.send(Refused(add.request_id, error))
         except Exception as error:
             log.exception("%s could not be admitted", add.request_id)
-            fault = EngineError(f"the request could not be admitted: {type(error).__name__}")
+            fault = EngineError(
+                f"the request could not be admitted, because of a fault in the engine: {type(error).__name__}"
+            )
             self._pipe.send(Refused(add.request_id, fault))
         else:
             self._pipe.send(Admitted(add.request_id))
