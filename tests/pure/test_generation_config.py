@@ -62,7 +62,7 @@ def test_a_value_that_no_request_may_have_is_left_out(
 ) -> None:
     assert defaults(tmp_path, {"min_p": 0.1, **wrong}) == {"min_p": 0.1}
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert next(iter(wrong)) in warning and "left out" in warning
+    assert next(iter(wrong)) in warning and "is ignored" in warning
 
 
 def test_files_without_defaults(tmp_path: Path) -> None:

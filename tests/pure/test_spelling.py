@@ -110,13 +110,13 @@ def test_folders_are_compared_without_loading(tmp_path: Path) -> None:
     overlap = compare(write(tmp_path / "turned", file(turned, **BYTE_LEVEL)), target)
     assert overlap is not None and (overlap.share, overlap.of_text) == (1, 1) and overlap.read_as(0) == 93
     for name, content, words in (
-        ("words", file({"a": 0, "##b": 1}), "bytes of this one's tokens are not known .a BPE model"),
-        ("broken", {"model": {}}, "no tokenizer's vocabulary"),
+        ("words", file({"a": 0, "##b": 1}), "bytes of its tokens are not known .a BPE model"),
+        ("broken", {"model": {}}, "has no usable vocabulary"),
     ):
         with pytest.raises((WrongPair, CorruptWeights), match=words):
             compare(write(tmp_path / name, content), target)
     broken = write(tmp_path / "damaged", file({"a": 0}, decoder={"type": "ByteLevel"}))
-    with pytest.raises(CorruptWeights, match="damaged/tokenizer.json: no tokenizer "):
+    with pytest.raises(CorruptWeights, match="damaged/tokenizer.json: not readable as a tokenizer "):
         compare(tmp_path / "turned", broken)
     (tmp_path / "empty").mkdir()
     with pytest.raises(WrongPair, match="no tokenizer.json"):

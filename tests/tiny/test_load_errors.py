@@ -146,7 +146,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], type[ModelError], str]] = {
     "index leaves the folder": (
         lambda f: (f / INDEX).write_text('{"weight_map": {"a": "../x.safetensors"}}'),
         CorruptWeights,
-        "outside the folder",
+        "outside of the folder",
     ),
     "empty file": (lambda f: truncate(f, 0), CorruptWeights, "truncated"),
     "truncated header": (lambda f: truncate(f, 200), CorruptWeights, "truncated"),

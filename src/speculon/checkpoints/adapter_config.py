@@ -122,12 +122,17 @@ def read_adapter(name: str, path: str | Path) -> AdapterCheckpoint:
 def refuse_others(where: str, config: Mapping[str, Any]) -> None:
     """Raises `UnsupportedModel` for another method than LoRA, or a variant whose sum is another one."""
     if (method := config.get("peft_type")) != "LORA":
-        raise UnsupportedModel(f"{where}: peft_type {method!r}; LORA is supported")
+        raise UnsupportedModel(f"{where}: peft_type {method!r} is not supported, only LORA")
     if (bias := config.get("bias", "none")) != "none":
-        raise UnsupportedModel(f"{where}: bias {bias!r}; biases are the base's, bias none is supported")
+        raise UnsupportedModel(
+            f"{where}: bias {bias!r} is not supported, only none: biases stay those of the base model"
+        )
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower() not in OWN_BASE:
-        why = "it changes the weights of the base; convert the adapter to a plain one with peft"
+        why = (
+            "not supported, because it changes the weights of the base model; convert it to a plain "
+            "adapter with peft"
+        )
         raise UnsupportedModel(f"{where}: init_lora_weights {start!r}: {why}")
     for name, value in config.items():
         if value and name not in READ and name not in WITHOUT_EFFECT:
@@ -141,12 +146,17 @@ def read_shapes(where: str, file: Path) -> tuple[dict[str, dict[str, tuple[int, 
     """
     counts = parameters_by_dtype(file)
     if others := counts.keys() - {"float64", "float32", "float16", "bfloat16"}:
-        raise UnsupportedModel(f"{where}: weights in {', '.join(sorted(others))}")
+        raise UnsupportedModel(
+            f"{where}: weights in {', '.join(sorted(others))} are not supported, only floating-point ones"
+        )
     shapes: dict[str, dict[str, tuple[int, int]]] = {}
     for name, tensor in read_header(file)[0].items():
         match, shape = TENSOR.fullmatch(name), tensor["shape"]
         if match is None or len(shape) != 2:
-            raise UnsupportedModel(f"{where}: tensor {name} {shape} is no matrix lora_A or lora_B of a layer")
+            raise UnsupportedModel(
+                f"{where}: tensor {name} of shape {shape} is not supported: it is not a matrix lora_A or "
+                "lora_B of a layer"
+            )
         shapes.setdefault(match["layer"], {})[match["side"]] = (shape[0], shape[1])
     return shapes, counts.total()
 
@@ -161,7 +171,7 @@ def layers_of(
     for name, sides in shapes.items():
         if sides.keys() != {"A", "B"}:
             missing = "B" if "A" in sides else "A"
-            raise MissingWeights(f"{where}: {name} has no lora_{missing}")
+            raise MissingWeights(f"{where}: layer {name} has no lora_{missing}")
         rank = number(where, config, "r", "rank_pattern", name)
         alpha = number(where, config, "lora_alpha", "alpha_pattern", name)
         if not (rank >= 1 and sides["A"][0] == sides["B"][1] == rank):
@@ -181,7 +191,9 @@ def number(where: str, config: Mapping[str, Any], name: str, patterns: str, laye
                 value = own
                 break
         except re.error as error:
-            raise ModelError(f"{where}: {patterns} has {pattern!r}: {error}") from None
+            raise ModelError(
+                f"{where}: {patterns} has the pattern {pattern!r}, which is not a regular expression: {error}"
+            ) from None
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ModelError(f"{where}: {name} = {str(value):.80}: takes a number")
+        raise ModelError(f"{where}: {name} = {str(value):.80}: must be a number")
     return value

@@ -49,9 +49,9 @@ def read_defaults(path: Path) -> dict[str, Any]:
             continue
         try:
             if not isinstance(value, int | float) or isinstance(value, bool) or (ours == LIMIT and value < 1):
-                raise InvalidParameter(theirs, value, "is no such number")
+                raise InvalidParameter(theirs, value, "must be a number in its range")
             check_field(ours, value)
             defaults[ours] = int(value) if ours in (LIMIT, "top_k") else value
         except InvalidParameter as error:
-            log.warning("%s: %s left out: %s", path, theirs, error)
+            log.warning("%s: %s is ignored: %s", path, theirs, error)
     return defaults

@@ -139,7 +139,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelNotFound(f"{folder}: no such folder")
     if not folder.is_dir():
         raise ModelNotFound(
-            f"{folder}: a model is a folder with config.json and safetensors files, this is a file"
+            f"{folder}: this is a file, but a model is a GGUF file or a folder with config.json and "
+            "safetensors files"
         )
     path = folder / "config.json"
     if not path.is_file():
@@ -174,12 +175,15 @@ def weight_files(folder: Path) -> tuple[tuple[Path, ...], bool]:
         index = read_json(folder / INDEX, CorruptWeights)
         names = sorted(set((index.get("weight_map") or {}).values())) if isinstance(index, dict) else []
         if not names:
-            raise CorruptWeights(f"{folder / INDEX}: no weight_map")
+            raise CorruptWeights(f"{folder / INDEX}: it has no weight_map")
         if any(Path(name).name != name for name in names):
-            raise CorruptWeights(f"{folder / INDEX}: names a file outside the folder")
+            raise CorruptWeights(
+                f"{folder / INDEX}: it names a file outside of the folder, which is not allowed"
+            )
         if missing := [name for name in names if not (folder / name).is_file()]:
             raise MissingWeights(
-                f"{folder}: {len(missing)} of {len(names)} weight files are missing, first {missing[0]}"
+                f"{folder}: {len(missing)} of {len(names)} weight files are missing, the first is "
+                f"{missing[0]}"
             )
         return tuple(folder / name for name in names), False
     if (folder / "model.safetensors").is_file():
@@ -191,8 +195,10 @@ def weight_files(folder: Path) -> tuple[tuple[Path, ...], bool]:
     ):
         return tuple(pickles), True
     if ggufs := sorted(folder.glob("*.gguf")):
-        raise UnsupportedModel(f"{folder}: GGUF weights; name the file itself, as {ggufs[0]}")
-    raise MissingWeights(f"{folder}: no safetensors file")
+        raise UnsupportedModel(
+            f"{folder}: the folder has GGUF weights; name the file itself, for example {ggufs[0]}"
+        )
+    raise MissingWeights(f"{folder}: it has no safetensors file")
 
 
 def refuse_unsafe(checkpoint: Checkpoint, *, allow_pickle: bool) -> None:
@@ -200,7 +206,7 @@ def refuse_unsafe(checkpoint: Checkpoint, *, allow_pickle: bool) -> None:
     if checkpoint.pickled and not allow_pickle:
         raise UnsafeCheckpoint(
             f"{checkpoint.files[0]}: pickle weights can run code; "
-            "convert them to safetensors or pass allow_pickle=True"
+            "convert them to safetensors, or set allow_pickle if you trust the source"
         )
 
 

@@ -96,7 +96,8 @@ def locate(
     except Exception as error:
         offline = "; HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else ""
         raise ModelNotFound(
-            f"{path}: no such folder, and the hub has none of that name ({first_line(error)}){offline}"
+            f"{path}: no such folder, and the model hub has no model of this name "
+            f"({first_line(error)}){offline}"
         ) from error
 
 

@@ -20,7 +20,7 @@ from speculon.checkpoints.headers import TOKENIZER_CONFIG, read_json
 from speculon.checkpoints.locate import first_line, locate
 from speculon.core.errors import ModelError
 
-NEEDLESS = "for token ids alone, LLM(..., tokenizer=None) needs none"
+NEEDLESS = "LLM(..., tokenizer=None) works with token ids only, and needs none"
 
 
 @contextmanager

@@ -61,8 +61,9 @@ class Spelling:
         if backend is None:
             class_name = type(tokenizer.inner).__name__
             raise WrongPair(
-                f"{name}: different tokenizers, and the bytes of this one's tokens are not known "
-                f"({class_name})"
+                f"{name}: its tokenizer differs from the other model's, and drafts cannot be translated, "
+                "because the "
+                f"bytes of its tokens are not known ({class_name})"
             )
         return cls.read(json.loads(backend.to_str()), name)
 
@@ -80,7 +81,7 @@ class Spelling:
             }
             pieces = {token: piece for piece, token in entries(file["model"]["vocab"]) if token not in added}
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise CorruptWeights(f"{name}: no tokenizer's vocabulary") from None
+            raise CorruptWeights(f"{name}: its tokenizer.json has no usable vocabulary") from None
         keys = {token: (special, content.encode()) for token, (special, content) in added.items()}
         for token, piece in pieces.items():
             spelt = spell(piece)
@@ -175,7 +176,7 @@ def encoded(text: str, folder: Path) -> list[int]:
     try:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library has no error of its own
-        raise CorruptWeights(f"{folder / 'tokenizer.json'}: no tokenizer ({error})") from error
+        raise CorruptWeights(f"{folder / 'tokenizer.json'}: not readable as a tokenizer ({error})") from error
     return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
@@ -187,7 +188,7 @@ def same_ids(draft: Mapping[str, int], target: Mapping[str, int]) -> bool:
 def tokenizer_file(folder: Path) -> Any:
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise WrongPair(f"no tokenizer.json in {folder} to compare")
+        raise WrongPair(f"{folder}: it has no tokenizer.json, so the tokenizers cannot be compared")
     return read_json(path, CorruptWeights)
 
 
@@ -197,7 +198,7 @@ def vocabulary(file: Any, folder: Path) -> dict[str, int]:
         added = {entry["content"]: entry["id"] for entry in file.get("added_tokens") or ()}
         return dict(entries(file["model"]["vocab"])) | added
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise CorruptWeights(f"{folder / 'tokenizer.json'}: no tokenizer's vocabulary") from None
+        raise CorruptWeights(f"{folder / 'tokenizer.json'}: it has no usable vocabulary") from None
 
 
 def entries(vocab: Any) -> Iterator[tuple[str, int]]:
@@ -216,8 +217,8 @@ def speller(file: Any, name: str) -> Callable[[str], bytes | None]:
         return spell_sentencepiece
     model_type = model.get("type") or "unknown"
     raise WrongPair(
-        f"{name}: different tokenizers, and the bytes of this one's tokens are not known (a {model_type} "
-        f"model, neither byte-level nor SentencePiece's)"
+        f"{name}: its tokenizer differs from the other model's, and drafts cannot be translated, because the "
+        f"bytes of its tokens are not known (a {model_type} model, neither byte-level nor SentencePiece's)"
     )
 
 
