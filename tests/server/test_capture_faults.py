@@ -54,12 +54,12 @@ def test_a_disk_that_refuses_ends_the_capture_and_no_request(
             inside.metric("speculon_capturing") == 0 and inside.metric("speculon_captured_choices_total") == 1
         )
         lines = [record.getMessage() for record in caplog.records if "capture" in record.getMessage()]
-        assert lines == [f"capture ends: {tmp_path}: No space left on device"], "once"
+        assert lines == [f"capture has ended: {tmp_path}: No space left on device"], "once"
         assert len(read(tmp_path)) == 1
         with monkeypatch.context() as patched:
             patched.setattr(Path, "unlink", refused)
             error = refusal(inside.client.delete(ROUTE, headers=by("a")), 500)
-            assert error["message"] == "it could not be deleted: No space left on device"
+            assert error["message"] == "the captured texts could not be deleted: No space left on device"
         assert inside.client.delete(ROUTE, headers=by("a")).status_code == 204 and not read(tmp_path)
 
 
@@ -117,7 +117,7 @@ def test_what_was_answered_before_a_kill_is_there_after_it_and_the_engine_ends(
     with path.open("ab") as file:
         file.write(b'{"prompt": "hal')
     with served(capture=str(folder), capture_key=["one", "two"]) as inside:
-        assert "half a line" in caplog.text
+        assert "an incomplete last line" in caplog.text
         for key in ("one", "three"):
             write(inside, key, f"say:{key}")
     assert [line["completion"] for line in sorted(read(folder), key=lambda line: line["time"])] == [

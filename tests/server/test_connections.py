@@ -249,7 +249,7 @@ def test_an_address_has_a_limit(caplog: pytest.LogCaptureFixture) -> None:
                 client.socket.close()
             wait_until(lambda: b"200 OK" in answer_to_one(inside.url))
     (line,) = [line for line in caplog.messages if "connections" in line]
-    assert line.startswith("127.0.0.2 has 3 connections, the most (serve.max_connections_per_address)")
+    assert line.startswith("127.0.0.2 has 3 open connections, the limit of serve.max_connections_per_address")
 
 
 def answer_to_one(url: str) -> bytes:
@@ -272,7 +272,7 @@ def test_descriptors_are_kept_free(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     assert ConnectionLimits(ServeConfig()).most_per_address == 2
     lines = [line for line in caplog.messages if "descriptors" in line]
     assert lines == [
-        "10 file descriptors (ulimit -n) allow 5 connections, and all are open: new ones are closed"
+        "10 file descriptors (ulimit -n) allow 5 connections, and all are in use, so new ones are closed"
     ]
 
 
@@ -313,4 +313,4 @@ def test_200_silent_connections_leave_the_server_usable(tmp_path: Path) -> None:
         assert server.end() == 0
         assert len([line for line in server.stderr.splitlines() if "connections" in line]) == 1, server.stderr
         warning = json.loads(server.stderr.splitlines()[0])
-        assert warning["level"] == "WARNING" and "without a key" in warning["message"]
+        assert warning["level"] == "WARNING" and "no API key is set" in warning["message"]

@@ -194,7 +194,7 @@ async def test_a_message_that_cannot_be_read_ends_the_engine() -> None:
     async with begun() as engine:
         queue = await engine.submit([ask("r", max_tokens=2000)])
         process_of(engine)._pipe.send(Riddle())
-        with pytest.raises(EngineError, match="cannot be read"):
+        with pytest.raises(EngineError, match="could not be read"):
             await all_of(queue)
         queue.close()
 

@@ -75,7 +75,7 @@ def test_running_streams_are_finished_after_term(tmp_path: Path) -> None:
         server.wait_for(lambda: all(reader.begun() for reader in readers))
         (engine,) = server.children()
         server.process.send_signal(signal.SIGTERM)
-        server.wait_for(lambda: "\nfinishing 8 requests\n" in server.stderr)
+        server.wait_for(lambda: "\nfinishing 8 requests, for at most " in server.stderr)
         with pytest.raises(httpx.ConnectError):
             httpx.get(url + "/health", **LOCAL_HTTP)
         assert server.process.poll() is None

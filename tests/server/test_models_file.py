@@ -95,7 +95,7 @@ def test_one_account_for_two_devices_is_seen(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_name_of_two_models_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'c' is a name of two models: c and a"):
+    with pytest.raises(ConfigError, match="'c' is a name of two models, c and a"):
         with with_tables(tmp_path, '[models.a]\naliases = ["c"]\n'):
             pass
 
@@ -154,7 +154,7 @@ def test_a_table_is_about_the_model_of_the_settings_with_its_name(tmp_path: Path
 def test_a_name_for_a_model_with_a_table_is_refused(tmp_path: Path) -> None:
     (tmp_path / "models.toml").write_text("[models.one]\n")
     serve = {"models_file": tmp_path / "models.toml", "served_model_name": "other"}
-    with pytest.raises(ConfigError, match=r"served_model_name = 'other': 'one' has its names"):
+    with pytest.raises(ConfigError, match=r"served_model_name = 'other': 'one' has a table in "):
         catalogue_of({}, EngineConfig(serve=serve), [])
 
 

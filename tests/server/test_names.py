@@ -37,7 +37,7 @@ def test_routes_that_are_not_there_say_so(inside: Inside) -> None:
     for route in ("embeddings", "moderations"):
         response = inside.post(route, model="x", input="y")
         assert response.status_code == 404
-        assert response.json()["error"]["message"] == f"this server generates text; it has no {route}"
+        assert response.json()["error"]["message"] == f"this server only generates text: it has no {route}"
 
 
 def test_version_and_ping(inside: Inside) -> None:

@@ -95,7 +95,7 @@ def test_template_and_prompt_tell_how_a_reply_thinks(case: str) -> None:
 def test_ids_that_are_no_tokens_are_left_to_the_engine() -> None:
     with served(template=OPENS) as inside:
         error = inside.post("chat/completions", prompt_token_ids=[97, 999]).json()["error"]
-        assert error["param"] == "prompt_token_ids" and "token ids go from 0" in error["message"]
+        assert error["param"] == "prompt_token_ids" and "token ids must be from 0" in error["message"]
 
 
 OPENS, SPEAKS = "{{ messages }}<think>\n", "{{ messages }}</think>"

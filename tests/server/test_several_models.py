@@ -97,7 +97,10 @@ def test_requests_choose_a_model_and_the_first_is_the_default() -> None:
         assert pool.inside.client.get("/v1/models/b").json() == cards["b"]
         chat = {"messages": [{"role": "user", "content": "x"}]}
         bodies = (("completions", {"prompt": "x"}), ("chat/completions", chat), ("responses", {"input": "x"}))
-        for name, what in (("nobody", "this server"), ("head", "a drafter of method eagle3; this server")):
+        for name, what in (
+            ("nobody", "this server"),
+            ("head", "is a drafter of method eagle3, not a model; this server"),
+        ):
             for route, body in bodies:
                 refused = pool.inside.post(route, model=name, **body)
                 error = refused.json()["error"]
@@ -123,7 +126,7 @@ def test_the_routes_beside_generation_take_a_model() -> None:
 
 
 def test_a_pinned_name_has_to_be_there() -> None:
-    with pytest.raises(ConfigError, match="pin = 'd': this server has 'a', 'b', 'c'"):
+    with pytest.raises(ConfigError, match="pin = 'd': must be a model of this server: 'a', 'b', 'c'"):
         with several({"pin": ["d"]}):
             pass
 
@@ -189,7 +192,7 @@ def test_a_failed_load_is_an_error_of_its_requests_and_tried_again() -> None:
             )
             assert error["message"] == f"model 'b' could not be loaded: ModelNotFound: {reason}"
             assert pool.states()["b"] == "failed"
-        assert "it is tried again after 1 s" in pool.ask("b").json()["error"]["message"]
+        assert "the next attempt is possible in 1 s" in pool.ask("b").json()["error"]["message"]
         card = pool.inside.client.get("/v1/models/b").json()
         assert card["error"] == "planted again" and pool.inside.client.get("/health").status_code == 200
         assert pool.text("a") == "abc"
@@ -380,7 +383,10 @@ def test_requests_that_wait_for_a_load_are_refused_at_the_end(tmp_path: Path) ->
         waiting.join(10)
         (line,) = waiting.lines
         assert line["error"]["message"] == "the server is about to end"
-        assert "models: a, b; the first is the default\n" in server.stderr and "serving a:" in server.stderr
+        assert (
+            "models: a, b; requests that name no model use the first\n" in server.stderr
+            and "serving a:" in server.stderr
+        )
 
 
 # metrics

@@ -109,7 +109,7 @@ def test_lines_end_between_words(tmp_path: Path) -> None:
         terminal.process.kill()
     long = [line for line in terminal.lines if len(line) > WIDTH]
     assert all(" " not in line.strip() for line in long), f"only a word longer than a line may be: {long}"
-    assert "WARNING: 0.0.0.0 without an API key" in terminal.text
+    assert "WARNING: 0.0.0.0 is open to others without an API key" in terminal.text
     frame = [line for line in terminal.lines if line[:1] in tuple("╭│╰")]
     assert len(frame) >= 4, frame
     # a folder longer than a line is folded: compared without spaces

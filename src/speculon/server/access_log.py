@@ -19,7 +19,7 @@ class AccessRecord:
 
     request_id: str
     route: str  # as the metrics name it
-    path: str = ""  # as the client wrote it; parts that no route has as their length
+    path: str = ""  # as the client wrote it, but parts that no route has are replaced by their length
     started: float = field(default_factory=perf_counter)
     first_token: float | None = None  # seconds from the start
     last: float = 0.0  # when the latest tokens came
@@ -28,7 +28,7 @@ class AccessRecord:
     status: int = 0
     reason: str | None = None  # of a refusal or a fault, without text of the request
     answer: Answer | None = None
-    watch: Callable[[list[Event]], None] | None = None  # of the administration
+    watch: Callable[[list[Event]], None] | None = None  # set by the administration, to follow the request
     complete: bool = False  # whether a stream came to its end
 
     def receive(self, events: list[Event]) -> None:
@@ -48,7 +48,7 @@ class AccessRecord:
 
     @property
     def finish(self) -> str:
-        """How its choices ended; `abort` where the client left or the time was over."""
+        """How its choices ended; `abort` if the client left or the time limit was reached."""
         if self.answer is None:
             return "refused"
         cut = "error" if self.reason else "abort"
@@ -93,5 +93,5 @@ class AccessRecord:
 
 
 def one_line(text: str) -> str:
-    """No text of a client begins a line of its own in the log."""
+    """Escapes line ends, so that no text of a client can begin a line of the log."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

@@ -37,7 +37,7 @@ class Answer:
         self.adapter = model.adapter
         self.tokenizer, self.created = model.tokenizer, int(time.time())
         self.choices: list[Choice] = []
-        self._choices_of: dict[str, list[Choice]] = {}  # of each request in the engine, by its id
+        self._choices_of: dict[str, list[Choice]] = {}  # id of a request in the engine -> its choices
         for i, prompt in enumerate(request.prompts):
             first = i * request.params.n
             echo = request.echo[i] if request.echo else None
@@ -53,11 +53,11 @@ class Answer:
 
     @property
     def base(self) -> str:
-        """The model's name, without that of an adapter."""
+        """The name of the model, without the name of an adapter."""
         return self.model.removesuffix(f":{self.adapter}") if self.adapter else self.model
 
     def adds(self) -> list[Add]:
-        """The messages that submit its prompts, for this tenant whatever the body says."""
+        """The messages that submit its prompts. The tenant is the API key's, whatever the body says."""
         request = self.request
         speculation = request.speculation.model_copy(update={"tenant": self.tenant})
         return [
@@ -73,7 +73,7 @@ class Answer:
         ]
 
     async def submit(self, engine: EngineClient) -> None:
-        """Submits every prompt, or none; `close` ends them. Raises by the names of the client's fields."""
+        """Submits all prompts or none. Errors name the fields of the client's body."""
         try:
             self._outputs = await engine.submit(self.adds())
         except InvalidParameter as error:
@@ -82,12 +82,14 @@ class Answer:
             self._deadline = asyncio.get_running_loop().time() + self._time_limit
 
     async def deltas(self, on_events: Callable[[list[Event]], None]) -> AsyncIterator[list[ChoiceDelta]]:
-        """What the choices gain, in batches; at the time limit the last ones say `abort`."""
+        """Yields what is new of the choices, in batches. At the time limit the last batch has finish reason
+        `abort`.
+        """
         assert self._outputs is not None, "submit() comes first"
         aborted = False
         while True:
             try:
-                # never around a yield: it would cancel the reader
+                # the timeout must not enclose a yield, because it would cancel the reader of the answer
                 async with asyncio.timeout_at(self._deadline):
                     events = await self._outputs.take()
             except TimeoutError:
@@ -109,7 +111,7 @@ class Answer:
             self._outputs.close()
 
     def push(self, event: Event) -> ChoiceDelta | None:
-        """What an event adds; None where it has nothing to show."""
+        """What an event adds to its choice; None if there is nothing to show."""
         choices = self._choices_of[event.request_id]
         if event.prompt_logprobs:
             for choice in choices:
@@ -127,7 +129,7 @@ class Answer:
 
     @property
     def stats(self) -> RequestStats:
-        """Of all choices together."""
+        """The statistics of all choices together."""
         total = RequestStats()
         for choice in self.choices:
             if choice.stats is not None:
@@ -135,7 +137,7 @@ class Answer:
         return total
 
     def progress(self) -> dict[str, Any]:
-        """What `speculation` has at the end, as far as events tell it while the answer is written."""
+        """The figures of `speculation` that are known while the answer is still being generated."""
         total = RequestStats()
         for choice in self.choices:
             total.add(choice.stats or choice.so_far)
@@ -149,7 +151,7 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         prompt, stats = sum(map(len, self.request.prompts)), self.stats
-        # of the first sample alone: the others find its pages
+        # only of the first sample, because the others find its pages in the cache
         first = [choices[0].stats for choices in self._choices_of.values()]
         cached = sum(sample.cached_tokens for sample in first if sample is not None)
         reasoning = {"reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices)}
@@ -180,7 +182,7 @@ class Answer:
         return [self.chunk(ChoiceDelta(choice.index, [role])) for choice in self.choices]
 
     def chunks(self, new: ChoiceDelta) -> list[dict[str, Any]]:
-        """What an event added, as the stream sends it. The finish reason has a chunk of its own, because
+        """The chunks for what an event added. The finish reason has a chunk of its own, because
         some clients ignore the text beside it.
         """
         if new.finish_reason is None or not new.has_content:

@@ -75,7 +75,7 @@ def add_completions(app: FastAPI, state: AppState) -> None:
     async def tokenize(body: schemas.TokenizeRequest) -> answer_schemas.TokenizeResponse:
         """Token ids of a prompt or of a conversation."""
         if (body.prompt is None) == (body.messages is None):
-            raise InvalidParameter("prompt", body.prompt, "give this or messages, and not both")
+            raise InvalidParameter("prompt", body.prompt, "give either prompt or messages")
         async with state.pool.use(body.model) as pooled:
             read = partial(read_tokens, body, pooled.model)
             tokens = await state.read(read, has_images(body.messages))
@@ -90,7 +90,7 @@ def add_completions(app: FastAPI, state: AppState) -> None:
             model = pooled.model
             wrong = next((token for token in body.tokens if token >= model.vocab_size), None)
             if wrong is not None:
-                raise InvalidParameter("tokens", wrong, f"token ids go from 0 to {model.vocab_size - 1}")
+                raise InvalidParameter("tokens", wrong, f"token ids must be from 0 to {model.vocab_size - 1}")
             decode = partial(model.tokenizer.decode, body.tokens, skip_special_tokens=False)
             return answer_schemas.DetokenizeResponse(prompt=await state.read(decode))
 
@@ -111,11 +111,13 @@ def add_pools(app: FastAPI, state: AppState) -> None:
         state.pool.check_open()
         # a misspelt parameter must not delete everything
         if len(items := request.query_params.multi_items()) > (pool is not None) + (model is not None):
-            raise InvalidParameter("query", [name for name, _ in items], "takes pool and model, each once")
+            raise InvalidParameter(
+                "query", [name for name, _ in items], "must be pool and model, each at most once"
+            )
         digest = None if pool is None else pool_digest(pool)
         async with state.pool.use(model) as pooled:  # loaded for it: a state folder may have some
             if not await pooled.engine.forget_pools(request.state.tenant, digest):
-                raise HTTPException(404, "nothing is remembered under this name and API key")
+                raise HTTPException(404, "no earlier answers are kept under this name and API key")
         return Response(status_code=204)
 
 
@@ -124,12 +126,16 @@ def add_capture(app: FastAPI, state: AppState) -> None:
     async def forget(request: Request) -> Response:
         """Delete the texts that were captured of this API key."""
         if names := list(request.query_params):  # with a user's name, too, everything would be deleted
-            raise InvalidParameter("query", names, "takes nothing: all of this API key is deleted")
+            raise InvalidParameter(
+                "query", names, "must be empty: all that was captured of this API key is deleted"
+            )
         try:
             if state.capture is None or not await state.capture.forget(request.state.tenant):
-                raise HTTPException(404, "nothing is captured of this API key")
+                raise HTTPException(404, "nothing was captured of this API key")
         except OSError as error:
-            raise HTTPException(500, f"it could not be deleted: {error.strerror or error}") from None
+            raise HTTPException(
+                500, f"the captured texts could not be deleted: {error.strerror or error}"
+            ) from None
         return Response(status_code=204)
 
 
@@ -198,7 +204,7 @@ def add_refusals(app: FastAPI) -> None:
     def refuse(path: str, why: str) -> None:
         @app.post(path, include_in_schema=False)
         async def refused() -> None:
-            raise HTTPException(404, f"this server generates text; it has no {why}")
+            raise HTTPException(404, f"this server only generates text: it has no {why}")
 
     refuse("/v1/embeddings", "embeddings")
     refuse("/v1/moderations", "moderations")

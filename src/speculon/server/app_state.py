@@ -82,7 +82,7 @@ class AppState:
         try:
             return await asyncio.get_running_loop().run_in_executor(readers, work)
         except RecursionError:
-            raise InvalidRequest("the body is nested too deeply") from None
+            raise InvalidRequest("the body's JSON is nested too deeply") from None
 
     def keep(self, answer: Answer) -> None:
         """Captures a complete answer, where the settings, the client and its key allow it."""

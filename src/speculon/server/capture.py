@@ -111,14 +111,14 @@ class Capture:
         except OSError as error:
             self.open = False
             path, why = error.filename or self._files.root, error.strerror or error
-            log.warning("capture ends: %s: %s", path, why)
+            log.warning("capture has ended: %s: %s", path, why)
             return False
 
     def _count(self, size: int, writing: Future[Written]) -> None:
         self._pending -= size
         if fault := writing.exception():
             self.open = False
-            log.error("capture ends: a fault in its own code", exc_info=fault)
+            log.error("capture has ended because of a fault in its own code", exc_info=fault)
             return
         written, size, lost = writing.result()
         self.written, self.bytes, self.lost = self.written + written, self.bytes + size, self.lost + lost

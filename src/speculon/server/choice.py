@@ -61,14 +61,14 @@ class Choice:
         params = request.params
         self.index, self.tokens = index, 0
         self.finish: Finish | None = None
-        self.stats: RequestStats | None = None  # of the engine, with the end
-        self.so_far = RequestStats()  # what its events have told
+        self.stats: RequestStats | None = None  # the engine's statistics, which come with the end
+        self.so_far = RequestStats()  # what is known from its events until then
         self.echoed = 0  # characters of the prompt that the text begins with
-        self.deltas: list[Delta] = []  # all so far, where they are captured
+        self.deltas: list[Delta] = []  # all deltas so far, if the request is captured
         self.finish_reason: str | None = None  # in the API's words
         self._request, self._tokenizer, self._parser = request, tokenizer, request.parser()
         tags = special_tags(tokenizer, self._parser.tags) if params.skip_special_tokens else {}
-        self._hidden = tuple(tags)  # of the text that the parser sees
+        self._hidden = tuple(tags)  # tags that only the parser sees
         self._stream = TaggedStream(Stream.of(tokenizer, params, prompt), tags)
         self.reasoning_tokens = 0
         self._answer = AnswerStart(params.thinking, tokenizer) if params.thinking else None
@@ -76,7 +76,7 @@ class Choice:
         self._prompt_logprobs: list[TokenLogprobs] = []
 
     def push_prompt_logprobs(self, logprobs: Iterable[TokenLogprobs]) -> None:
-        """They come before any token."""
+        """Takes the log-probabilities of the prompt, which come before any token."""
         self._prompt_logprobs.extend(logprobs)
 
     def push(self, event: Event) -> ChoiceDelta:
@@ -147,7 +147,9 @@ class Choice:
     def _logprobs(
         self, echoed: Any, logprobs: Iterable[TokenLogprobs], places: list[TextOffset], answers: list[bool]
     ) -> Any:
-        """In the form of the endpoint; those of a chat are of its answer's tokens, not of a thinking's."""
+        """The log-probabilities in the form of the endpoint. A chat reports only tokens of its answer, not of
+        its thinking.
+        """
         if self._request.chat:
             each = zip(logprobs, places, answers, strict=True)
             return {"content": [self._token(logprob, place) for logprob, place, answer in each if answer]}
@@ -179,7 +181,7 @@ class Choice:
         return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": starts}
 
     def _names(self, tokens: Iterable[int], first: bool) -> dict[int, str]:
-        """Of each token; one whose name an earlier one has gets its id."""
+        """A name for each token; a token whose name is already taken gets its id as the name."""
         names: dict[str, int] = {}
         for token in tokens:
             name = self._tokenizer.token_name(token, first)
@@ -246,7 +248,7 @@ class TaggedStream:
         return self._tagged(self._stream.push([token]))
 
     def _tagged(self, text: str) -> str:
-        """`text`, which goes on from what was returned, with the tags that stand in it or at its ends."""
+        """`text`, the continuation of what was returned, with the tags that are in it or at its ends."""
         begun, tagged = self._returned, ""
         self._returned += len(text)
         while self._held and self._held[0][0] <= self._returned:

@@ -74,7 +74,7 @@ def read_completion(body: CompletionRequest, model: ServedModel) -> GenerationRe
     prompt_logprobs = body.logprobs if body.echo else None
     infill = Infill(model, body.suffix) if body.suffix else None
     if infill and body.echo:
-        raise InvalidParameter("echo", True, "not together with suffix")
+        raise InvalidParameter("echo", True, "cannot be used together with suffix")
     sent = sent_prompts(body)
     prompts = read_prompts(sent, model, infill, special=body.add_special_tokens is not False)
     requested = under_either(body, "max_tokens", "max_completion_tokens")
@@ -104,7 +104,7 @@ def read_completion(body: CompletionRequest, model: ServedModel) -> GenerationRe
 def sent_prompts(body: CompletionRequest) -> list[str | list[int]]:
     """A text, several texts, a list of ids or several lists, as a list of prompts."""
     if (body.prompt is None) == (body.prompt_token_ids is None):
-        raise InvalidParameter("prompt", body.prompt, "give this or prompt_token_ids, and not both")
+        raise InvalidParameter("prompt", body.prompt, "give either prompt or prompt_token_ids")
     prompt: Any = body.prompt_token_ids if body.prompt is None else body.prompt
     return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
 
@@ -112,7 +112,9 @@ def sent_prompts(body: CompletionRequest) -> list[str | list[int]]:
 def read_prompts(
     sent: list[str | list[int]], model: ServedModel, infill: Infill | None, special: bool
 ) -> list[list[int]]:
-    """Their token ids; `special`: with the tokens that the tokenizer adds, which infilling has none of."""
+    """The token ids of the prompts. With `special` the tokenizer adds its special tokens, except when
+    infilling.
+    """
     add = special and infill is None
     prompts = [model.encode(text, add_special_tokens=add) if isinstance(text, str) else text for text in sent]
     return prompts if infill is None else [infill.prompt(before) for before in prompts]
@@ -122,15 +124,15 @@ def prompt_text(sent: str | list[int], model: ServedModel) -> str:
     """A prompt as it was sent; of token ids, without the special tokens that surround every text."""
     if isinstance(sent, str):
         return sent
-    known = range(model.tokenizer.vocab_size)  # the engine refuses others
+    known = range(model.tokenizer.vocab_size)  # the engine refuses all other ids
     ids = [token for token in sent if token in known]
     return sure_text(model.tokenizer, (), model.tokenizer.as_sent(ids), skip=False)
 
 
 def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:
     if body.top_logprobs and not body.logprobs:
-        raise InvalidParameter("top_logprobs", body.top_logprobs, "only with logprobs = true")
-    if (switched := thinks(body)) is not None:  # a variable of the template, unless that is given, too
+        raise InvalidParameter("top_logprobs", body.top_logprobs, "needs logprobs = true")
+    if (switched := thinks(body)) is not None:  # the template's variable, unless the body sets that itself
         variables = {"enable_thinking": switched, **(body.chat_template_kwargs or {})}
         body = body.model_copy(update={"chat_template_kwargs": variables})
     requested = under_either(body, "max_tokens", "max_completion_tokens")
@@ -139,7 +141,9 @@ def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:
     parser, form = read_tools(body, tools, model)
     prompt, images, begun = conversation(body, tools, model)
     if begun and body.tool_choice not in (None, "none", "auto"):
-        raise InvalidParameter(CONTINUE, True, "not together with a forced tool call, which begins an answer")
+        raise InvalidParameter(
+            CONTINUE, True, "cannot be used together with a forced tool call, which begins a new answer"
+        )
     prompts, thinking = [prompt], thinking_of(model.tokenizer, prompt, begun)
     if thinking:
         parser = partial(ThinkingParser, thinking, parser)
@@ -185,13 +189,13 @@ def allowed_tools(body: ChatRequest) -> tuple[list[Tool], Any]:
 class ChatPrompt(NamedTuple):
     ids: list[int]
     images: tuple[ImageInput, ...] = ()
-    begun: Beginning | None = None  # what the answer goes on from
+    begun: Beginning | None = None  # the beginning that the answer continues
 
 
 def conversation(body: ChatRequest, tools: list[Tool], model: ServedModel) -> ChatPrompt:
-    """Token ids of the messages as the template writes them, or those that the client sent instead."""
+    """The token ids of the messages, through the chat template; or the ids that the client sent instead."""
     if bool(body.messages) == (body.prompt_token_ids is not None):
-        raise InvalidParameter("messages", body.messages, "give some, or prompt_token_ids instead")
+        raise InvalidParameter("messages", body.messages, "give either messages or prompt_token_ids")
     if body.prompt_token_ids is not None:
         if body.continue_final_message:
             raise InvalidParameter(CONTINUE, body.continue_final_message, "needs messages")
@@ -211,13 +215,15 @@ def conversation(body: ChatRequest, tools: list[Tool], model: ServedModel) -> Ch
 
 
 def continuation_in(messages: Seq[Message], field: bool | str | None) -> bool | str | None:
-    """Whether the answer goes on from the last message: as the field says, or the message's own `prefix`, as
-    Mistral and DeepSeek name it.
+    """Whether the answer continues the last message: the field says so, or the message has `prefix`, the name
+    that Mistral and DeepSeek use.
     """
     if not messages[-1].prefix:
         return field
     if field is False:
-        raise InvalidParameter(CONTINUE, field, f"messages.{len(messages) - 1}.prefix is True")
+        raise InvalidParameter(
+            CONTINUE, field, f"must not be false, because messages.{len(messages) - 1}.prefix is true"
+        )
     return field or True
 
 
@@ -230,13 +236,15 @@ def read_tools(
     if not tools:
         if choice not in ("none", "auto"):
             sent = choice.model_dump() if isinstance(choice, NamedTool) else choice
-            raise InvalidParameter("tool_choice", sent, "needs tools, and this server offers functions alone")
+            raise InvalidParameter(
+                "tool_choice", sent, "needs tools of type function, the only ones that this server supports"
+            )
         return TextParser, form
     if form is not None and choice != "auto":
-        raise InvalidParameter(form.name, form.value, "not together with a forced tool call")
+        raise InvalidParameter(form.name, form.value, "cannot be used together with a forced tool call")
     parallel = body.parallel_tool_calls is not False
     written = parser_for(model.tokenizer.template_for(tools=True, documents=bool(body.documents)))
-    if choice == "auto" and written is not None:  # in the model's own form
+    if choice == "auto" and written is not None:  # the model writes calls in its own form
         return partial(written, None if parallel else 1), form
     functions = callable_functions(tools, named)
     if named is not None:
@@ -259,7 +267,7 @@ def callable_functions(tools: Seq[Tool], named: str | None) -> list[dict[str, An
     if named is not None:
         functions = [function for function in functions if function["name"] == named][:1]
     if not functions:
-        raise InvalidParameter("tool_choice.function.name", named, "is not among the tools")
+        raise InvalidParameter("tool_choice.function.name", named, "must be the name of one of the tools")
     check_size(functions)
     return [
         fitted(function, exact=named is not None or function.get("strict") is True) for function in functions
@@ -276,7 +284,9 @@ def json_schema_in(form: TextForm | None) -> dict[str, Any] | None:
         return None
     kind, value = form.structured.constraint
     if kind not in ("json_schema", "json_object"):
-        raise InvalidParameter(form.name, form.value, "not together with tools: it is no JSON")
+        raise InvalidParameter(
+            form.name, form.value, "cannot be used together with tools, because it is not JSON"
+        )
     return {"type": "object"} if kind == "json_object" else {} if value is True else value
 
 

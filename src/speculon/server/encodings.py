@@ -12,8 +12,8 @@ from speculon.core.logs import name_for_log
 
 KNOWN = ("gzip", "x-gzip", "deflate")
 NAMES = "gzip or deflate"
-MAX_ENCODINGS = 2  # one upon the other
-MAX_MEMBERS = 16  # gzip streams, one after the other
+MAX_ENCODINGS = 2  # encodings applied on top of each other
+MAX_MEMBERS = 16  # gzip streams in a row within one body
 GZIP, ZLIB, RAW = 31, 15, -15  # zlib's names of formats, by the window's bits
 
 
@@ -60,7 +60,7 @@ class Encoding:
         return zlib.decompressobj(GZIP if self._gzip else ZLIB if data[0] & 0xF == 8 else RAW)
 
     def _damaged(self, why: str) -> DamagedBody:
-        return DamagedBody(f"the body is no {self._name}, though its content-encoding says so: {why}")
+        return DamagedBody(f"content-encoding is {self._name}, but the body cannot be decoded as such: {why}")
 
 
 class Encodings:
@@ -74,7 +74,9 @@ class Encodings:
             shown = name_for_log(unknown[0])
             raise UnknownEncoding(f"content-encoding {shown}: send the body as it is, or as {NAMES}")
         if len(names) > MAX_ENCODINGS:
-            raise UnknownEncoding(f"content-encoding has {len(names)} encodings, at most {MAX_ENCODINGS}")
+            raise UnknownEncoding(
+                f"content-encoding has {len(names)} encodings, and may have at most {MAX_ENCODINGS}"
+            )
         self._last_first = [Encoding(name) for name in reversed(names)]
 
     def decode(self, data: bytes, most: int) -> bytes:

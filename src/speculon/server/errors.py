@@ -131,10 +131,10 @@ def misfit(errors: Iterable[Any]) -> tuple[Failure, str]:
     shown, feature = name or "body", None
     limits = {"extra_forbidden": "unknown or unsupported field", "missing": "is needed"}
     if not parts and isinstance(error["input"], bytes):
-        name, message = "", "the body must come with content-type application/json"
+        name, message = "", "the request must have content-type application/json"
         logged = message
     elif error["type"] == "json_invalid":
-        name, message = "", f"the body is no JSON: {error['ctx']['error']} at character {parts[0]}"
+        name, message = "", f"the body is not JSON: {error['ctx']['error']} at character {parts[0]}"
         logged = message
     elif limit := limits.get(error["type"]):
         message, logged = f"{shown}: {limit}", f"{name_for_log(shown)}: {limit}"

@@ -62,7 +62,9 @@ def find_form(tokenizer: Tokenizer, suffix: str) -> tuple[InfillForm, dict[str, 
         ids = {name: token for name, token in known.items() if token is not None}
         if len(ids) == len(known):
             return form, ids
-    raise InvalidParameter("suffix", suffix, "this model's tokenizer has no fill-in-the-middle tokens")
+    raise InvalidParameter(
+        "suffix", suffix, "cannot be used: this model's tokenizer has no fill-in-the-middle tokens"
+    )
 
 
 def continuation(model: ServedModel, text: str) -> list[int]:

@@ -116,6 +116,6 @@ def mend(path: Path) -> int:
             if end:
                 break
         if keep < size:
-            log.warning("capture: half a line is cut off at the end of %s", path)
+            log.warning("capture: an incomplete last line was removed from %s", path)
             file.truncate(keep)
     return keep

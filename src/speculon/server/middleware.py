@@ -26,7 +26,7 @@ from speculon.server.errors import Failure
 
 OPEN_PATHS = ("/health", "/ready", "/live", "/ping")  # probes have no key
 ADMIN = "/admin"  # has a key of its own, which `AdminGate` checks
-KEY_HEADERS = ("api-key", "x-api-key")  # where clients of Azure and of others send theirs
+KEY_HEADERS = ("api-key", "x-api-key")  # headers in which clients of Azure and of other services send the key
 REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 LOGGED_PATH = 200  # characters
 IMAGE, BASE64 = b'"data:', b";base64,"
@@ -210,7 +210,7 @@ def bearer_token(headers: Headers) -> bytes:
 
 
 def api_key(headers: Headers) -> bytes:
-    """The API key: the bearer token, else that of the first of `KEY_HEADERS`; empty where there is none."""
+    """The API key of a request: the bearer token, else the first of `KEY_HEADERS`; empty without one."""
     others = (headers.get(name, "").strip().encode("latin-1") for name in KEY_HEADERS)
     return bearer_token(headers) or next(filter(None, others), b"")
 

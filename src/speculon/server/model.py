@@ -22,17 +22,17 @@ class ServedModel:
     tokenizer: Tokenizer
     max_context: int
     vocab_size: int
-    own_method: str  # of its process
+    own_method: str  # the method of its process
     config: ServeConfig
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # for requests that set none
-    max_new_tokens: int | None = None  # of the checkpoint, where neither request nor settings say more
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # defaults for what a request does not set
+    max_new_tokens: int | None = None  # the checkpoint's, used if neither request nor settings have a limit
     images: Images = field(default_factory=Images.none)
-    adapter: str = ""  # of the target, that the client named
-    speculation: SpeculationConfig | None = None  # the same, where its process was started with other values
+    adapter: str = ""  # the target's adapter that the client named
+    speculation: SpeculationConfig | None = None  # its settings now, if its process was started with others
 
     @property
     def method(self) -> str:
-        """That drafts for a request which names none."""
+        """The method for a request that names none."""
         return self.own_method if self.speculation is None else self.speculation.method
 
     def under(self, adapter: str) -> Self:
@@ -74,12 +74,14 @@ class ServedModel:
             limits = (max(usual, min_tokens or 0), limit, self.max_context - longest)
             return min(length for length in limits if length is not None)
         if limit is not None and requested > limit:
-            refusal = InvalidParameter("max_tokens", requested, f"at most {limit} on this server")
+            refusal = InvalidParameter(
+                "max_tokens", requested, f"must be at most {limit} on this server (max_request_tokens)"
+            )
             raise refusal.about("limits.max_request_tokens")
         max_length(longest, requested, self.max_context)
         return requested
 
 
 def defaults_differ(started: SpeculationConfig, now: SpeculationConfig) -> bool:
-    """Whether they differ in what a request can set."""
+    """Whether the two differ in a field that a request can set."""
     return any(getattr(now, name) != getattr(started, name) for name in OF_REQUESTS)

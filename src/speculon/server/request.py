@@ -22,10 +22,10 @@ NAMES = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar":
 
 
 class TextForm(NamedTuple):
-    """What a body asks of the text."""
+    """The form of the text that a body requests."""
 
     name: str  # of the body's field
-    value: Any  # of it, as an error shows it
+    value: Any  # the field's value, as an error shows it
     structured: Structured
 
 
@@ -37,10 +37,10 @@ class GenerationRequest:
     prompts: list[list[int]]
     params: SamplingParams
     speculation: RequestSpeculation
-    method: str  # that drafts; shown in the answer
+    method: str  # the drafting method; shown in the answer
     stream: bool = False
-    include_usage: bool = False  # in the stream's last chunk
-    continuous_usage: bool = False  # in the chunks before it, too
+    include_usage: bool = False  # whether the last chunk of a stream has the usage
+    continuous_usage: bool = False  # whether all other chunks have it, too
     include_stats: bool = False
     explain: bool = False  # the source and the fate of each token
     echo: tuple[str, ...] = ()  # the prompts as sent, where the texts begin with them
@@ -48,7 +48,7 @@ class GenerationRequest:
     parser: Callable[[], ReplyParser] = field(default=TextParser)
     form: TextForm | None = None
     prompt_name: str = "prompt"  # the client's field
-    images: tuple[ImageInput, ...] = ()  # of its only prompt
+    images: tuple[ImageInput, ...] = ()  # images of the prompt, which is then the only one
 
     @property
     def sequences(self) -> int:
@@ -72,7 +72,7 @@ def read_sampling(body: Sampling, model: ServedModel, form: TextForm | None, **m
     Raises `InvalidParameter`.
     """
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise InvalidParameter("best_of", body.best_of, "must equal n: all choices are returned")
+        raise InvalidParameter("best_of", body.best_of, "must equal n, because all choices are returned")
     names = set(SamplingParams.model_fields) & (set(Sampling.model_fields) - {"logit_bias", "thinking"})
     fields = {name: value for name in names if (value := getattr(body, name)) is not None}
     if (penalty := under_either(body, "repetition_penalty", "repeat_penalty")) is not None:
@@ -93,10 +93,10 @@ def read_sampling(body: Sampling, model: ServedModel, form: TextForm | None, **m
 
 
 def under_either(body: Sampling, name: str, other: str) -> Any:
-    """The value of a field that has two names, which must not differ."""
+    """The value of a field that has two names. Raises `InvalidParameter` if they have different values."""
     first, second = getattr(body, name), getattr(body, other)
     if first is not None and second is not None and first != second:
-        raise InvalidParameter(name, first, f"{other} is {second}")
+        raise InvalidParameter(name, first, f"must equal {other}, which is {second}")
     return second if first is None else first
 
 
@@ -109,13 +109,13 @@ def form_of(body: Sampling) -> TextForm | None:
         return None
     if len(forms) > 1:
         (first, *_), (name, _, value), *_ = forms
-        raise InvalidParameter(name, value, f"not together with {first}")
+        raise InvalidParameter(name, value, f"cannot be used together with {first}")
     name, field, value = forms[0]
     if field == "json_schema" and isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise InvalidParameter(name, value, f"is no JSON: {error}") from None
+            raise InvalidParameter(name, value, f"must be JSON ({error})") from None
     try:
         return TextForm(name, value, Structured(**{field: value}))
     except InvalidParameter as error:
@@ -130,7 +130,7 @@ def response_format(body: Sampling) -> list[tuple[str, str, Any]]:
     if form.type == "json_object":
         return [("response_format", "json_object", True)]
     if form.json_schema is None:
-        raise InvalidParameter("response_format.json_schema", None, "is needed with type json_schema")
+        raise InvalidParameter("response_format.json_schema", None, "is needed when type is json_schema")
     return [("response_format.json_schema", "json_schema", form.json_schema.schema_)]
 
 
@@ -145,7 +145,7 @@ def structured_outputs(body: Sampling) -> list[tuple[str, str, Any]]:
     ]
     if not forms:
         names = ", ".join([*NAMES, "json_object"])
-        raise InvalidParameter("structured_outputs", fields, f"give one of {names}")
+        raise InvalidParameter("structured_outputs", fields, f"must have one of {names}")
     return forms
 
 
@@ -153,9 +153,9 @@ def read_biases(fields: dict[str, float]) -> dict[int, float]:
     biases = {}
     for token, bias in fields.items():
         if not (token.isascii() and token.isdecimal() and len(token) <= 10):
-            raise InvalidParameter("logit_bias", token, "keys are token ids")
+            raise InvalidParameter("logit_bias", token, "keys must be token ids")
         if not -100 <= bias <= 100:
-            raise InvalidParameter("logit_bias", {token: bias}, "from -100 to 100")
+            raise InvalidParameter("logit_bias", {token: bias}, "must be from -100 to 100")
         biases[int(token)] = bias
     return biases
 
@@ -174,7 +174,7 @@ def read_speculation(body: Sampling, model: ServedModel) -> RequestSpeculation:
         return RequestSpeculation(**fields)
     content, ids = body.prediction.content, body.prediction.token_ids
     if (content is None) == (ids is None):
-        raise InvalidParameter("prediction.content", content, "give this or token_ids, and not both")
+        raise InvalidParameter("prediction.content", content, "give either content or token_ids")
     # the settings refuse a prediction that is too long, before it is encoded
     speculation = RequestSpeculation(**fields, prediction=text_of(content) if ids is None else tuple(ids))
     # encoded here, where no step waits for it
@@ -191,7 +191,7 @@ def common_fields(body: Sampling, model: ServedModel) -> dict[str, Any]:
     """Fields of `GenerationRequest` that both routes fill alike."""
     options = body.stream_options
     if options is not None and not body.stream:
-        raise InvalidParameter("stream_options", options.model_dump(), "only with stream = true")
+        raise InvalidParameter("stream_options", options.model_dump(), "needs stream = true")
     speculation = read_speculation(body, model)
     return {
         "speculation": speculation,
@@ -211,7 +211,10 @@ def shows_usage(body: Sampling) -> bool:
 
 
 def thinks(body: Sampling) -> bool | None:
-    """Whether the model is to think, by any of the fields that say it, which must not differ."""
+    """Whether the model shall think, according to any of the fields that say so; None: no field does.
+
+    Raises `InvalidParameter` if two fields contradict each other.
+    """
     thinking, reasoning = body.thinking, body.reasoning
     if thinking is not None and not isinstance(thinking, bool):
         thinking = {"enabled": True, "disabled": False}.get(thinking.type)
@@ -223,7 +226,7 @@ def thinks(body: Sampling) -> bool | None:
     given = [(name, value) for name, value in fields.items() if value is not None]
     for name, value in given[1:]:
         if value != given[0][1]:
-            raise InvalidParameter(given[0][0], given[0][1], f"{name} says {value}")
+            raise InvalidParameter(given[0][0], given[0][1], f"contradicts {name}, which is {value}")
     return given[0][1] if given else None
 
 

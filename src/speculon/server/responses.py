@@ -63,8 +63,8 @@ TEXT = (*TEXT_PARTS, "reasoning_text", "summary_text", "refusal")
 # and _output
 CALLS = {"function_call": "arguments", "custom_tool_call": "input", "local_shell_call": "action"}
 RESULTS = [f"{call}_output" for call in CALLS]
-LOCAL_SHELL = "local_shell"  # how a model sees the name of such a call
-# a chat's fields -> those of a response; longer names first
+LOCAL_SHELL = "local_shell"  # the name of this tool as the model sees it
+# field of a chat -> field of a response; longer names first
 NAMES = {
     "response_format.json_schema": "text.format.schema",
     "response_format": "text.format",
@@ -195,7 +195,7 @@ def read_response(body: ResponseRequest, model: ServedModel) -> GenerationReques
         if (value := getattr(body, name)) is not None:
             raise InvalidParameter(name, value, NOT_STORED)
     if body.stream_options is not None and not body.stream:
-        raise InvalidParameter("stream_options", body.stream_options.model_dump(), "only with stream = true")
+        raise InvalidParameter("stream_options", body.stream_options.model_dump(), "needs stream = true")
     check_echo(body)
     try:
         request = read_chat(as_chat(body), model)
@@ -221,7 +221,7 @@ def check_echo(body: ResponseRequest) -> None:
         try:
             json.dumps(body.model_dump(include={name}), ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, RecursionError):
-            raise InvalidParameter(name, None, "has a value that JSON cannot hold") from None
+            raise InvalidParameter(name, None, "has a value that JSON cannot express") from None
 
 
 def as_chat(body: ResponseRequest) -> ChatRequest:
@@ -299,7 +299,7 @@ def add_item(messages: list[Message], item: Item, name: str, offered: list[Offer
 
 
 def is_thinking(message: Message) -> bool:
-    """Whether a message has a thinking alone so far."""
+    """Whether a message has nothing but thinking so far."""
     return message.content is None and not message.tool_calls and bool(message.model_extra)
 
 
@@ -325,12 +325,12 @@ def call_id_of(item: Item, name: str) -> str:
 
 def needed(item: Item, field: str, name: str) -> Any:
     if (value := getattr(item, field)) is None:
-        raise InvalidParameter(f"{name}.{field}", None, f"is needed in a {item.type}")
+        raise InvalidParameter(f"{name}.{field}", None, f"is needed in an item of type {item.type}")
     return value
 
 
 def content_of(parts: Parts, name: str) -> str | list[MessagePart]:
-    """The content of a message: a text, or with images its parts. Refuses those of other media by `name`."""
+    """The content of a message: a text, or its parts if it has images. Refuses other media under `name`."""
     if isinstance(parts, str) or all(part.type in TEXT for part in parts):
         return plain_text(parts)
     blank = {"type": "text", "text": ""}

@@ -106,7 +106,7 @@ FIRST = Field(fail_fast=True)
 def few(value: Any) -> Any:
     """Refuses too many biases before each is validated."""
     if isinstance(value, dict) and len(value) > MAX_BIASES:
-        raise PydanticCustomError("too_long", "at most {most} of them", {"most": MAX_BIASES})
+        raise PydanticCustomError("too_long", "must have at most {most} entries", {"most": MAX_BIASES})
     return value
 
 
@@ -147,8 +147,8 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def first_unknown(cls, value: Any) -> Any:
-        """Leaves out unknown fields: those that are null or neutral, and of the others all but one, which is
-        enough to refuse a body.
+        """Leaves out unknown fields that are null or neutral, and of all other unknown fields all but one,
+        which is enough to refuse a body.
         """
         known = field_names(cls)
         if not isinstance(value, dict) or value.keys() <= known:
@@ -299,7 +299,7 @@ class Ignored(Body):
 
 
 class OllamaOptions(Body):
-    """Those of Ollama's options that say how a model is loaded and computed; others change the text."""
+    """Ollama's options about how a model is loaded and computed. Its other options change the text."""
 
     num_ctx: Count | None = None
     num_batch: Count | None = None
@@ -503,7 +503,7 @@ class OverlappingForms(Discriminator):
 
 
 def by_type(classes: dict[str, str]) -> OverlappingForms:
-    """Tells the classes of a union by `type`; others are hosted tools."""
+    """Distinguishes the classes of a union by `type`; every other type is a hosted tool."""
 
     def name(value: Any) -> str:
         kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)

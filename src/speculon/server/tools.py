@@ -97,4 +97,4 @@ def input_of(arguments: str) -> str:
 def log_left_out(what: str, kinds: Iterable[str]) -> None:
     """One line for all that a request has and this server cannot run or read."""
     if names := ", ".join(dict.fromkeys(map(name_for_log, kinds))):
-        log.info("%s that this server does not run are left out: %s", what, names)
+        log.info("%s that this server does not run were left out of the prompt: %s", what, names)

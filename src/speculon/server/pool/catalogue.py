@@ -70,7 +70,7 @@ class Catalogue:
         names = {name: name for name in self.paths}
         for other, name in (self.file.names() if self.file is not None else {}).items():
             if name in self.paths and names.setdefault(other, name) != name:
-                raise ConfigError(f"{other!r} is a name of two models: {names[other]} and {name}")
+                raise ConfigError(f"{other!r} is a name of two models, {names[other]} and {name}; rename one")
         return {path: name for name, path in self.paths.items()} | names
 
     def _file_name(self, name: str) -> str:

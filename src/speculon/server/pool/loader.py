@@ -28,7 +28,7 @@ class Share(NamedTuple):
 
 
 class ModelLoader:
-    """Makes the parts of models; those that import torch are called in a thread."""
+    """Makes the parts of a model. What imports torch is called in a thread."""
 
     def engine(self, settings: dict[str, Any], on_stage: Callable[[str], None]) -> EngineClient:
         return AsyncEngine(settings, on_stage)

@@ -48,7 +48,7 @@ class ModelPool:
         for name in self.config.pin:
             if name not in catalogue.paths:
                 known = ", ".join(map(repr, catalogue.paths))
-                raise ConfigError(f"pin = {name!r}: this server has {known}")
+                raise ConfigError(f"pin = {name!r}: must be a model of this server: {known}")
         self.drafters, self.single = dict(catalogue.drafters), len(catalogue.paths) == 1
         self.models = {
             name: PooledModel(
@@ -89,12 +89,12 @@ class ModelPool:
         if adapter := self.adapter_of(name):
             return self.models[self._names[name.removesuffix(f":{adapter}")]]
         names = ", ".join(map(repr, self.served_names))
-        what = f"a drafter of method {self.drafters[name]}; " if name in self.drafters else ""
+        what = f"is a drafter of method {self.drafters[name]}, not a model; " if name in self.drafters else ""
         raise UnknownModel(f"model = {shorten(name)}: {what}this server serves {names}")
 
     @property
     def served_names(self) -> list[str]:
-        """Of the models, each followed by those of its adapters."""
+        """The names of the models, each followed by the names of its adapters."""
         return [served for name, model in self.models.items() for served in (name, *model.adapter_names)]
 
     def adapter_of(self, name: str | None) -> str:
@@ -153,7 +153,7 @@ class ModelPool:
     async def unload(self, model: PooledModel) -> None:
         """Ends a model after its running requests, which have `drain_timeout` seconds."""
         if self.single:
-            raise InvalidRequest(f"{model.name!r} is the only model of this server, and stays loaded")
+            raise InvalidRequest(f"{model.name!r} is the only model of this server, so it cannot be unloaded")
         if task := self._loading.get(model.name):
             await asyncio.wait({task})
         if model.state == "loaded":
@@ -187,7 +187,7 @@ class ModelPool:
             self._adopt(model, old)
             model.forgive()
             if was_loaded and not self.draining:
-                try:  # with settings that it was loaded with before: where that fails, it is lost
+                try:  # the old settings loaded before; if they fail now, the model is lost
                     await self.load(model)
                 finally:
                     if model.state == "failed":
@@ -200,7 +200,7 @@ class ModelPool:
         """Raises `InvalidParameter` for a name of another model."""
         for alias in aliases:
             if self._names.get(alias, model.name) != model.name:
-                raise InvalidParameter("aliases", alias, f"a name of {self._names[alias]!r}")
+                raise InvalidParameter("aliases", alias, f"is already a name of {self._names[alias]!r}")
 
     def _adopt(self, model: PooledModel, own: ModelSettings) -> None:
         for alias in model.own.pool.aliases:
@@ -346,7 +346,7 @@ class ModelPool:
 
     async def _end(self, model: PooledModel, why: str) -> None:
         await model.end()
-        log.info("%s is ended, %s%s", model.name, why, self._numbers(model.device))
+        log.info("%s is unloaded, %s%s", model.name, why, self._numbers(model.device))
 
     def _refusal(self, model: PooledModel, needed: int) -> str:
         held = [

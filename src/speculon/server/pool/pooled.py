@@ -76,7 +76,7 @@ class PooledModel:
         return [f"{self.name}:{adapter}" for adapter in self.config.adapters]
 
     def adopt(self, own: ModelSettings) -> None:
-        """These settings are its own; those of the process are in force with the next load."""
+        """Takes these settings. Those that belong to the process take effect with the next load."""
         self.own, self.config = own, own.config
         self.pinned = self._pin or own.pool.pinned
         if self.served is not None:
@@ -167,7 +167,7 @@ class PooledModel:
     def check_pause(self) -> None:
         """Raises `LoadFailed` in the pause after a failure."""
         if self.state == "failed" and (left := self._retry_at - monotonic()) > 0:
-            raise LoadFailed(f"{self.failure}; it is tried again after {left:.0f} s")
+            raise LoadFailed(f"{self.failure}; the next attempt is possible in {left:.0f} s")
 
     @property
     def failure(self) -> str:
@@ -183,7 +183,7 @@ class PooledModel:
         tokenizer = await asyncio.to_thread(self._loader.tokenizer, self.config)
         self._checkpoint_sampling = await asyncio.to_thread(self._loader.sampling, self.config)
         if not tokenizer.has_chat_template:
-            log.warning("%s has no chat template: chats are refused, completions are served", self.name)
+            log.warning("%s has no chat template, so it serves completions and refuses chats", self.name)
         config = self.config.serve
         served = ServedModel(self.name, tokenizer, facts.max_context, facts.vocab_size, facts.method, config)
         served = replace(served, images=self._loader.images(self.config))
@@ -246,10 +246,15 @@ class PooledModel:
         most = self.facts.max_num_seqs + self.config.serve.max_queue
         room = most - self.engine.open_sequences
         if request.sequences > most:
-            limit = f"{request.sequences} sequences in all, and this server holds at most {most}"
+            limit = (
+                f"the request has {request.sequences} sequences in all, and this server holds at most {most}"
+            )
             raise InvalidParameter("n", request.params.n, limit)
         if request.sequences > room:
-            raise QueueFull(f"{request.sequences} sequences requested, the queue has room for {max(0, room)}")
+            raise QueueFull(
+                f"{request.sequences} sequences requested, but the queue has room for {max(0, room)}; try "
+                "again later"
+            )
 
     async def _notice_end(self) -> None:
         engine = self.engine
