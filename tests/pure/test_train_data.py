@@ -154,9 +154,9 @@ def test_a_call_that_the_template_cannot_render_ends_the_chat(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        pytest.param("{", "not JSON", id="no JSON"),
-        pytest.param('{"question": "?"}', "none of the known keys", id="unknown keys"),
-        pytest.param("[1]", "none of the known keys", id="no object"),
+        pytest.param("{", "this line is not JSON", id="no JSON"),
+        pytest.param('{"question": "?"}', "none of the keys", id="unknown keys"),
+        pytest.param("[1]", "none of the keys", id="no object"),
         pytest.param('{"text": 3}', "text must be a string", id="no text"),
         pytest.param('{"messages": "hi"}', "list of objects with a role", id="no messages"),
         pytest.param(
@@ -165,7 +165,11 @@ def test_a_call_that_the_template_cannot_render_ends_the_chat(tmp_path: Path) ->
             id="no content",
         ),
         pytest.param('{"tokens": [-1]}', "list of token ids", id="negative id"),
-        pytest.param('{"tokens": [1], "prompt_tokens": 2}', "from 0 to 1", id="prompt beyond the text"),
+        pytest.param(
+            '{"tokens": [1], "prompt_tokens": 2}',
+            "from 0 to the number of tokens, 1",
+            id="prompt beyond the text",
+        ),
     ],
 )
 def test_a_bad_line_is_refused_with_file_and_number(tmp_path: Path, line: str, words: str) -> None:
@@ -192,7 +196,7 @@ def test_prompts_without_answers_are_documents_where_the_target_answers(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("record", "words"), [(PROMPTS[0], "no documents"), (PROMPTS[1], "none of the known")]
+    ("record", "words"), [(PROMPTS[0], "no documents"), (PROMPTS[1], "none of the keys")]
 )
 def test_elsewhere_they_are_refused_with_advice(tmp_path: Path, record: Any, words: str) -> None:
     with pytest.raises(DataError, match=rf"{words}.*\(prompts without answers take --regenerate"):
@@ -234,9 +238,9 @@ def test_rows_of_weight_0_are_left_out() -> None:
     prompt = Document(tuple(range(64)), (False,) * 63 + (True,), 63)
     assert len(DocumentRows.of([prompt], 8, None, 0.0, seed=0)) == 1
     assert len(DocumentRows.of([prompt], 8, None, 0.1, seed=0)) == 8
-    with pytest.raises(DataError, match="no answer"):
+    with pytest.raises(DataError, match="no row has a token of an answer"):
         DocumentRows.of([Document(prompt.ids, (False,) * 64, 63)], 8, None, 0.0, seed=0)
-    with pytest.raises(DataError, match="64 tokens in all: one row takes 65"):
+    with pytest.raises(DataError, match="64 tokens in all, but one row needs 65"):
         DocumentRows.of([prompt], 65, None, 0.0, seed=0)
 
 
@@ -298,7 +302,9 @@ def test_bad_settings_are_refused_by_name(values: dict[str, Any], words: str) ->
 
 
 def test_two_norms_of_a_head_exclude_each_other() -> None:
-    with pytest.raises(InvalidParameter, match="^norm_before_fc = True: excludes fc_norm$"):
+    with pytest.raises(
+        InvalidParameter, match="^norm_before_fc = True: cannot be used together with fc_norm$"
+    ):
         HeadSettings(fc_norm=True, norm_before_fc=True)
 
 
@@ -310,6 +316,6 @@ def test_taps_are_layers_in_rising_order(taps: str) -> None:
 
 
 def test_two_norms_over_taps_exclude_each_other() -> None:
-    with pytest.raises(InvalidParameter, match="exclude"):
+    with pytest.raises(InvalidParameter, match="cannot be used together"):
         HeadSettings(fc_norm=True, norm_before_fc=True)
     assert not HeadSettings(fc_norm=True).norm_all

@@ -354,13 +354,23 @@ def test_prompts_alone_are_answered_by_the_target(world: Path, tmp_path: Path, f
 @pytest.mark.parametrize(
     ("changes", "form", "words"),
     [
-        pytest.param({"length": 2048}, {}, "length = 2048: the target reaches 1024", id="beyond the context"),
         pytest.param(
-            {"length": 16}, {"ttt": 8}, "more than twice the 8 tokens of a draft", id="row too short"
+            {"length": 2048},
+            {},
+            "length = 2048: must be at most the target's context, 1024",
+            id="beyond the context",
         ),
-        pytest.param({}, {"taps": "0,2"}, "taps = 2: the target has 2 layers", id="tap out of range"),
-        pytest.param({}, {"draft_vocab": 10**6}, "draft_vocab = 1000000: the target has", id="vocabulary"),
-        pytest.param({}, {"heads": 3}, "heads = 3: a multiple of kv_heads, 2", id="heads"),
+        pytest.param(
+            {"length": 16}, {"ttt": 8}, "must be more than twice 8, the tokens of a draft", id="row too short"
+        ),
+        pytest.param(
+            {},
+            {"taps": "0,2"},
+            "taps = 2: must be from -1 to 1, since the target has 2 layers",
+            id="tap out of range",
+        ),
+        pytest.param({}, {"draft_vocab": 10**6}, "draft_vocab = 1000000: must be at most", id="vocabulary"),
+        pytest.param({}, {"heads": 3}, "heads = 3: must be a multiple of kv_heads, 2", id="heads"),
         pytest.param(
             {"regenerate": 10**6, "regenerate_tokens": 8},
             {"heads": 3},

@@ -59,7 +59,7 @@ def test_a_head_starts_from_another(teacher: Teacher, tmp_path: Path) -> None:
     for other, name in (
         ({"draft_vocab": 30}, "draft_vocab_size is 40 there and 30 here"),
         ({"draft_vocab": 40, "norm_output": False}, "norm_output is True there and False here"),
-        ({"draft_vocab": 40, "start": str(tmp_path / "none")}, "has no config.json"),
+        ({"draft_vocab": 40, "start": str(tmp_path / "none")}, "must be a folder with config.json"),
     ):
         with pytest.raises(InvalidParameter, match=name):
             Eagle3Training(HeadSettings(**{"ttt": 3, "start": str(tmp_path), **other})).check(teacher)

@@ -53,7 +53,9 @@ def read_documents(
         for document in documents_in(file, tokenizer, readers, named=file == path)
     ]
     if not documents:
-        raise DataError(f"{', '.join(map(str, paths))}: no documents in it{'' if prompts_alone else ALONE}")
+        raise DataError(
+            f"{', '.join(map(str, paths))}: there are no documents{'' if prompts_alone else ALONE}"
+        )
     largest = max(max(document.ids) for document in documents)
     if largest >= vocab_size:
         raise DataError(f"token id {largest}: the target's vocabulary ends at {vocab_size - 1}")
@@ -95,12 +97,12 @@ def read_line(line: str, place: str, tokenizer: Tokenizer, readers: Readers) -> 
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise DataError(f"{place}: not JSON ({error})") from None
+        raise DataError(f"{place}: this line is not JSON ({error})") from None
     keys = next((keys for keys in readers if isinstance(record, dict) and keys <= record.keys()), None)
     if keys is None:
         known = "; ".join(" and ".join(sorted(keys)) for keys in readers)
         advice = ALONE if isinstance(record, dict) and "prompt" in record else ""
-        raise DataError(f"{place}: none of the known keys in it: {known}{advice}")
+        raise DataError(f"{place}: this line has none of the keys {known}{advice}")
     try:
         yield from readers[keys](record, tokenizer)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -176,7 +178,7 @@ def token_ids(record: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[Docum
     if not isinstance(ids, list) or not all(isinstance(token, int) and token >= 0 for token in ids):
         raise ValueError("tokens must be a list of token ids")
     if not isinstance(prompt, int) or not 0 <= prompt <= len(ids):
-        raise ValueError(f"prompt_tokens = {prompt!r}: a number from 0 to {len(ids)}")
+        raise ValueError(f"prompt_tokens = {prompt!r}: must be from 0 to the number of tokens, {len(ids)}")
     if len(ids) > prompt:
         yield Document.of(ids[:prompt], ids[prompt:])
 
@@ -242,11 +244,16 @@ class DocumentRows:
         following = np.append(np.where(answers, np.float32(1), np.float32(prompt_weight))[1:], np.float32(0))
         count = len(ids) // length
         if not count:
-            raise DataError(f"{len(ids)} tokens in all: one row takes {length}")
+            raise DataError(
+                f"the texts have {len(ids)} tokens in all, but one row needs {length}: give more, or lower "
+                "--length"
+            )
         rows, weights = (each[: count * length].reshape(count, length) for each in (ids, following))
         useful = weights.sum(-1) > 0
         if not useful.any():
-            raise DataError("no answer to learn in any row")
+            raise DataError(
+                "no row has a token of an answer to learn: use longer rows, or texts with answers"
+            )
         return cls(rows[useful], weights[useful])
 
     def __len__(self) -> int:

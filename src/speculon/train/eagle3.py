@@ -106,7 +106,9 @@ class Eagle3Training(Training[HeadSettings, Eagle3Head]):
             refuse_other_form(self.settings.start, config, self.settings.draft_vocab or teacher.vocab_size)
         count = self.settings.draft_vocab or 0
         if count > teacher.vocab_size:
-            raise InvalidParameter("draft_vocab", count, f"the target has {teacher.vocab_size} tokens")
+            raise InvalidParameter(
+                "draft_vocab", count, f"must be at most the target's vocabulary, {teacher.vocab_size}"
+            )
 
     def drafter(self, teacher: Teacher, rows: DocumentRows) -> Eagle3Head:
         """Random layers between the target's embeddings and output head, or the head that it starts from."""
@@ -173,7 +175,7 @@ def refuse_other_form(start: str, config: Eagle3Config, vocab: int) -> None:
     """Raises InvalidParameter where `start` is no head of this form, ModelError where it is damaged."""
     folder = locate(start)
     if not all((folder / name).is_file() for name in ("config.json", WEIGHTS)):
-        raise InvalidParameter("start", str(start), f"has no config.json and {WEIGHTS}")
+        raise InvalidParameter("start", str(start), f"must be a folder with config.json and {WEIGHTS}")
     stored = read_config(folder)
     parameters_by_dtype(folder / WEIGHTS)
     for name, value in {**form_of(config), "draft_vocab_size": vocab}.items():

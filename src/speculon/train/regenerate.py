@@ -10,6 +10,7 @@ from typing import Any
 from speculon.core.config import SamplingParams
 from speculon.core.errors import EngineError
 from speculon.core.telemetry import RequestStats
+from speculon.core.types import reasons_in_words
 from speculon.engine.llm import LLM
 from speculon.train.data import Document
 from speculon.train.record import TrainingProgress, whole_lines
@@ -110,7 +111,7 @@ def evaluate(
     llm.close()
     account = total.speculation()
     if not account.rounds:
-        raise EngineError(f"no draft was made after held-out prompts: {dict(total.reasons)}")
+        raise EngineError(f"no draft was made after the held-out prompts: {reasons_in_words(total.reasons)}")
     return {
         "prompts": settings.eval_prompts,
         "drafts_per_round": drafts,

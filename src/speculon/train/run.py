@@ -114,9 +114,11 @@ def held_out_rows(settings: TrainSettings, held: list[Document], end: int | None
 def refuse_too_long(length: int, spare: int, teacher: Teacher) -> None:
     limit = getattr(teacher.config, "max_position_embeddings", None)
     if limit is not None and length > limit:
-        raise InvalidParameter("length", length, f"the target reaches {limit} tokens")
+        raise InvalidParameter("length", length, f"must be at most the target's context, {limit} tokens")
     if length <= 2 * spare:
-        raise InvalidParameter("length", length, f"more than twice the {spare} tokens of a draft in training")
+        raise InvalidParameter(
+            "length", length, f"must be more than twice {spare}, the tokens of a draft in training"
+        )
 
 
 def end_of(teacher: Teacher, tokens: Tokenizer) -> int | None:

@@ -136,15 +136,15 @@ class HeadSettings(DrafterShape):
     def _are_layers(cls, value: str | None) -> str | None:
         parts = [] if value is None else [part.strip() for part in value.split(",")]
         if not all(part == "-1" or part.isdecimal() for part in parts):
-            raise ValueError("layer numbers with commas between, from -1 (the embeddings)")
+            raise ValueError("must be layer numbers with commas between them, from -1 (the embeddings) on")
         if sorted(set(map(int, parts))) != list(map(int, parts)):
-            raise ValueError("each layer once, in rising order")
+            raise ValueError("must name each layer once, in rising order")
         return value
 
     @model_validator(mode="after")
     def _one_norm(self) -> HeadSettings:
         if self.fc_norm and self.norm_before_fc and "norm_before_fc" in self.model_fields_set:
-            raise InvalidParameter("norm_before_fc", True, "excludes fc_norm")
+            raise InvalidParameter("norm_before_fc", True, "cannot be used together with fc_norm")
         return self
 
     @property

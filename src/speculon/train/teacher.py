@@ -59,7 +59,10 @@ class Teacher:
         lists = (module for module in self.base.modules() if isinstance(module, nn.ModuleList))
         layers = next((modules for modules in lists if len(modules) == count), None)
         if layers is None:
-            raise UnsupportedModel(f"{type(self.base).__name__}: its {count} layers were not found")
+            raise UnsupportedModel(
+                f"{type(self.base).__name__}: its {count} layers were not found, so their states cannot be "
+                "recorded"
+            )
         self.layers = layers
         self.taps = tap_ids(taps, len(self.layers))
         self.head: nn.Linear = self.model.get_output_embeddings()
@@ -167,7 +170,9 @@ def tap_ids(requested: TapLayers | None, layers: int) -> TapLayers:
     if requested is None:
         return tuple(sorted({max(-1, min(layer, layers - 1)) for layer in (1, layers // 2 - 1, layers - 4)}))
     if wrong := [tap for tap in requested if not -1 <= tap < layers]:
-        raise InvalidParameter("taps", wrong[0], f"the target has {layers} layers, so -1 to {layers - 1}")
+        raise InvalidParameter(
+            "taps", wrong[0], f"must be from -1 to {layers - 1}, since the target has {layers} layers"
+        )
     return requested
 
 

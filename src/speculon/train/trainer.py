@@ -172,7 +172,7 @@ def refuse_other_run(settings: TrainSettings, identity: Mapping[str, Any]) -> No
         if was != value and not unknown_yet:
             other = f"{name} = {was!r}, now {value!r}"
             raise ConfigError(
-                f"{settings.folder} holds a run with {other}: name another work folder, or delete it"
+                f"{settings.folder} holds a run with {other}: name another work folder, or delete this one"
             )
     if before.keys() != before.keys() | now.keys():
         temporary = file.with_suffix(".tmp")

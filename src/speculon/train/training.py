@@ -57,5 +57,5 @@ def attention_heads(heads: int | None, kv_heads: int | None, config: Any) -> tup
     heads = heads or config.num_attention_heads
     kv_heads = kv_heads or min(heads, getattr(config, "num_key_value_heads", None) or heads)
     if heads % kv_heads:
-        raise InvalidParameter("heads", heads, f"a multiple of kv_heads, {kv_heads}")
+        raise InvalidParameter("heads", heads, f"must be a multiple of kv_heads, {kv_heads}")
     return heads, kv_heads
