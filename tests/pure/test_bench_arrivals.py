@@ -122,7 +122,10 @@ def test_a_rate_leaves_out_users_who_wait_for_their_answers() -> None:
         ({"request_rate": float("inf")}, "request_rate = inf"),
         ({"request_rate": float("nan")}, "request_rate = nan"),
         ({"request_rate": 1, "workloads": ("warm",)}, "workloads = 'warm': its users wait"),
-        ({"request_rate": 1, "prompts": 15}, "prompts = 15: a request rate takes 16 for concurrency 8"),
+        (
+            {"request_rate": 1, "prompts": 15},
+            "prompts = 15: a request rate needs at least 16 with concurrency 8",
+        ),
     ],
 )
 def test_a_rate_that_cannot_be(fields: dict[str, object], message: str) -> None:

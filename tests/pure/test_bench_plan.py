@@ -61,7 +61,7 @@ def test_a_mode_that_is_none_is_named_with_the_form(text: str) -> None:
     with pytest.raises(InvalidParameter) as error:
         BenchPlan(modes=(text,))
     assert (error.value.name, error.value.value) == ("modes", text)
-    form = f"is not METHOD[:K][/POLICY][/RULE]: K is from 1 to {MAX_DRAFTS}"
+    form = f"must be METHOD[:K][/POLICY][/RULE]: K is from 1 to {MAX_DRAFTS}"
     policies = f"policies are {', '.join(USUAL_DRAFTS)}, rules matching, rejection, block"
     assert f"{form}, {policies}" in str(error.value)
 
@@ -69,7 +69,7 @@ def test_a_mode_that_is_none_is_named_with_the_form(text: str) -> None:
 @pytest.mark.parametrize("text", ["off:4", "off/matching", "off/fixed"])
 def test_plain_decoding_has_neither_a_number_nor_a_policy_nor_a_rule(text: str) -> None:
     with pytest.raises(
-        InvalidParameter, match=f"modes = '{text}': off has neither K nor a policy nor a rule"
+        InvalidParameter, match=f"modes = '{text}': off must have neither K nor a policy nor a rule"
     ):
         BenchPlan(modes=(text,))
 
@@ -99,7 +99,7 @@ def test_a_workload_has_a_temperature(text: str, temperature: float | None) -> N
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("poems@1", "workloads = 'poems@1': known are code, edit, prose, mixed, warm"),
+        ("poems@1", "workloads = 'poems@1': must be one of code, edit, prose, mixed, warm"),
         ("prose@", "NAME@TEMPERATURE"),
         ("prose@warm", "NAME@TEMPERATURE"),
         ("prose@-1", r"temperature = -1.0: .*greater than or equal to 0"),

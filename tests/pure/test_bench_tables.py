@@ -13,6 +13,7 @@ from speculon.measure.bench.report import (
     against_table,
     by_cell,
     difference,
+    gates,
     profile_markdown,
     prompts_of,
     speed_table,
@@ -31,13 +32,13 @@ LONG = "draft_model:16/adaptive/rejection"
 def test_a_difference_is_explained() -> None:
     assert difference(make_cell()) is None
     assert difference(make_cell(different=1, tie_nats=[2e-6])) == (
-        "ngram:4: 1 of 16 texts differ from those of off; where greedy ones differ, the candidates are at "
-        "most "
-        "2e-06 nat apart"
+        "ngram:4: 1 of 16 texts differ from those of off; where greedy texts differ, the two tokens are at "
+        "most 2e-06 nat apart, a near-tie"
     )
     line = difference(make_cell("draft_model:4/rejection", different=5, rejection=True))
     assert line and line.endswith(
-        "5 of 16 texts differ from those of off, as they may under its rule: the distribution is the same"
+        "5 of 16 texts differ from those of off, as its rule of acceptance allows: the distribution is the "
+        "same"
     )
 
 
@@ -88,7 +89,8 @@ def test_the_result_is_a_sentence() -> None:
     )
     with_policies = verdict(cells, [against("auto", 1.5, 0.1), against("auto/solo", 0.9, None)])
     assert with_policies.endswith(
-        "auto against the best fixed mode: 1.50x, 90 % 1.40-1.60: faster. auto/solo against the best fixed "
+        "auto compared with the best fixed mode: 1.50x, 90 % 1.40-1.60: faster. auto/solo compared with "
+        "the best fixed "
         "mode: 0.90x."
     )
 
@@ -109,10 +111,16 @@ def test_the_mean_over_cells_is_geometric() -> None:
 def test_a_mode_that_is_not_faster_than_the_noise_is_not_called_fast(ratio: float) -> None:
     cells = [make_cell("off", ratio=1.0), make_cell(ratio=ratio), make_cell(AGAIN, ratio=1.03)]
     assert verdict(cells, []) == (
-        f"No mode is faster than plain decoding. The best of them, ngram:4, reached {ratio:.2f}x "
+        f"No mode was faster than plain decoding. The best of them, ngram:4, reached {ratio:.2f}x "
         "(plain decoding against itself: 1.03x)."
     )
-    assert verdict([cells[0], cells[2]], []).startswith("No mode is faster than plain decoding. (plain")
+    assert verdict([cells[0], cells[2]], []).startswith("No mode was faster than plain decoding. (plain")
+
+
+def test_a_reason_is_explained_below_the_table() -> None:
+    cells = [make_cell(diagnosis=diagnosis) for diagnosis in (None, "pays", "gated: cost", "gated: cost")]
+    assert gates(cells[:2]) == ""
+    assert gates(cells) == "; gated: cost: drafts would have cost more time than they save"
 
 
 # the terminal

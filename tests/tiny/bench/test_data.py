@@ -118,7 +118,7 @@ def test_workloads_name_parts_of_the_file(
 
 
 def test_without_a_file_its_workloads_are_unknown(tmp_path: Path) -> None:
-    with pytest.raises(InvalidParameter, match="known are code"):
+    with pytest.raises(InvalidParameter, match="must be one of code"):
         BenchPlan(workloads=("data:qa",))
     with pytest.raises(InvalidParameter, match="data:qa has 3 prompts in .*x.jsonl"):
         plan_of(write(tmp_path / "x.jsonl", *SPEC_BENCH), concurrency=(4,))
@@ -128,10 +128,10 @@ def test_without_a_file_its_workloads_are_unknown(tmp_path: Path) -> None:
     ("line", "reason"),
     [
         ("{", "not JSON"),
-        ('{"text": "a"}', r"none of the known keys in it: turns .*, messages .*, or prompt"),
+        ('{"text": "a"}', r"this line has none of the keys turns .*, messages .*, or prompt"),
         ('{"turns": []}', "turns must be a list of strings"),
         ('{"messages": [{"role": "user"}]}', "messages.0.content"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}', "no turn of a user"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "at least one message of a user"),
         ('{"prompt": 3}', "prompt must be a string"),
         ('{"prompt": "a", "category": 3}', "category must be a string"),
         ('{"prompt": "\udcff"}', "not UTF-8"),
@@ -166,7 +166,7 @@ def test_chats_are_refused_where_the_model_has_no_template(
 ) -> None:
     monkeypatch.setattr(llm.tokenizer.inner, "chat_template", None)
     chats = plan_of(write(tmp_path / "x.jsonl", *SPEC_BENCH), max_tokens=8)
-    with pytest.raises(InvalidParameter, match="the model has no chat template: take a model"):
+    with pytest.raises(InvalidParameter, match="the model has no chat template: use another model"):
         run(llm, chats)
     plain = plan_of(write(tmp_path / "y.jsonl", *HUMAN_EVAL), max_tokens=8)
     assert len(build("data:HumanEval", llm.tokenizer, plain.size(CONTEXT, "data:HumanEval"), plain.more)) == 3
@@ -178,7 +178,7 @@ def test_prompts_that_do_not_fit_are_passed_over_and_too_few_are_an_error(llm: L
         plan = plan_of(file, max_tokens=8, prompts=prompts)
         cases = build("data:x", llm.tokenizer, plan.size(CONTEXT, "data:x"), plan.more)
         assert [case.name for case in cases] == ["data:x line 2"]
-    with pytest.raises(BenchError, match=r"1 of 2 prompts in .*x\.jsonl leave room .*, and 2 run at once"):
+    with pytest.raises(BenchError, match=r"1 of 2 prompts in .*x\.jsonl leave room .*, and concurrency is 2"):
         run(llm, plan_of(file, max_tokens=8, concurrency=(2,)))
 
 

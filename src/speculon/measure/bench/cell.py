@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from speculon.core.config import SamplingParams
 from speculon.core.errors import BenchError
 from speculon.core.telemetry import PARTS, RequestStats
+from speculon.core.types import reasons_in_words
 from speculon.measure.bench.diagnosis import diagnose, gated
 from speculon.measure.bench.measure import Measurement, decoding, loops
 from speculon.measure.bench.plan import AGAIN, Mode
@@ -78,12 +79,12 @@ def summarise(
     at = f"in {workload} at concurrency {concurrency}"
     if mode.speculates and not stats.rounds and not gated(stats):
         raise BenchError(
-            f"{mode.label} ran no speculative round {at}, so there is nothing to compare; "
-            f"reasons: {dict(stats.reasons)}"
+            f"mode {mode.label} had no round with drafts {at}, so there is nothing to compare; "
+            f"{reasons_in_words(stats.reasons)}"
         )
     ratios = ratios_of(repeats, plain)
     if not ratios:
-        raise BenchError(f"{mode.label} or {OFF} wrote no token {at}")
+        raise BenchError(f"mode {mode.label} or {OFF} wrote no token {at}, so there is no speed to compare")
     rule = mode.speculation.get("acceptance") or llm.config.speculation.acceptance
     speeds = [sum(m.tokens for m in groups) / sum(m.seconds for m in groups) for groups in repeats]
     not_looping = without_loops(repeats, plain, cases)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 DATA = "data"  # in a list of workloads: every category of the file
 KNOWN = "turns (Spec-Bench), messages (a chat), or prompt (a plain text, as in HumanEval)"
-NO_TEMPLATE = "is a chat, and the model has no chat template: take a model that has one, or lines with prompt"
+NO_TEMPLATE = "is a chat, and the model has no chat template: use another model, or lines with `prompt`"
 PLAIN_NAME = re.compile(r"[^\w./+-]+")  # what a workload's name has instead: no @ and no comma
 
 
@@ -84,7 +84,7 @@ def read_prompts(path: Path) -> PromptFile:
             name, prompts = read_line(line_text, f"{path}:{number}", stem)
             by_workload.setdefault(name, []).extend(prompts)
     if not by_workload:
-        raise DataError(f"{path}: no prompts in it")
+        raise DataError(f"{path}: the file has no prompts")
     return PromptFile(path, hashlib.sha256(raw).hexdigest(), by_workload)
 
 
@@ -93,10 +93,10 @@ def read_line(line: str, place: str, stem: str) -> tuple[str, list[DataPrompt]]:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise DataError(f"{place}: not JSON ({error})") from None
+        raise DataError(f"{place}: this line is not JSON ({error})") from None
     key = next((key for key in READERS if isinstance(record, dict) and key in record), None)
     if key is None:
-        raise DataError(f"{place}: none of the known keys in it: {KNOWN}")
+        raise DataError(f"{place}: this line has none of the keys {KNOWN}")
     try:
         contents, options = READERS[key](record)
         category = category_of(record, stem)
@@ -142,7 +142,7 @@ def chat(record: Mapping[str, Any]) -> Contents:
     check_messages(messages)
     ends = [end for end, message in enumerate(messages, 1) if message["role"] in ("user", "tool")]
     if not ends:
-        raise ValueError("messages have no turn of a user")
+        raise ValueError("messages must have at least one message of a user")
     return [messages[: ends[-1]]], (tools, variables)
 
 
@@ -167,8 +167,9 @@ def cases(
             yield Case(f"{name} {prompt.name}", tokens, params)
     if fitting < size.concurrency:
         raise BenchError(
-            f"workload {name}: {fitting} of {len(prompts)} prompts in {path} leave room for "
-            f"{size.max_tokens} new tokens in a context of {size.context}, and {size.concurrency} run at once"
+            f"workload {name}: only {fitting} of {len(prompts)} prompts in {path} leave room for "
+            f"{size.max_tokens} new tokens in a context of {size.context}, and concurrency is "
+            f"{size.concurrency}; lower --max-tokens or --concurrency"
         )
 
 

@@ -54,7 +54,7 @@ def parts_of(value: Any) -> Any:
 def numbers_of(value: Any) -> Any:
     parts = parts_of(value)
     if isinstance(value, str) and not all(part.isdecimal() for part in parts):
-        raise ValueError("whole numbers with commas between")
+        raise ValueError("must be whole numbers with commas between them")
     return parts
 
 
@@ -104,9 +104,11 @@ class BenchPlan(Checked):
         super().__init__(**values)
         for name in ("workloads", "modes", "concurrency"):
             if not getattr(self, name):
-                raise InvalidParameter(name, "", "name at least one")
+                raise InvalidParameter(name, "", "must name at least one")
             if len(set(getattr(self, name))) < len(getattr(self, name)):
-                raise InvalidParameter(name, ",".join(map(str, getattr(self, name))), "names one twice")
+                raise InvalidParameter(
+                    name, ",".join(map(str, getattr(self, name))), "must not name the same twice"
+                )
         for name in ("prompts", "max_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise InvalidParameter(name, getattr(self, name), "must be at least 1")
@@ -119,12 +121,15 @@ class BenchPlan(Checked):
         for name in self.workloads:
             workloads.parse(name, self.more)
             if highest > self.cases(name):
-                reason = f"{name} has {self.cases(name)} prompts in {self.data and self.data.path}"
+                reason = (
+                    f"must be at most {self.cases(name)}, the prompts of {name} in "
+                    f"{self.data and self.data.path}"
+                )
                 raise InvalidParameter("concurrency", highest, reason)
             if self.request_rate is not None:
                 self.refuse_for_arrivals(name, highest)
             if workloads.in_loops(name) and self.prompts < 2 * highest:
-                reason = f"{name} takes {2 * highest}: two edits for each of {highest} users"
+                reason = f"{name} needs at least {2 * highest}: two edits for each of {highest} users"
                 raise InvalidParameter("prompts", self.prompts, reason)
         for mode in self.modes:
             parse_mode(mode)
@@ -135,7 +140,10 @@ class BenchPlan(Checked):
             reason = "its users wait for each answer, so its requests cannot arrive at a request rate"
             raise InvalidParameter("workloads", workload, reason)
         if self.cases(workload) < 2 * highest:
-            reason = f"a request rate takes {2 * highest} for concurrency {highest}, so that some follow"
+            reason = (
+                f"a request rate needs at least {2 * highest} with concurrency {highest}, so that requests "
+                "follow each other"
+            )
             raise InvalidParameter("prompts", self.cases(workload), reason)
 
     @property
@@ -238,7 +246,7 @@ def parse_mode(text: str) -> Mode:
     check_method(method)
     if method == OFF:
         if k or names:
-            raise InvalidParameter("modes", text, "off has neither K nor a policy nor a rule")
+            raise InvalidParameter("modes", text, "off must have neither K nor a policy nor a rule")
         return Mode(text, {"method": OFF, "policy": FIXED})
     policy = names.pop(0) if names and names[0] in USUAL_DRAFTS else FIXED if k else None
     rule = names.pop(0) if names and names[0] in RULES else None
@@ -251,5 +259,5 @@ def parse_mode(text: str) -> Mode:
 def wrong(text: str) -> InvalidParameter:
     """The error of a mode of another form."""
     policies, rules = ", ".join(USUAL_DRAFTS), ", ".join(RULES)
-    form = f"is not METHOD[:K][/POLICY][/RULE]: K is from 1 to {MAX_DRAFTS}"
+    form = f"must be METHOD[:K][/POLICY][/RULE]: K is from 1 to {MAX_DRAFTS}"
     return InvalidParameter("modes", text, f"{form}, policies are {policies}, rules {rules}")

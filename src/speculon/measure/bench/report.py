@@ -18,8 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from speculon.core.telemetry import PARTS
+from speculon.core.types import Reason
 from speculon.measure.bench.against import Against, MeanRatio, against_best_fixed
 from speculon.measure.bench.cell import Cell
+from speculon.measure.bench.diagnosis import GATED
 from speculon.measure.bench.plan import AGAIN, BenchPlan
 from speculon.measure.bench.provenance import commit, machine, model_facts, versions, write_files
 from speculon.measure.bench.tables import Column, markdown, number, terminal
@@ -49,39 +51,45 @@ MEASURED = (
 )
 
 TERMINAL_LEGEND = (
-    "tok/s: prompts included; x off: median of pairs; tok/call: tokens per target call; accepted: share of "
-    "the drafts; same: texts equal to those of `off`; diagnosis: why a mode did not help (docs/bench.md)"
+    "tok/s: tokens per second, with the time for prompts; x off: speed relative to `off`, the median of "
+    "pairs; tok/call: tokens per target call; accepted: share of the drafts; same: texts equal to those of "
+    "`off`; diagnosis: why a mode did not help (docs/bench.md)"
 )
 LATENCY_LEGEND = (
-    "tok/s: until the last request has begun; x off: median of pairs; first token: ms from a request's "
-    "arrival, waiting included; per token: ms after the first; both p50 / p95"
+    "tok/s: tokens per second until the last request has begun; x off: speed relative to `off`, the median "
+    "of pairs; first token: ms from a request's arrival, waiting included; per token: ms for each further "
+    "token; both as p50 / p95"
 )
 TERMINAL_LATENCY_LEGEND = (
     f"{LATENCY_LEGEND}; same: texts equal to those of `off`; diagnosis: why a mode did not help "
     "(docs/bench.md)"
 )
 LEGEND = (
-    "tok/s: prompts included; x off: median of pairs; no loops: over the n texts that do not end repeating "
-    "themselves; ms (rows): a decoding call of the target, its two usual sizes; engine: share of a step "
-    "neither in the target nor on drafts; same: texts equal to those of `off`; loops: texts that end "
-    "repeating themselves and are not right; diagnosis: why a mode did not help, docs/bench.md says how it "
-    "is found; from: share of the accepted tokens by method"
+    "tok/s: tokens per second, with the time for prompts; x off: speed relative to `off`, the median of "
+    "pairs; no loops: the same over the n texts that do not end in a repetition; ms (rows): time of a "
+    "decoding "
+    "call of the target, for its two most frequent numbers of rows; engine: share of a step that goes "
+    "neither "
+    "into the target nor into drafts; same: texts equal to those of `off`; exact: texts equal to the "
+    "expected "
+    "one; loops: texts that end in a repetition and are not the expected one; diagnosis: why a mode did not "
+    "help (docs/bench.md says how this is decided); from: share of the accepted tokens by method"
 )
 AGAINST = "policies against the best fixed mode"
 AGAINST_TERMINAL_LEGEND = (
-    "best fixed: the fastest mode with a fixed K, picked on one half of the prompts and compared on the "
-    "other; 90 %: interval; an interval around 1 is undecided"
+    "best fixed: the fastest mode with a fixed K, chosen on one half of the prompts and compared on the "
+    "other; 90 %: confidence interval; when it contains 1, the comparison is undecided"
 )
 AGAINST_LEGEND = (
-    "best fixed: the fastest mode of a fixed policy, `off` among them, picked on one half of the prompts and "
-    "compared on the other, both ways round; x: geometric mean over groups of prompts, in the last rows over "
-    "all "
-    "cells; 90 %: interval, from resampled groups; off again: plain decoding over itself, the noise"
+    "best fixed: the fastest mode with a fixed policy (`off` is one), chosen on one half of the prompts and "
+    "compared on the other, for both halves; x: geometric mean over groups of prompts, in the last rows over "
+    "all cells; 90 %: confidence interval from resampled groups; off again: plain decoding relative to "
+    "itself, which shows the noise"
 )
 PROFILE_LEGEND = (
-    "ms: a mean decoding step, and its shares; prepare: schedule, pages, the batch; decide: the policy; "
-    "propose: drafting; forward: the target; verify: sampling and acceptance; commit: tokens and pages; "
-    "settle: results for proposers and callers"
+    "ms: mean time of a decoding step, followed by the shares of its parts; prepare: schedule, pages and "
+    "batch; decide: the policy; propose: drafting; forward: the target; verify: sampling and acceptance; "
+    "commit: tokens and pages; settle: results for proposers and callers"
 )
 
 
@@ -266,7 +274,7 @@ def page(report: Report) -> str:
         parts.append("## All modes")
     if arrive(cells):
         parts += [markdown((*PLACE, SPEED, RATIO, *LATENCY), cells), f"{LATENCY_LEGEND}."]
-    parts += [markdown(ALL_FIGURES, cells), f"{LEGEND}."]
+    parts += [markdown(ALL_FIGURES, cells), f"{LEGEND}{gates(cells)}."]
     parts += [line for cell in cells if (line := difference(cell))]
     parts += [profile_markdown(cells), f"{PROFILE_LEGEND}."]
     return "\n\n".join(parts) + "\n"
@@ -315,7 +323,7 @@ def verdict(cells: Sequence[Cell], against: Sequence[Against]) -> str:
         if row.concurrency is None:
             speed = row.over_best
             sure = f", 90 % {speed.bounds}: {speed.verdict}" if speed.low is not None else ""
-            sentences.append(f"{row.mode} against the best fixed mode: {speed.ratio:.2f}x{sure}.")
+            sentences.append(f"{row.mode} compared with the best fixed mode: {speed.ratio:.2f}x{sure}.")
     return " ".join(sentences)
 
 
@@ -330,12 +338,19 @@ def fastest(cells: Sequence[Cell]) -> str:
     if means and means[mode] > max(1.0, noise):
         return f"Fastest mode: {mode}, {means[mode]:.2f}x plain decoding {ending}"
     best = f" The best of them, {mode}, reached {means[mode]:.2f}x" if means else ""
-    return f"No mode is faster than plain decoding.{best} {ending}"
+    return f"No mode was faster than plain decoding.{best} {ending}"
 
 
 def mean_ratio(ratios: Sequence[float]) -> float:
     """Geometric."""
     return exp(fmean(log(ratio) for ratio in ratios))
+
+
+def gates(cells: Sequence[Cell]) -> str:
+    """What the reasons in the diagnoses of gated modes mean, for the end of a legend."""
+    diagnoses = (cell.diagnosis or "" for cell in cells)
+    codes = {each.removeprefix(f"{GATED}: ") for each in diagnoses if each.startswith(GATED)}
+    return "".join(f"; {GATED}: {code}: {Reason(code).sentence}" for code in sorted(codes))
 
 
 def difference(cell: Cell) -> str | None:
@@ -344,9 +359,10 @@ def difference(cell: Cell) -> str | None:
         return None
     line = f"{cell.mode}: {cell.different} of {texts_of(cell)} texts differ from those of {OFF}"
     if cell.rejection:
-        line += ", as they may under its rule: the distribution is the same"
+        line += ", as its rule of acceptance allows: the distribution is the same"
     if cell.tie_nats:
-        line += f"; where greedy ones differ, the candidates are at most {max(cell.tie_nats):.0e} nat apart"
+        apart = f"{max(cell.tie_nats):.0e} nat apart"
+        line += f"; where greedy texts differ, the two tokens are at most {apart}, a near-tie"
     return line
 
 
@@ -392,7 +408,7 @@ def show(report: Report) -> None:
         for line in filter(None, map(difference, cells)):
             console.print(f"  {line}", style="dim", markup=False)
     legend = TERMINAL_LATENCY_LEGEND if arrive(report.cells) else TERMINAL_LEGEND
-    console.print(f"\n{legend}.\n", style="dim", markup=False)
+    console.print(f"\n{legend}{gates(report.cells)}.\n", style="dim", markup=False)
     if report.against_best_fixed:
         console.print(against_table(report.against_best_fixed))
         console.print(f"{AGAINST_TERMINAL_LEGEND}.\n", style="dim", markup=False)

@@ -72,11 +72,13 @@ def refuse_what_cannot_run(llm: LLM, plan: BenchPlan) -> None:
     """Raises before anything is measured where a mode lacks a drafter, or would be plain decoding."""
     highest = max(plan.concurrency)
     if highest > llm.config.max_num_seqs:
-        raise InvalidParameter("concurrency", highest, f"max_num_seqs is {llm.config.max_num_seqs}")
+        raise InvalidParameter(
+            "concurrency", highest, f"must be at most max_num_seqs, {llm.config.max_num_seqs}"
+        )
     for mode in map(parse_mode, plan.modes):
         method = mode.speculation["method"]
         if reason := llm.engine.proposers.lacking(method):
-            advice = f"{reason.value}: {method} needs a checkpoint, given with --draft"
+            advice = f"{reason.value}: {reason.sentence}; give a checkpoint for {method} with --draft"
             raise InvalidParameter("modes", mode.label, advice)
 
 
@@ -85,7 +87,9 @@ def refuse_evictions(llm: LLM, plan: BenchPlan, cases: dict[str, list[Case]]) ->
     looping = any(case.user for some in cases.values() for case in some)
     pools, needed = llm.config.speculation.suffix_pools, plan.users
     if looping and 0 < pools < needed:
-        reason = f"{max(plan.concurrency)} users in {len(plan.modes)} modes take {needed}"
+        reason = (
+            f"must be at least {needed} for {max(plan.concurrency)} users in {len(plan.modes)} modes, or 0"
+        )
         raise InvalidParameter("suffix_pools", pools, reason)
 
 

@@ -71,12 +71,16 @@ def build(name: str, tokenizer: Tokenizer, size: Size, more: BuilderTable | None
     """
     builder, temperature = parse(name, more)
     if size.prompt_tokens < 1:
-        raise InvalidParameter("max_tokens", size.max_tokens, f"the context is {size.context} tokens")
+        raise InvalidParameter(
+            "max_tokens", size.max_tokens, f"must be below the context, {size.context} tokens"
+        )
     cases = [at(temperature, case, i) for i, case in enumerate(islice(builder(tokenizer, size), size.cases))]
     if len(cases) < size.cases and name.partition("@")[0] in WORKLOADS:
         raise BenchError(
-            f"workload {name}: {len(cases)} of {size.cases} cases found among the held-out files in "
-            f"{corpus.stdlib_root()} for {size.max_tokens} new tokens in a context of {size.context}"
+            f"workload {name}: only {len(cases)} of {size.cases} cases found among the held-out files in "
+            f"{corpus.stdlib_root()} for {size.max_tokens} new tokens in a context of {size.context}; lower "
+            "--prompts "
+            "or --max-tokens"
         )
     return cases
 
@@ -101,12 +105,12 @@ def parse(text: str, more: BuilderTable | None = None) -> tuple[Builder, float |
     name, at_sign, number = text.partition("@")
     known = {**WORKLOADS, **(more or {})}
     if name not in known:
-        raise InvalidParameter("workloads", text, f"known are {', '.join(known)}")
+        raise InvalidParameter("workloads", text, f"must be one of {', '.join(known)}")
     builder, usual = known[name]
     try:
         temperature = float(number) if at_sign else usual
     except ValueError:
-        raise InvalidParameter("workloads", text, "is NAME or NAME@TEMPERATURE") from None
+        raise InvalidParameter("workloads", text, "must be NAME or NAME@TEMPERATURE") from None
     # it names its limits
     return builder, None if temperature is None else SamplingParams(temperature=temperature).temperature
 

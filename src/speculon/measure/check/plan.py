@@ -74,27 +74,27 @@ class CheckPlan(Checked):
     def __init__(self, /, **values: Any):
         super().__init__(**values)
         if not self.prompts or not all(self.prompts):
-            raise InvalidParameter("prompt", "", "has no text")
+            raise InvalidParameter("prompt", "", "must not be empty")
         texts = [
             prompt if isinstance(prompt, str) else prompt.content
             for prompt in self.prompts
             if isinstance(prompt, str) or not prompt.follows
         ]
         if twice := [text for text in texts if texts.count(text) > 1]:
-            raise InvalidParameter("prompt", str(twice[0]), "is given twice")
+            raise InvalidParameter("prompt", str(twice[0]), "must not be given twice")
         if not self.samplers or any(sampler.greedy for sampler in self.samplers):
-            advice = "greedy texts are checked apart; give a temperature above 0"
+            advice = "must be above 0: greedy texts are checked in any case"
             raise InvalidParameter("sampler", "temperature 0", advice)
         for name in OWN_PARAMETERS:
             if any(name in sampler.model_fields_set for sampler in self.samplers):
-                raise InvalidParameter("sampler", name, "is the check's own to choose")
+                raise InvalidParameter("sampler", name, "must not be set, because the check chooses it")
         for name, least in LEAST.items():
             if getattr(self, name) < least:
                 raise InvalidParameter(name, getattr(self, name), f"must be at least {least}")
         if self.seeds > MAX_SAMPLES:
             raise InvalidParameter("seeds", self.seeds, f"must be at most {MAX_SAMPLES}")
         if not 0 < self.control <= 1:
-            raise InvalidParameter("control", self.control, "is a share above 0, at most 1")
+            raise InvalidParameter("control", self.control, "must be above 0 and at most 1")
 
     @property
     def sampled(self) -> list[tuple[int, int]]:

@@ -27,27 +27,28 @@ if TYPE_CHECKING:
 STYLES = {"passed": "bold green", "failed": "bold red", "inconclusive": "bold"}
 VERDICTS = {
     "passed": (
-        "passed: no text differs from the target's by more than plain decoding's own differences, "
-        "and the planted errors were found"
+        "passed: no text differs from plain decoding by more than plain decoding differs from itself, "
+        "and the check found the errors that were planted"
     ),
-    "failed": "failed: texts differ from the target's by more than rounding or chance",
+    "failed": "failed: texts differ from plain decoding by more than rounding or chance explains",
     "inconclusive": (
-        "inconclusive: nothing speaks against speculation, but this check would not have found an error"
+        "inconclusive: no difference was found, but this check would not have found an error either"
     ),
 }
 EXACT_LEGEND = (
-    "against plain decoding; where a text first differs, one fresh forward over the common part is the "
-    "judge; "
-    "regret: log p of the best token less that of the one taken, in nat (of the same seed: with its noise)"
+    "Each arm is compared with plain decoding. Where two texts first differ, one fresh forward over their "
+    "common part scores both tokens; regret: log p of the best token minus log p of the one chosen, in nat "
+    "(with the same seed: noise included); a regret below the limit is a near-tie"
 )
 SAMPLED_LEGEND = (
-    "against plain decoding, each arm with seeds of its own; cells: prompt x sampler x position, rejected "
-    f"by Benjamini and Hochberg at q = {Q:g}; p of all: every cell together, rejected at {OVERALL:g}. What "
-    "is rejected once is repeated with fresh seeds, and fails when it is rejected again"
+    "Each arm is compared with plain decoding under seeds of its own. cells: prompt x sampler x position, "
+    f"rejected by Benjamini and Hochberg at q = {Q:g}; p of all: one test of all cells together, rejected at "
+    f"{OVERALL:g}. A rejected comparison is repeated with fresh seeds, and fails if it is rejected again"
 )
 WORK_LEGEND = (
-    "rounds with drafts, and drafts accepted; by q: rounds judged with the drafter's q; wrong: rounds that "
-    "ended at a wrong draft; planted: of these, rounds in which it was kept on purpose"
+    "rounds: rounds with drafts; accepted: accepted drafts; by q: rounds judged with the drafter's "
+    "probabilities; wrong: rounds that ended at a wrong draft; planted: rounds in which the check kept the "
+    "wrong draft on purpose"
 )
 COLOURS = {
     "plain": ("#6b6b6b",),
@@ -147,11 +148,11 @@ def speculating(findings: Findings) -> list[Arm]:
 
 def exact_legend(findings: Findings) -> str:
     margin = findings.margin
-    rule = "the limit" if margin.half else f"the limit in fp32 is {margin.limit:g}"
+    rule = f"the limit of a near-tie is {margin.limit:.1g} nat"
     rule = "the model is batch-invariant, so no text may differ" if margin.invariant else rule
     return (
-        f"{EXACT_LEGEND}. plain decoding under other batch shapes: the gap of the two best tokens changes by "
-        f"up to {margin.largest:.1e} nat over {len(margin.moved)} positions; {rule}"
+        f"{EXACT_LEGEND}. In other batch shapes plain decoding itself changes the gap between the two best "
+        f"tokens by up to {margin.largest:.1e} nat (over {len(margin.moved)} positions); {rule}"
     )
 
 

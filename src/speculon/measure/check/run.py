@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from speculon.core.errors import InvalidParameter, TooLong
+from speculon.core.types import reasons_in_words
 from speculon.measure.bench.data import DataPrompt, answered, encode
 from speculon.measure.check.arms import Advance
 from speculon.measure.check.exact import Divergence, ExactResult, Margin, greedy, seeded
@@ -62,9 +63,9 @@ def check_drafter(llm: LLM) -> None:
     setting = llm.config.speculation
     if setting.method == OFF or not setting.most():
         name, value = ("method", OFF) if setting.method == OFF else ("num_speculative_tokens", 0)
-        raise InvalidParameter(name, value, "there is no speculation to check")
+        raise InvalidParameter(name, value, "speculation is off, so there is nothing to check")
     if reason := llm.engine.proposers.lacking(setting.method):
-        raise InvalidParameter("method", setting.method, f"{reason.value}: it has nothing to draft with")
+        raise InvalidParameter("method", setting.method, f"{reason.value}: {reason.sentence}")
 
 
 def check_room(llm: LLM, plan: CheckPlan, prompts: list[list[int]]) -> None:
@@ -73,7 +74,10 @@ def check_room(llm: LLM, plan: CheckPlan, prompts: list[list[int]]) -> None:
     for prompt in prompts:
         for name, tokens in (("max_tokens", plan.max_tokens), ("positions", plan.positions)):
             if len(prompt) + tokens + 1 > context:
-                raise TooLong(f"prompt {len(prompt)} + {name} {tokens} + 1 > context {context} tokens")
+                raise TooLong(
+                    f"prompt {len(prompt)} + {name} {tokens} + 1 > context {context} tokens: shorten it, or "
+                    f"lower --{name.replace('_', '-')}"
+                )
 
 
 def exact_problem(arm: ExactResult) -> str | None:
@@ -81,18 +85,20 @@ def exact_problem(arm: ExactResult) -> str | None:
         return None
     first = where(arm.failures[0], arm.limit)
     return (
-        f"{arm.label}: {len(arm.failures)} of {arm.texts} texts differ by more than a tie, the first: {first}"
+        f"{arm.label}: {len(arm.failures)} of {arm.texts} texts differ from plain decoding by more than a "
+        "tie; "
+        f"the first is {first}"
     )
 
 
 def where(divergence: Divergence, limit: float) -> str:
     place = f"text {divergence.text + 1}, token {divergence.at + 1}"
     if divergence.plain is None or divergence.token is None:
-        return f"{place}: one of the two ends there"
+        return f"{place}: one of the two texts ends there"
     tokens = f"{place}: {divergence.token} instead of {divergence.plain}"
     if divergence.regret is None:
-        return f"{tokens}, under filters or penalties"
-    return f"{tokens}, regret {divergence.regret:.2g} nat, allowed {limit:.2g}"
+        return f"{tokens}, which filters or penalties exclude"
+    return f"{tokens}, a regret of {divergence.regret:.2g} nat, of which {limit:.2g} are allowed"
 
 
 def sampled_problem(plan: CheckPlan, arm: Comparison) -> str | None:
@@ -100,20 +106,23 @@ def sampled_problem(plan: CheckPlan, arm: Comparison) -> str | None:
     if arm.role == "control" or not arm.confirmed or arm.again is None:
         return None
     cells, overall = arm.again.rejected, arm.again.overall
-    line = f"{arm.label}: another distribution, twice: {len(cells)} cells rejected again, "
-    line += f"all together p = {overall:.2g}"
+    line = (
+        f"{arm.label}: another distribution than the target's, in two tests: {len(cells)} cells rejected "
+        "again, "
+    )
+    line += f"p of all cells together = {overall:.2g}"
     if cells:
         least = min(cells, key=lambda cell: cell.p)
         place = "all positions" if least.position is None else f"token {least.position + 1}"
         sampler = named(plan.samplers[least.sampler])
-        line += f", the clearest: prompt {least.prompt + 1}, {sampler}, {place}, p = {least.p:.2g}"
+        line += f"; the clearest is prompt {least.prompt + 1}, {sampler}, {place}, p = {least.p:.2g}"
     return line
 
 
 def margin_gaps(margin: Margin) -> list[str]:
     if margin.limit <= WIDEST:
         return []
-    return [f"plain decoding differs from itself by up to {margin.limit:.2g} nat, which hides any error"]
+    return [f"plain decoding differs from itself by up to {margin.limit:.2g} nat, which would hide any error"]
 
 
 def gap(arm: ExactResult | Comparison) -> str | None:
@@ -122,16 +131,16 @@ def gap(arm: ExactResult | Comparison) -> str | None:
     if arm.role == "plain":
         return None
     if not (work.rounds and work.accepted):
-        what = "no draft was accepted" if work.rounds else "no round was speculative"
-        reasons = ", ".join(f"{reason} {n}" for reason, n in work.reasons.items()) or "none"
-        return f"{arm.label}: {what} (reasons: {reasons})"
+        what = "no draft was accepted" if work.rounds else "no round had drafts"
+        why = reasons_in_words(work.reasons)
+        return f"{arm.label}: {what}{f'; {why}' if why else ''}"
     if arm.role == "speculation":
         return None
     if not work.planted:
-        return f"{arm.label}: every draft was right, so that no error could be planted"
+        return f"{arm.label}: every draft was right, so no error could be planted; use other prompts"
     if arm.failures if isinstance(arm, ExactResult) else arm.found:
         return None
-    return f"{arm.label}: {work.planted} planted errors were not found; ask for more runs or prompts"
+    return f"{arm.label}: {work.planted} planted errors were not found; raise --runs, or give more prompts"
 
 
 def count_tokens(plan: CheckPlan) -> int:
