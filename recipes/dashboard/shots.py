@@ -1,14 +1,19 @@
-"""Pictures of the dashboard: python -m recipes.dashboard.shots [--pages overview,models]
+"""All pictures of the documents: python -m recipes.dashboard.shots [--parts dashboard] [--pages overview,log]
 
-It starts `speculon serve --model demo --admin`, sends some requests, and takes each page with Chromium,
-light and dark, wide and narrow, into docs/images/dashboard/.
+- dashboard: starts `speculon serve --model demo --admin`, sends some requests, and takes each page with
+  Chromium, light and dark, wide and narrow, into docs/images/dashboard/. There `menu.json` records the digest
+  of each picture and the menu that it shows, so that a test finds pictures of an older dashboard.
+- chat: the conversation of docs/chat.md (`recipes.charts.chat`).
+- charts: the charts of README, from the recorded runs (`recipes.charts.readme`).
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -23,9 +28,12 @@ from urllib.request import Request, urlopen
 
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
+from recipes.charts import chat, readme
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs/images/dashboard"
+MODELS = ROOT / "tests" / "models"
+RECORD = "menu.json"  # picture -> its digest, and the entries of its menu
 LISTENS = re.compile(r"listens on (http://\S+)")
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync".split()
 SIZES = {"wide": (1280, 800), "narrow": (380, 800)}
@@ -47,7 +55,8 @@ def served(folder: Path) -> Iterator[tuple[str, int]]:
     log = folder / "stderr.txt"
     command = [sys.executable, "-m", "speculon.cli", "serve", "--model", "demo", "--admin", "--port", "0"]
     with log.open("wb") as out:
-        process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=out)
+        env = {**os.environ, "SPECULON_MODELS": str(MODELS)}
+        process = subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=out)
     try:
         until = time.monotonic() + SECONDS
         while (found := LISTENS.search(log.read_text())) is None or not ready(found[1]):
@@ -106,9 +115,17 @@ def compare(page: Page) -> None:
     page.get_by_text("Same text").wait_for(timeout=30_000)
 
 
+# no picture shows where this machine has its files
+RENAME = """([from, to]) => {
+    const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (walk.nextNode()) walk.currentNode.data = walk.currentNode.data.replaceAll(from, to);
+}"""
+
+
 def taken(page: Page, tallest: int) -> bytes:
     """Raises `SystemExit` where the page is wider than the screen."""
     page.wait_for_timeout(1500)
+    page.evaluate(RENAME, [str(MODELS), "/models"])
     sizes = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.scrollHeight]")
     screen = page.viewport_size
     assert screen
@@ -132,12 +149,38 @@ def keep(picture: bytes, path: Path) -> None:
     raise SystemExit(f"{path.name}: {path.stat().st_size} bytes with 16 colours")
 
 
+def menu_of(page: Page) -> list[str]:
+    """The entries of the navigation, as they are read; on a narrow screen they are in a drawer."""
+    return [text.strip() for text in page.locator("nav a div").all_text_contents()]
+
+
+def record(menus: dict[str, list[str]]) -> None:
+    """Notes what was taken; the entries of other pictures stay."""
+    path = OUT / RECORD
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for name, menu in menus.items():
+        known[name] = {"sha256": hashlib.sha256((OUT / name).read_bytes()).hexdigest(), "menu": menu}
+    path.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    names = "overview,models,settings,requests,tokens,playground,log"
+    parts, names = "dashboard,chat,charts", "overview,models,settings,requests,tokens,playground,log"
+    parser.add_argument("--parts", default=parts, help=f"of {parts}")
     parser.add_argument("--pages", default=names, help=f"of {names}")
-    pages = parser.parse_args().pages.split(",")
+    options = parser.parse_args()
+    taken_by = {
+        "dashboard": lambda: take_dashboard(options.pages.split(",")),
+        "chat": chat.main,
+        "charts": readme.main,
+    }
+    for part in options.parts.split(","):
+        taken_by[part]()
+
+
+def take_dashboard(pages: list[str]) -> None:
     OUT.mkdir(parents=True, exist_ok=True)
+    menus: dict[str, list[str]] = {}
     path = shutil.which("chromium")
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -160,9 +203,12 @@ def main() -> None:
                     elif name == "settings":
                         shown.get_by_role("button", name="Settings").click()
                         shown.get_by_role("heading", name="Settings of").wait_for()
-                    keep(taken(shown, SHORTER.get(name, TALLEST)), OUT / f"{name}-{theme}-{size}.png")
+                    picture = f"{name}-{theme}-{size}.png"
+                    keep(taken(shown, SHORTER.get(name, TALLEST)), OUT / picture)
+                    menus[picture] = menu_of(shown)
                 shown.context.close()
         browser.close()
+    record(menus)
 
 
 if __name__ == "__main__":

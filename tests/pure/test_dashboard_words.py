@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import ast
+import hashlib
+import json
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from speculon.core.types import Reason
+from speculon.operations.admin.ui import NAVIGATION
 from speculon.operations.admin.ui.colours import METHODS, colour_of, symbol_of
 from speculon.operations.admin.ui.words import FOLDER, LANGUAGES, UiWords, language_of, table
 from speculon.speculation.proposers.registry import TABLE, WITH_WEIGHTS
 
 UI = FOLDER.parent
+PICTURES = Path(__file__).parents[2] / "docs" / "images" / "dashboard"
 SOURCES = {path.name: path.read_text(encoding="utf-8") for path in sorted(UI.glob("*.py"))}
 PAGES = {path.stem for path in FOLDER.glob("*.toml")}
 KEY = re.compile(r"([a-z_]+)\.([a-z_0-9]*)")
@@ -88,3 +94,41 @@ def test_planted_faults_are_found() -> None:
 def test_the_language_of_a_reader(chosen: str | None, accepted: str, language: str) -> None:
     assert language_of(chosen, accepted) == language
     assert UiWords(language)("log.note", lines=3).count("3") == 1
+
+
+# the pictures in the documents
+
+
+def outdated(pictures: dict[str, bytes], recorded: dict[str, Any], menu: list[str]) -> set[str]:
+    """The pictures that show another menu than the dashboard has, or that have no record of their own."""
+    found = set()
+    for name, data in pictures.items():
+        known = recorded.get(name, {})
+        same = known.get("sha256") == hashlib.sha256(data).hexdigest() and known.get("menu") == menu
+        found |= set() if same else {name}
+    return found | recorded.keys() - pictures.keys()
+
+
+def menu() -> list[str]:
+    words = UiWords("en")
+    return [words(f"shell.{name}") for name in NAVIGATION]
+
+
+def test_the_pictures_show_the_menu_that_there_is() -> None:
+    """`python -m recipes.dashboard.shots --parts dashboard` takes them anew."""
+    pictures = {path.name: path.read_bytes() for path in PICTURES.glob("*.png")}
+    recorded = json.loads((PICTURES / "menu.json").read_text(encoding="utf-8"))
+    assert pictures and outdated(pictures, recorded, menu()) == set()
+
+
+@pytest.mark.parametrize("planted", ["an entry that is gone", "another picture", "no record", "no picture"])
+def test_a_planted_old_picture_is_found(planted: str) -> None:
+    pictures = {"log.png": b"a picture"}
+    record = {"sha256": hashlib.sha256(b"a picture").hexdigest(), "menu": menu()}
+    assert outdated(pictures, {"log.png": record}, menu()) == set()
+    if planted == "an entry that is gone":
+        record["menu"] = [*menu(), "Benchmark"]
+    elif planted == "another picture":
+        pictures = {"log.png": b"an older one"}
+    recorded = {} if planted == "no record" else {"log.png": record}
+    assert outdated({} if planted == "no picture" else pictures, recorded, menu()) == {"log.png"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
@@ -12,6 +13,14 @@ from speculon.server.middleware import ADMIN
 if TYPE_CHECKING:
     from speculon.server.app_state import AppState
 
+# the entries of the navigation, in order: a page's module here, and its name in `shell.toml` -> route, icon
+NAVIGATION = {
+    "overview": ("/", "speed"),
+    "models": ("/models", "memory"),
+    "requests": ("/requests", "list"),
+    "playground": ("/playground", "compare"),
+    "log": ("/log", "subject"),
+}
 MISSING = "admin = true: the dashboard's packages are not installed: pip install 'speculon[admin]'"
 
 
@@ -29,15 +38,12 @@ def mount(app: FastAPI, state: AppState) -> None:
     from nicegui import ui
 
     from speculon.operations.admin.routes import add_admin
-    from speculon.operations.admin.ui import log, models, overview, playground, requests, token_view
+    from speculon.operations.admin.ui import token_view
     from speculon.operations.admin.ui.shell import Page, add_page
 
-    pages = (
-        Page("overview", "/", "speed", overview.build),
-        Page("models", "/models", "memory", models.build),
-        Page("requests", "/requests", "list", requests.build),
-        Page("playground", "/playground", "compare", playground.build),
-        Page("log", "/log", "subject", log.build),
+    pages = tuple(
+        Page(name, route, icon, import_module(f"{__name__}.{name}").build)
+        for name, (route, icon) in NAVIGATION.items()
     )
     admin = add_admin(app, state)
     # the tokens are reached from a request, and no entry of the navigation
