@@ -40,13 +40,19 @@ def test_the_environment_counts_where_the_application_is_built(monkeypatch: pyte
     ("given", "message"),
     [
         ({"replicas": 0}, "replicas = 0"),
-        ({"replicas": 4, "max_replicas": 2}, "max_replicas = 2: at least replicas = 4"),
+        ({"replicas": 4, "max_replicas": 2}, "max_replicas = 2: must be at least replicas, 4"),
         ({"replica": 4}, "unknown field"),
         ({"max_num_seqs": "many"}, "max_num_seqs = 'many'"),
         ({"speculation.methd": "suffix"}, "speculation.methd"),
-        ({"serve": {"admin": True}}, "admin: replicas serve one model, without the dashboard"),
-        ({"serve.capture": "here", "ingresses": 2}, "ingresses = 2: capture is written by one process"),
-        ({"serve.memory_gb": 4}, "memory_gb: replicas serve one model"),
+        (
+            {"serve": {"admin": True}},
+            "admin: not supported with replicas, which serve one model without the dashboard",
+        ),
+        (
+            {"serve.capture": "here", "ingresses": 2},
+            "ingresses = 2: must be 1 with capture, which one process writes",
+        ),
+        ({"serve.memory_gb": 4}, "memory_gb: not supported with replicas"),
     ],
 )
 def test_wrong_settings_are_named(given: dict[str, Any], message: str) -> None:
@@ -58,5 +64,5 @@ def test_without_ray_the_command_names_the_extra(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"replicas = 2: needs Ray, .* 'speculon\[ray\]'"):
         command.run_replicas({}, ["demo"], 2)
-    with pytest.raises(ConfigError, match="replicas = 2: serve one model"):
+    with pytest.raises(ConfigError, match="replicas = 2: replicas serve one model"):
         command.run_replicas({}, ["demo", "other"], 2)

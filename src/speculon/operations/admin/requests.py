@@ -113,7 +113,7 @@ class RequestLog:
             view = self._view(entry)
             if request_id in (view.id, view.request_id):
                 return entry
-        raise UnknownRequest(f"request {request_id!r}: neither running nor among the latest")
+        raise UnknownRequest(f"request {request_id!r}: it is neither running nor among the latest requests")
 
     def view(self, request_id: str) -> RequestView:
         """With the beginning of the prompt and the answer, where texts are kept. Raises `UnknownRequest`."""
@@ -132,10 +132,12 @@ class RequestLog:
         """The tokens of a request that asked for `speculation.explain`. Raises `InvalidRequest`."""
         entry = self.find(request_id)
         if not self.texts:
-            raise InvalidRequest("texts are not shown: admin_texts is off")
+            raise InvalidRequest("texts are not shown, because admin_texts is off")
         view = self._view(entry)
         if not view.explained:
-            raise InvalidRequest(f"request {request_id!r} did not set speculation.explain")
+            raise InvalidRequest(
+                f"request {request_id!r} has no token details: it did not set speculation.explain"
+            )
         return TokenView(
             id=view.id,
             model=view.model,

@@ -69,7 +69,7 @@ class LogRing(logging.Handler):
     def latest(self, lines: int) -> list[LogLine]:
         """The oldest first. Raises `InvalidParameter`."""
         if not 1 <= lines <= MOST_LINES:
-            raise InvalidParameter("lines", lines, f"from 1 to {MOST_LINES}")
+            raise InvalidParameter("lines", lines, f"must be from 1 to {MOST_LINES}")
         return list(self._lines)[-lines:]
 
     def since(self, number: int) -> list[LogLine]:
@@ -196,7 +196,7 @@ class Admin:
         self._pool.check_open()
         model = self._pool.find(name)
         if not changes:
-            raise InvalidParameter("changes", {}, "name at least one field")
+            raise InvalidParameter("changes", {}, "must have at least one field")
         if (why := self._lock_reason(model)) is not None:
             raise InvalidRequest(why)
         async with self._changing:
@@ -230,7 +230,10 @@ class Admin:
     def _lock_reason(self, model: PooledModel) -> str | None:
         served = self.state.config.served_model_name
         if served is not None and model is self._pool.default:
-            return f"served_model_name = {served!r} names this model: a table of the file cannot be its own"
+            return (
+                f"served_model_name = {served!r} names this model, so it can have no table in the file of "
+                "models"
+            )
         return None
 
     def _settings_of(self, model: PooledModel) -> ModelSettings:

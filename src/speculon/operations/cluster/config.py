@@ -33,7 +33,9 @@ class ClusterConfig(Checked):
     @model_validator(mode="after")
     def _in_order(self) -> ClusterConfig:
         if self.max_replicas is not None and self.max_replicas < self.replicas:
-            raise InvalidParameter("max_replicas", self.max_replicas, f"at least replicas = {self.replicas}")
+            raise InvalidParameter(
+                "max_replicas", self.max_replicas, f"must be at least replicas, {self.replicas}"
+            )
         return self
 
 
@@ -55,13 +57,15 @@ def read(given: Mapping[str, Any]) -> tuple[ClusterConfig, dict[str, Any]]:
     config = EngineConfig(**settings)
     for name, what in REFUSED.items():
         if getattr(config.serve, name) not in (None, False):
-            raise ConfigError(f"{name}: replicas serve one model, without {what}")
+            raise ConfigError(f"{name}: not supported with replicas, which serve one model without {what}")
     try:
         cluster = ClusterConfig(**own)
     except InvalidParameter as error:
         raise ConfigError(str(error)) from None
     if config.serve.capture is not None and cluster.ingresses > 1:
-        raise ConfigError(f"ingresses = {cluster.ingresses}: capture is written by one process")
+        raise ConfigError(
+            f"ingresses = {cluster.ingresses}: must be 1 with capture, which one process writes"
+        )
     return cluster, config.model_dump()
 
 

@@ -152,18 +152,18 @@ class ReplicatedEngine(EngineClient):
                     add, tries = self._rest(add, queue, fault), MOST_TRIES
                 else:
                     await asyncio.sleep(RETRY_SECONDS)
-            raise NotReady(f"no replica has taken this request: {fault}")
+            raise NotReady(f"no replica accepted this request: {fault}")
         except SpeculonError as error:
             queue.fail(error)
         except Exception as error:
             log.exception("%s: its replica cannot be read", add.request_id)
-            queue.fail(EngineError(f"its replica cannot be read: {type(error).__name__}"))
+            queue.fail(EngineError(f"the answer of its replica cannot be read: {type(error).__name__}"))
 
     def _rest(self, add: Add, queue: OutputQueue, fault: ReplicaLost) -> Add:
         """What another replica is to write. Raises `NotReady` where that would be another text."""
         progress = queue.requests[add.request_id]
         if not progress.resumable:
-            raise NotReady(f"{fault}; no other replica can continue this request")
+            raise NotReady(f"{fault}, and no other replica can continue this request: send it again")
         log.warning("%s; %s continues elsewhere", fault, add.request_id)
         self.resumed += 1
         queue.resumed += 1
@@ -176,7 +176,7 @@ class ReplicatedEngine(EngineClient):
                 await self._repeat_deletions(found)
                 self._note(found)
             except TimeoutError:
-                log.warning("a replica does not answer; its figures are old")
+                log.warning("a replica does not answer, so its figures are out of date")
             except SpeculonError:
                 self._note([])
             await asyncio.sleep(POLL_SECONDS)
@@ -229,7 +229,7 @@ class ReplicaStream:
             async for message in stream:
                 self._handle(message)
         if self._queue.requests[self._add.request_id].written:
-            raise ReplicaLost(f"{self.replica}: the stream has ended early")
+            raise ReplicaLost(f"{self.replica}: the stream of answers ended early")
         if self.replica is not None:
             self._routing.wrote(self.replica, self._text, pool_of(self._add), self._add.adapter)
 

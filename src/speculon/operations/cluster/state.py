@@ -110,7 +110,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], Lines] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        log.warning("state: %s is not read: %.200s", path, error)
+        log.warning("state: %s is ignored, because it cannot be read: %.200s", path, error)
         return None
 
 
