@@ -244,7 +244,7 @@ def test_the_account_in_words() -> None:
     stats = watched_stats()
     line = account(stats.speculation(), stats.reasons)
     assert line.startswith(
-        "no speculation: drafts were measured, not used (1 round); "
+        "no speculation: shadow: drafts were measured, not used (1 round); "
         "suffix in shadow: 50% of 6 drafts would have been accepted, 2.50"
     )
     stats.record(Draft((1, 2), ("any",) * 2), Verdict((1, 2, 3), 2, SpanOutcome.FULL), ("suffix",))

@@ -210,7 +210,7 @@ def test_a_refused_turn_is_named_and_the_next_one_comes(folder: Path) -> None:
         r"TooLong: .*\d+.* > context 1024.*: /reset starts a new conversation, /undo removes the last turn",
         errors[0],
     )
-    assert errors[1].startswith("InvalidParameter: command = '/nope': known are /help, /reset")
+    assert errors[1].startswith("InvalidParameter: command = '/nope': must be one of /help, /reset")
     machine = objects(chat(folder, *FLAGS, "--json", lines=lines))
     assert [set(one) for one in machine[1:3]] == [{"error"}, {"error"}]
     assert machine[0]["outputs"][0]["text"] == machine[4]["outputs"][0]["text"]

@@ -100,7 +100,7 @@ def test_vllms_form_of_the_speculation_options() -> None:
     }
     both = engine_settings({"num_speculative_tokens": "2"}, text)
     assert both["speculation"]["num_speculative_tokens"] == 2
-    with pytest.raises(InvalidParameter, match="not JSON"):
+    with pytest.raises(InvalidParameter, match="must be JSON"):
         vllm_alias("{")
 
 
@@ -192,7 +192,7 @@ REFUSED = [
         ["-p", "x", "--logit-bias", "[1]"], "InvalidParameter", "must be a JSON object", id="no object"
     ),
     pytest.param(["-p", "x", "--block-size", "0"], "ConfigError", "block_size = 0", id="a setting"),
-    pytest.param(["-p", "x", "--method", "zzz"], "UnknownMethod", "known are", id="a method"),
+    pytest.param(["-p", "x", "--method", "zzz"], "UnknownMethod", "must be one of", id="a method"),
     pytest.param(["-p", "x", "--speculative-config", '{"k": 1}'], "ConfigError", "k", id="an unknown key"),
     pytest.param(["--prompt-file", "none.txt"], "InvalidParameter", "none.txt", id="no file"),
     pytest.param(
@@ -243,7 +243,7 @@ def test_inspect_says_in_25_lines_what_the_model_is_and_does(
         "otherwise than the loop, as --compile now allows)",
         "256 bytes each",
         "methods by default auto, which asks suffix ",
-        "ngram, suffix: a lookup in tokens, without a model",
+        "ngram, suffix: looks up drafts in earlier tokens, without a model",
         "dflash, draft_model, eagle3, gemma4_assistant, pard: no drafter is configured (set --draft)",
         "mtp: the checkpoint has no MTP layers",
     ):
@@ -272,7 +272,10 @@ def test_inspect_shows_the_memory_of_a_draft(folder: Path, monkeypatch: pytest.M
     assert memory["fits"] and memory["drafters"] == 4 * facts["num_parameters"]
     assert memory["measured"] > memory["drafters"]
     flags = ("inspect", str(folder), "--draft", str(folder), "--memory-limit-gb", "0.001")
-    assert "beyond the limit of 1.0 MiB: use" in speculon(*flags, "--memory-policy", "allow").stdout
+    assert (
+        "beyond the limit of 1.0 MiB, which memory_policy allows"
+        in speculon(*flags, "--memory-policy", "allow").stdout
+    )
     refused = speculon(*flags, "--memory-policy", "fail")
-    assert refused.exit_code == 2 and "beyond the limit of 1.0 MiB: refuse" in refused.stdout
+    assert refused.exit_code == 2 and "beyond the limit of 1.0 MiB, so the model is refused" in refused.stdout
     assert "MemoryExceeded" in speculon(*flags, "--memory-policy", "fail", "--json").stdout

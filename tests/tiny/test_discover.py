@@ -63,7 +63,7 @@ def test_two_models_of_one_name_are_refused_with_both_paths(library: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("folder", "words"), [("notes", "no subfolder has a model"), ("none", "no such folder")]
+    ("folder", "words"), [("notes", "it has no subfolder with a model"), ("none", "no such folder")]
 )
 def test_a_folder_without_a_model_is_refused(library: Path, folder: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -80,5 +80,5 @@ def show_files(files: list[Path]) -> None:
     for file in files:
         say(f"wrote {file}")
     if files and not any(file.suffix == ".png" for file in files):
-        missing = "no chart: matplotlib is missing (pip install 'speculon[bench]')"
+        missing = "no chart was drawn, because matplotlib is not installed: pip install 'speculon[bench]'"
         errors().print(missing, style="bold", markup=False)

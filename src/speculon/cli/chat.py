@@ -199,7 +199,10 @@ class Chat:
                 self.show_drafts = not self.show_drafts
                 self.tell(f"drafts {'on' if self.show_drafts else 'off'}")
             case _:
-                known = f"known are {', '.join(HELP)}; {QUOTES} before a text that begins with /"
+                known = (
+                    f"must be one of {', '.join(HELP)}; to send a text that begins with /, put {QUOTES} "
+                    "before it"
+                )
                 raise InvalidParameter("command", name, known)
 
     def forget(self, count: int) -> None:
@@ -213,7 +216,9 @@ class Chat:
         before, self.session.system = self.session.system, text or None
         try:
             if text and self.session.raw:
-                raise InvalidParameter("system", text, "a raw conversation has no roles")
+                raise InvalidParameter(
+                    "system", text, "a raw conversation has no roles, so it can have no system message"
+                )
             self.session.prompt("hello")
         except SpeculonError:
             self.session.system = before

@@ -71,8 +71,10 @@ class ConnectionLimits:
             self._warn_of_descriptors()
             return False
         if self._open[address] >= self.most_per_address:
-            limit = f"{self.most_per_address} connections, the most (serve.max_connections_per_address)"
-            self._warn("address", f"{address} has {limit}: new ones from there are closed")
+            limit = (
+                f"{self.most_per_address} open connections, the limit of serve.max_connections_per_address"
+            )
+            self._warn("address", f"{address} has {limit}, so further ones from this address are closed")
             return False
         self._open[address] += 1
         return True
@@ -91,7 +93,9 @@ class ConnectionLimits:
 
     def _warn_of_descriptors(self) -> None:
         limit = f"{self._descriptors} file descriptors (ulimit -n)"
-        self._warn("all", f"{limit} allow {self.most} connections, and all are open: new ones are closed")
+        self._warn(
+            "all", f"{limit} allow {self.most} connections, and all are in use, so new ones are closed"
+        )
 
     def _warn(self, kind: str, message: str) -> None:
         now = monotonic()

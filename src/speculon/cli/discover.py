@@ -43,16 +43,16 @@ def find_models(
         try:
             family = family_of(inner)
         except ModelError as error:
-            log.warning("%s is left out: %s", inner, error)
+            log.warning("models_dir: %s is left out: %s", inner, error)
             continue
         if family.method == DRAFT_MODEL:
             add(models, name_of(str(inner)), str(inner))
         elif family.method is not None:
             drafters[inner.name] = family.method
         else:
-            log.warning("%s is left out: %s", inner, family.refusal)
+            log.warning("models_dir: %s is left out: %s", inner, family.refusal)
     if not models:
-        raise ConfigError(f"models_dir = {str(folder)!r}: no subfolder has a model")
+        raise ConfigError(f"models_dir = {str(folder)!r}: it has no subfolder with a model, and no GGUF file")
     if first_name is not None:
         first = next(iter(models))
         if first_name != first and first_name in models:
@@ -79,4 +79,4 @@ def add(models: dict[str, str], name: str, path: str) -> None:
 
 
 def clash(name: str, first: str, other: str) -> ConfigError:
-    return ConfigError(f"two models are named {name!r}: {first} and {other}; rename a folder")
+    return ConfigError(f"two models are named {name!r}: {first} and {other}; rename one of them")

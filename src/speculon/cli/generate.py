@@ -98,7 +98,9 @@ def load_for_one_user(
 def adapter_of(config: EngineConfig) -> str:
     """The adapter of a single user, who has none or one. Raises `InvalidParameter` for several."""
     if len(config.adapters) > 1:
-        raise InvalidParameter("adapter", [*config.adapters], "one at a time here; serve takes several")
+        raise InvalidParameter(
+            "adapter", [*config.adapters], "this command takes one adapter; `speculon serve` takes several"
+        )
     return next(iter(config.adapters), "")
 
 
@@ -108,7 +110,7 @@ def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
     if not texts and not sys.stdin.isatty():
         texts = [read_text(Path("-"))]
     if not texts or "" in texts:  # refused before a model is loaded
-        advice = "give a text by --prompt, --prompt-file or on stdin"
+        advice = "must not be empty: give a text with --prompt, with --prompt-file or on stdin"
         raise InvalidParameter("prompt", "" if texts else None, advice)
     return texts
 

@@ -35,8 +35,13 @@ Details = dict[str, Any]
 
 NO_TEXT = "none, token ids only"
 TOOLS = {  # how the calls of functions are written
-    "template": "calls as its chat template writes them",
-    "generic": "calls in the generic form, since its chat template has none that is known",
+    "template": "tool calls as its chat template writes them",
+    "generic": "tool calls in a generic form, because its chat template has no known one",
+}
+ACTIONS = {  # what the memory policy does with an estimate beyond the limit
+    "use": ", which memory_policy allows",
+    "plain": ", so drafters are not loaded (memory_policy)",
+    "refuse": ", so the model is refused (memory_policy)",
 }
 STYLES = {"on": "green", "changed": "yellow", "off": "yellow", "refused": "red"}
 
@@ -231,7 +236,7 @@ def summary_rows(facts: Details) -> Iterator[tuple[str, str, str]]:
         yield "takes", "; ".join(takes(facts)), ""
     if "tokenizer" not in facts and "error" not in facts:
         yield "takes", context_words(facts), ""
-        yield "runs", "not loaded, so the headers of its files are all that is known", ""
+        yield "runs", "not loaded: only the headers of its files were read", ""
     if "fused" in facts:
         yield "runs", f"on {facts['device']} in {facts['dtype']}; {facts['speed']}", ""
         yield "weights", "; ".join(facts["packed"]) or size(facts["weight_bytes"]), ""
@@ -240,7 +245,7 @@ def summary_rows(facts: Details) -> Iterator[tuple[str, str, str]]:
     if "pool_tokens" in facts:
         yield "memory", held_words(facts), ""
     if "batch_invariant" in facts:
-        yield "batches", *batch_words(facts["batch_invariant"])
+        yield "batch-invariant", *batch_words(facts["batch_invariant"])
     if facts.get("notes"):
         yield "notes", "\n".join(facts["notes"]), "yellow"
     if "capabilities" in facts:
@@ -266,7 +271,7 @@ def model_size(facts: Details) -> str:
 
 def takes(facts: Details) -> Iterator[str]:
     if facts["tokenizer"] == NO_TEXT:
-        yield "token ids only, since it has no usable tokenizer"
+        yield "token ids only, because it has no usable tokenizer"
     elif not facts["chat"]:
         yield "text, but no chats (it has no chat template)"
     else:
@@ -283,7 +288,7 @@ def context_words(facts: Details) -> str:
 def held_words(facts: Details) -> str:
     memory, tokens, each = facts["memory"], facts["pool_tokens"], facts["kv_bytes_per_token"]
     held = f"the process holds {size(memory['measured'])} now, libraries included"
-    pages = f"its pages take up to {size(memory['pages'])}: {tokens:,} tokens, {size(each)} each"
+    pages = f"its KV pages take up to {size(memory['pages'])}: {tokens:,} tokens of {size(each)}"
     if facts["states"]:
         pages += f", and {size(facts['states']['bytes_per_sequence'])} of recurrent states a sequence"
     return f"{held}; {pages}"
@@ -292,9 +297,9 @@ def held_words(facts: Details) -> str:
 def batch_words(invariance: str) -> tuple[str, str]:
     answer, _, why = invariance.partition(": ")
     if answer == "yes":
-        return "the same results in any batch, bit for bit", "green"
-    why = why or "setting batch_invariant is off"
-    return f"two tokens nearly equal in probability may change places in another batch ({why})", "yellow"
+        return "yes, the results are the same in any batch, bit for bit", "green"
+    why = why or "the setting batch_invariant is off"
+    return f"no, in another batch two tokens of nearly equal probability may change places ({why})", "yellow"
 
 
 def method_rows(facts: Details) -> Iterator[tuple[str, str, str]]:
@@ -387,7 +392,7 @@ def detail_words(name: str, value: Any, facts: Details) -> str:
         )
     if name == "states":
         ways = ", ".join(
-            f"{mixer} goes row by row{'' if rows is None else f' up to {rows}'}"
+            f"{mixer} computes row by row{'' if rows is None else f' up to {rows} rows'}"
             for mixer, rows in value["single_rows"].items()
         )
         return f"{value['mixers']} mixers, {size(value['bytes_per_sequence'])} per sequence\n{ways}"
@@ -398,7 +403,8 @@ def memory_words(memory: Details) -> str:
     parts = ", ".join(f"{name} {size(memory[name])}" for name in MEMORY if memory.get(name))
     verdict = "within" if memory["fits"] else "beyond"
     total, limit = size(memory["estimate"]), size(memory["limit"])
-    return f"{total} ({parts})\n{verdict} the limit of {limit}: {memory['action']}"
+    then = "" if memory["fits"] else ACTIONS[memory["action"]]
+    return f"{total} ({parts})\n{verdict} the limit of {limit}{then}"
 
 
 def layer_words(layer: Details) -> str:

@@ -187,7 +187,7 @@ def entry(flag: str, text: str) -> tuple[str, str]:
     """One of a table: NAME=VALUE."""
     name, separator, value = text.partition("=")
     if not (name and separator and value):
-        raise InvalidParameter(flag.removeprefix("--"), text, "takes NAME=FOLDER")
+        raise InvalidParameter(flag.removeprefix("--"), text, "must be NAME=FOLDER")
     return name, value
 
 
@@ -195,7 +195,7 @@ def read_object(name: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise InvalidParameter(name, text, f"not JSON ({error})") from None
+        raise InvalidParameter(name, text, f"must be JSON ({error})") from None
     if not isinstance(value, dict):
         raise InvalidParameter(name, text, "must be a JSON object")
     return value

@@ -26,30 +26,13 @@ from speculon.checkpoints.headers import lacks_chat_template
 from speculon.checkpoints.locate import locate
 from speculon.core.config import EngineConfig
 from speculon.core.errors import InvalidRequest, ModelError, SpeculonError
+from speculon.core.types import reasons_in_words
 
 if TYPE_CHECKING:
     from speculon.core.telemetry import SpeculationStats
     from speculon.engine.llm import LLM
 
 EXIT_REFUSED = 2
-
-MEANING: Mapping[str, str] = {
-    "off_config": "speculation is off in the settings",
-    "off_request": "the request turned speculation off",
-    "no_drafter": "there is no drafter",
-    "not_ready": "the drafter had no input yet",
-    "no_match": "no earlier text matched",
-    "cold": "costs were not measured yet",
-    "cost": "drafts would have cost more time than they save",
-    "load": "the batch had no room for more drafts",
-    "solo": "other requests were running or waiting",
-    "shadow": "drafts were measured, not used",
-    "memory": "the drafter did not fit into memory",
-    "no_pages": "no free pages for drafts",
-    "context_limit": "the context was full",
-    "max_tokens": "one token was left of max_tokens",
-    "error": "the drafter failed",
-}
 
 
 def errors() -> Console:
@@ -198,8 +181,7 @@ def lacks_template(config: EngineConfig) -> bool:
 
 def account(done: SpeculationStats, reasons: Mapping[str, int]) -> str:
     """What speculation did, and why rounds had none, in one line."""
-    frequent = sorted(reasons.items(), key=lambda item: -item[1])
-    why = "; ".join(f"{MEANING.get(reason, reason)} ({n} round{'s' * (n != 1)})" for reason, n in frequent)
+    why = reasons_in_words(reasons)
     shadow = [in_shadow(*figures) for figures in done.shadow.items()]
     if not done.rounds:
         none = f"no speculation: {why or 'the text ended before the first round'}"

@@ -46,7 +46,7 @@ CLOSE_SECONDS = 2
 NAME = "speculon"  # of the application on Ray
 OBJECTS = 100 * 2**20  # bytes of Ray's shared memory: events of steps are small
 OPEN_SERVER = (
-    "Everybody who reaches this address can use the model, without a key.",
+    "Everybody who can reach this address can use the model, because no API key is set.",
     "Set SPECULON_SERVE__API_KEY, or listen on 127.0.0.1 behind a proxy that checks its clients.",
 )
 
@@ -128,12 +128,13 @@ def catalogue_of(settings: dict[str, Any], config: EngineConfig, models: list[st
         listed = [config.model]
     if name is not None and listed and listed[0] in tables:
         raise ConfigError(
-            f"served_model_name = {name!r}: {listed[0]!r} has its names in {file and file.path}"
+            f"served_model_name = {name!r}: {listed[0]!r} has a table in {file and file.path}; set its name "
+            "there"
         )
     paths = {model: path_of(model, tables[model], folder, config) for model in listed if model in tables}
     here = find_models(listed, folder, name, paths)
     if len(here.models) > 1:
-        say(f"models: {', '.join(here.models)}; the first is the default")
+        say(f"models: {', '.join(here.models)}; requests that name no model use the first")
     return Catalogue(settings, here.models, here.drafters, file, writable)
 
 
@@ -167,7 +168,10 @@ def http_server(state: AppState) -> uvicorn.Server:
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             state.pool.drain()
             if count := state.pool.open_requests:
-                say(f"finishing {count} request{'s' if count > 1 else ''}")
+                say(
+                    f"finishing {count} request{'s' * (count > 1)}, for at most "
+                    f"{state.config.drain_timeout:g} s"
+                )
             await super().shutdown(sockets)
 
     seconds = ceil(state.config.drain_timeout) + CLOSE_SECONDS
@@ -198,7 +202,7 @@ async def serve_to_end(
 async def announce(state: AppState, started: float) -> None:
     await state.pool.started.wait()
     model, facts = state.pool.default, state.pool.default.facts
-    limits = f"context {facts.max_context}, {facts.pages} pages of {facts.page_tokens} tokens"
+    limits = f"context {facts.max_context} tokens, {facts.pages} KV pages of {facts.page_tokens} tokens"
     ready = f"method {facts.method}; ready in {perf_counter() - started:.1f} s"
     say(f"serving {model.name}: {limits}, {ready}")
 
@@ -229,7 +233,9 @@ def listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from None
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error}; choose another --host or --port"
+        ) from None
 
 
 def open_to_others(host: str, config: ServeConfig) -> bool:
@@ -242,10 +248,10 @@ def warn_of_open_server(host: str, *, as_json: bool) -> None:
         fields = {"time": round(time(), 3), "level": "WARNING", "message": f"{host}: {' '.join(OPEN_SERVER)}"}
         sys.stderr.write(json.dumps(fields) + "\n")
     elif errors().is_terminal:
-        title = f"WARNING: {host} without an API key"
+        title = f"WARNING: {host} is open to others without an API key"
         errors().print(Panel("\n".join(OPEN_SERVER), title=title, style="bold red", expand=False))
     else:
-        lines = [f"{host} without an API key.", *OPEN_SERVER]
+        lines = [f"{host} is open to others without an API key.", *OPEN_SERVER]
         errors().print("\n".join(f"WARNING: {line}" for line in lines), markup=False)
 
 
@@ -281,9 +287,14 @@ def http_options(host: str, port: int, config: ServeConfig) -> dict[str, Any]:
 def run_replicas(settings: dict[str, Any], models: list[str], replicas: int) -> None:
     """Serves until TERM or Ctrl-C, then finishes running requests, and exits with 0."""
     if len(models) > 1:
-        raise ConfigError(f"replicas = {replicas}: serve one model, not {', '.join(models)}")
+        raise ConfigError(
+            f"replicas = {replicas}: replicas serve one model, and --model names {len(models)}: "
+            f"{', '.join(models)}"
+        )
     if find_spec("ray") is None:
-        raise ConfigError(f"replicas = {replicas}: needs Ray, which pip install 'speculon[ray]' brings")
+        raise ConfigError(
+            f"replicas = {replicas}: needs Ray, which is not installed: pip install 'speculon[ray]'"
+        )
     started = perf_counter()
     config = EngineConfig(**settings)
     listener = listen(config.serve.host, config.serve.port)
