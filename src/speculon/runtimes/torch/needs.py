@@ -69,17 +69,17 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a drafter asks of the engine: hidden-state taps, layers of its own in the pages, its limits."""
+    """What a drafter needs from the engine: taps of the target's states, layers in the pages, and memory."""
 
-    # target layers (-1: the embeddings) whose states lie in the first of its own layers
+    # the target's layers (-1: the embeddings) whose states are stored in the first of the drafter's layers
     taps: tuple[int, ...] = ()
     layers: tuple[LayerSpec, ...] = ()
-    max_context: int | None = None
-    max_drafts: int | None = None  # of one round and sequence
-    bytes_fixed: int = 0  # weights
-    bytes_states: int = 0  # recurrent states of all sequences
-    states: tuple[tuple[StateSpec, ...], ...] = ()  # of each recurrent mixer
-    # of a draft model: slots beyond `runtimes.torch.kv.draft_slots.PER_SEQUENCE` for each sequence
+    max_context: int | None = None  # tokens; None: no limit
+    max_drafts: int | None = None  # per round and sequence; None: no limit
+    bytes_fixed: int = 0  # bytes of the weights
+    bytes_states: int = 0  # bytes of the recurrent states of all sequences
+    states: tuple[tuple[StateSpec, ...], ...] = ()  # the states of each recurrent mixer
+    # of a draft model: slots per sequence beyond `runtimes.torch.kv.draft_slots.PER_SEQUENCE`
     spare_states: int = 0
-    bytes_snapshot: int = 0  # of one snapshot of these states
-    bytes_scratch: int = 0  # intermediate results of its largest forward
+    bytes_snapshot: int = 0  # bytes of one snapshot of these states
+    bytes_scratch: int = 0  # bytes of the intermediate results of its largest forward

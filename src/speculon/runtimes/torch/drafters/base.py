@@ -1,4 +1,4 @@
-"""What all drafters with weights have in common: they ask for memory, load, and read the target's pages."""
+"""The interface of drafters with weights, which need memory, load a checkpoint and use the target's pages."""
 
 from __future__ import annotations
 
@@ -18,27 +18,35 @@ if TYPE_CHECKING:
 
 
 class WeightedProposer(Proposer):
-    """A proposer with weights: build -> load -> bind, then as any other.
+    """A proposer with weights. The engine calls `build`, `load` and `bind` once, in this order, and then uses
+    it as any other proposer.
 
-    What it knows of a sequence lies in pages and slots, which end with the sequence.
+    Everything that it computes of a sequence is stored in pages and slots, which are freed with the sequence.
     """
 
-    needs: Needs  # a forecast until `load`
-    # which of its layers are fused, and whether forwards are compiled or captured; a plug-in may have none
+    needs: Needs  # an estimate until `load`, exact afterwards
+    # says which layers are fused, and whether forwards are compiled or captured; a plug-in may have none
     runner: Runner
     pages: DraftPages
 
     @classmethod
     @abstractmethod
     def build(cls, config: SpeculationConfig, host: DrafterHost) -> Self:
-        """Reads what the checkpoint is, and sets `needs`. Raises `ConfigError` or `ModelError`."""
+        """Reads the config of the checkpoint, and sets `needs`, before any weight is loaded.
+
+        Raises `ConfigError` for a wrong setting, and `ModelError` for a checkpoint that cannot be used.
+        """
 
     @abstractmethod
     def load(self) -> None:
-        """Called once, where `needs.bytes_fixed` is not 0: memory is granted, `needs` becomes exact."""
+        """Loads the weights, after the memory estimate has granted them, and makes `needs` exact. Called
+        once, and not at all if `needs.bytes_fixed` is 0.
+        """
 
     def bind(self, pages: DraftPages) -> None:
-        """Called once, after `load`: the page pool is sized, and has the layers of `needs`."""
+        """Takes the pages, after the page pool was sized with the layers of `needs`. Called once, after
+        `load`.
+        """
         needs, self.pages = self.needs, pages
         self.limits = Limits(
             max_context=needs.max_context,
@@ -48,9 +56,11 @@ class WeightedProposer(Proposer):
         )
 
     def unread(self, seq: Sequence) -> int:
-        """As `ReadsTokens` says."""
+        """The number of tokens that it has not computed yet, without the last one."""
         return self.pages.unread(seq)
 
 
 class DrafterFactory(Protocol):
+    """Makes the drafter of a method; usually the `build` of its class."""
+
     def __call__(self, config: SpeculationConfig, host: DrafterHost) -> WeightedProposer: ...

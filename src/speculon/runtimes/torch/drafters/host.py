@@ -1,4 +1,4 @@
-"""What drafters are built for: the target in memory, and the largest step beside it."""
+"""What a drafter is built for: the loaded target, and the size of the largest step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DrafterHost:
-    """What a drafter with weights may know of the target and its settings before it is built."""
+    """What a drafter with weights gets to know of the target and the settings when it is built."""
 
-    model: Target  # whose weights it may share, and on which it is tried
+    model: Target  # the drafter may share its weights, and is tried on it
     tokenizer: Tokenizer | None = None
-    rows: int = 0  # T and R of the largest forward
-    scored: int = 0
-    sequences: int = 0  # that run at a time
-    fuse: bool = True  # whether models are fused, and compiled then
+    rows: int = 0  # T, the rows of the largest forward
+    scored: int = 0  # R, the scored rows of the largest forward
+    sequences: int = 0  # the most sequences that run at a time
+    fuse: bool = True  # whether models are fused, and with `compile` also compiled
     compile: bool = False

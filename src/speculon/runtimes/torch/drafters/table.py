@@ -1,4 +1,4 @@
-"""Names to drafters with weights: the table of methods, this process, installed packages."""
+"""The drafters with weights by method: built in, registered in this process, and from installed packages."""
 
 from __future__ import annotations
 
@@ -24,14 +24,18 @@ registered: dict[str, DrafterFactory] = {}
 
 
 def register(name: str, factory: DrafterFactory) -> None:
-    """Adds a drafter with weights for this process, or replaces the one of this name; a package does the same
-    with an entry point.
+    """Makes a drafter with weights known in this process, or replaces the one of this name.
+
+    >>> register("my_head", MyHead.build)
+
+    A package does the same for all processes with an entry point in the group `speculon.drafters`.
     """
     registered[name] = factory
     registry.register(name, None)
 
 
 def find(name: str) -> DrafterFactory:
+    """The factory of a method with weights."""
     factory: DrafterFactory
     if name in registered:
         return registered[name]

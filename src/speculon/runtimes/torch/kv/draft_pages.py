@@ -1,4 +1,4 @@
-"""The target's pages as one drafter sees them: its own layers there, and how far it has read."""
+"""A drafter's view of the target's pages: its own layers in them, and how far it has read each sequence."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class DraftStates:
 
 @dataclass(frozen=True, slots=True)
 class DraftPages:
-    """The layers of a method's drafter in the target's pages, from `first_layer` of the store on.
+    """The layers of one drafter in the target's pages, from `first_layer` of the store on.
 
-    A step promises pages for as many drafts as it grants; the drafter takes them when it gets there.
+    A step reserves pages for the drafts that it grants, and the drafter takes them when it writes there.
     """
 
     pool: BlockPool
@@ -49,22 +49,24 @@ class DraftPages:
     states: DraftStates | None = None  # of a recurrent draft model
 
     def begin(self, seq: Sequence, first: int = 0) -> int:
-        """Where the drafter reads next; positions below `first`, and those released, it cannot read."""
+        """The position that the drafter reads next. It cannot read positions below `first`, or positions
+        whose pages were released.
+        """
         pages = self.of(seq)
         return max(pages.drafted.get(self.method, 0), pages.released + first)
 
     def unread(self, seq: Sequence) -> int:
-        """Tokens that it has not read yet, without the last one."""
+        """The number of tokens that it has not read yet, without the last one."""
         return len(seq.tokens) - self.begin(seq) - 1
 
     def catch_up(
         self, seqs: list[Sequence], max_rows: int, read: Callable[[list[TokenRange]], object], first: int = 0
     ) -> list[TokenRange]:
-        """Reads what the drafter has not seen, in calls of at most `max_rows` rows, until one more call can
-        take the rest.
+        """Reads the tokens that the drafter has not read yet, in calls of `read` with at most `max_rows`
+        rows, until one more call can take the rest.
 
-        Returns that rest, which holds each sequence's last token; positions below `first` are never read, nor
-        those whose pages are released.
+        Returns the ranges of this last call, which contain the last token of each sequence. Positions below
+        `first`, and positions whose pages were released, are never read.
         """
         while True:
             rest = [(seq, self.begin(seq, first), len(seq.tokens)) for seq in seqs]
@@ -80,7 +82,7 @@ class DraftPages:
             read(ranges)
 
     def mark(self, ranges: list[TokenRange]) -> None:
-        """Notes how far the drafter has read now."""
+        """Notes that the drafter has read these ranges."""
         for seq, _, end in ranges:
             pages = self.of(seq)
             if 0 < pages.released >= pages.drafted.get(self.method, 0):
@@ -92,13 +94,14 @@ class DraftPages:
         return self.pool.of(seq)
 
     def up_to(self, seq: Sequence, end: int) -> Pages:
-        """The same with those of all positions below `end`."""
+        """The pages of a sequence, extended to all positions below `end`."""
         self.pool.extend(seq, end)
         return self.of(seq)
 
     def view(self, ranges: list[TokenRange], first: int = 0) -> View:
-        """For one flat row of ranges, positions end to end; nobody sees positions below `first`, nor `first`
-        ones after those that are released: the drafter may not have read them.
+        """The view for one forward over these ranges, laid out end to end. Positions below `first` are
+        hidden, and so are `first` positions after the released ones, because the drafter may not have read
+        them.
         """
         parts = []
         for seq, start, end in ranges:
@@ -112,8 +115,8 @@ class DraftPages:
         return view
 
     def view_of_nodes(self, nodes: list[tuple[Sequence, tuple[int, ...]]], first: int = 0) -> View:
-        """For one flat row of nodes of trees, one row each: (sequence, the places behind its last token of
-        the node's ancestors, and of itself). `first` as in `view`.
+        """The view for one forward over nodes of trees, one row per node. A node is its sequence and the
+        places, after the sequence's last token, of its ancestors and of itself. `first` as in `view`.
         """
         parts = []
         for seq, places in nodes:
@@ -125,17 +128,17 @@ class DraftPages:
         return self.store.view_of(end_to_end(parts), self.first_layer)
 
     def done(self, ranges: list[TokenRange], ids: list[list[int]]) -> None:
-        """The forward over the ranges of the last view has run, with these tokens."""
+        """Tells that the forward over the ranges of the latest view has run, with these token ids."""
         if self.states is not None:
             for (seq, _, _), tokens in zip(ranges, ids, strict=True):
                 self.states.slots.done(seq, tokens)
 
     def after(self, layers: int) -> DraftPages:
-        """The same without its first `layers`."""
+        """The same pages without the first `layers` layers."""
         return replace(self, first_layer=self.first_layer + layers, states=None)
 
     def taps(self, ranges: list[TokenRange]) -> Tensor:  # [T, n * D]
-        """What its first layer holds of the target's states at these positions."""
+        """The target's states at these positions, which the first layer holds, [T, n * D]."""
         states = self.store.k[self.first_layer].flatten(1)
         at = [(self.store.where_of(self.of(seq), end), end - start) for seq, start, end in ranges]
         taps = [states[tail_of(where, rows)] for where, rows in at]
