@@ -127,7 +127,7 @@ def test_a_draft_model_is_computed_on_this_side_of_a_slow_link(toy: Toy) -> None
 
 @pytest.mark.parametrize("endpoint", ["50052", "[::1]:50052", "host:0", "a:b"])
 def test_an_address_that_llama_cpp_cannot_read(toy: Toy, endpoint: str) -> None:
-    with pytest.raises(ConfigError, match="it is HOST:PORT"):
+    with pytest.raises(ConfigError, match="must be HOST:PORT"):
         LLM(str(toy()), rpc=(endpoint,), **TOY)
 
 

@@ -188,11 +188,14 @@ def test_the_drafters_layers_and_weights_shrink_the_pool() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"num_blocks": 1 << 40}, "num_blocks = 1099511627776: the page pool needs"),
-        ({"kv_memory_gb": 1e-9}, "kv_memory_gb: 1 bytes hold no page of 8192 bytes"),
+        ({"num_blocks": 1 << 40}, "num_blocks = 1099511627776: the KV pages need"),
+        (
+            {"kv_memory_gb": 1e-9},
+            "kv_memory_gb: 1 bytes are left for KV pages, and one page takes 8192 bytes",
+        ),
         (
             {"kv_memory_gb": 1e3, "max_num_seqs": 4096, "block_size": 1024},
-            "kv_memory_gb = 1000.0: the page pool needs",
+            "kv_memory_gb = 1000.0: the KV pages need",
         ),
     ],
 )
@@ -226,7 +229,7 @@ def test_pages_leave_room_for_earlier_answers() -> None:
     page, answers = 16 * 4 * 128, {"suffix_pools": 1000, "suffix_pool_tokens": 2**18}
     room = FREE - SpeculationConfig(**answers).remembered_bytes
     assert pages([], max_num_seqs=4096, speculation=answers) == int(room * budget.SHARE_OF_FREE) // page
-    with pytest.raises(ConfigError, match=f"the page pool needs .* {room} are free"):
+    with pytest.raises(ConfigError, match=f"the KV pages need .* {room} are free"):
         pages([], num_blocks=room // page + 1, speculation=answers)
     assert pages([], num_blocks=room // page, speculation=answers) == room // page
 

@@ -220,7 +220,7 @@ class LlamaModel:
 
     def restore_state(self, stream: int, state: Any) -> None:
         if not self.lib.llama_state_seq_set_data_ext(self.context, state, len(state), stream, STATE_ALONE):
-            raise EngineError(f"llama.cpp: the state of stream {stream} is not to be restored")
+            raise EngineError(f"llama.cpp: the state of stream {stream} cannot be restored")
 
     # facts
 

@@ -71,7 +71,7 @@ def address_of(endpoint: str) -> tuple[str, int]:
     """llama.cpp knows IPv4 alone, and takes what follows the first colon for the port."""
     host, _, port = endpoint.partition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"rpc = {endpoint!r}: it is HOST:PORT, with a name or an IPv4 address")
+        raise ConfigError(f"rpc = {endpoint!r}: must be HOST:PORT, with a name or an IPv4 address")
     try:
         found = socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_STREAM)
     except OSError as error:
@@ -88,13 +88,16 @@ def greet(endpoint: str, address: tuple[str, int]) -> None:
             while len(answer) < ANSWER.size and (more := server.recv(ANSWER.size - len(answer))):
                 answer += more
     except TimeoutError as error:
-        raise ConfigError(f"rpc = {endpoint!r}: no answer; it serves one client at a time") from error
+        raise ConfigError(
+            f"rpc = {endpoint!r}: the server does not answer; it serves one client at a time, so another "
+            "one may use it"
+        ) from error
     except OSError as error:
         raise ConfigError(
             f"rpc = {endpoint!r}: no RPC server of llama.cpp answers there: {error}; start it there again"
         ) from error
     if len(answer) < ANSWER.size or ANSWER.unpack(answer)[0] != ANSWER.size - 8:
-        raise ConfigError(f"rpc = {endpoint!r}: what answers there is no RPC server of this llama.cpp")
+        raise ConfigError(f"rpc = {endpoint!r}: what answers there is not an RPC server of llama.cpp")
     major, minor = ANSWER.unpack(answer)[1:3]
     if major != VERSION[0] or minor > VERSION[1]:
         ours = ".".join(map(str, VERSION))

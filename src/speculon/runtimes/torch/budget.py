@@ -136,7 +136,8 @@ class MemoryBudget:
         if settings.remembered_bytes > free:
             needed = f"{settings.suffix_pools} pools of them need {settings.remembered_bytes} bytes"
             raise ConfigError(
-                f"suffix_pool_tokens = {settings.suffix_pool_tokens}: {needed}, {free} are free"
+                f"suffix_pool_tokens = {settings.suffix_pool_tokens}: {needed}, {free} are free; lower it "
+                "or suffix_pools"
             )
         return settings.remembered_bytes
 
@@ -163,17 +164,24 @@ class MemoryBudget:
         config, count, page_bytes = self._config, self._count(drafters), self._page_bytes(drafters)
         name = "kv_memory_gb" if config.num_blocks is None else "num_blocks"
         if (states := self._states(drafters)) and self._left(drafters) <= 0:
-            reason = f"the recurrent states of so many sequences take {states} bytes, {self._free} are free"
+            reason = (
+                f"the recurrent states of this many sequences take {states} bytes, {self._free} are free; "
+                "lower it"
+            )
             raise ConfigError(f"max_num_seqs = {config.max_num_seqs}: {reason}")
         if count < 1:
             page = f"{page_bytes} bytes ({config.block_size} tokens)"
-            raise ConfigError(f"{name}: {self._for_pages(drafters)} bytes hold no page of {page}")
+            raise ConfigError(
+                f"{name}: {self._for_pages(drafters)} bytes are left for KV pages, and one page takes {page}"
+            )
         if count * config.block_size < SHORTEST:
             few = f"{count} pages of {config.block_size} tokens"
-            raise ConfigError(f"{name}: {few} hold no request, which has at least {SHORTEST} tokens")
+            raise ConfigError(
+                f"{name}: {few} are too few for any request, which has at least {SHORTEST} tokens"
+            )
         free = self._left(drafters) - self._for_snapshots(drafters)
         if count * page_bytes > free:
-            needed = f"the page pool needs {count * page_bytes} bytes, {free} are free"
+            needed = f"the KV pages need {count * page_bytes} bytes, {free} are free; lower it"
             raise ConfigError(f"{name} = {getattr(config, name)}: {needed}")
         return count
 

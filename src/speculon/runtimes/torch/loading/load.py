@@ -313,7 +313,7 @@ def pick_device(device: str) -> torch.device:
         return torch.device("cuda" if counts["cuda"] else "mps" if counts["mps"] else "cpu")
     name, _, number = device.partition(":")
     if name not in counts or (number and not number.isdecimal()):
-        raise ConfigError(f"device = {device!r}: known are auto, cpu, cuda, cuda:N, mps")
+        raise ConfigError(f"device = {device!r}: must be auto, cpu, cuda, cuda:N or mps")
     if int(number or 0) >= counts[name]:
         raise ConfigError(f"device = {device!r}: this machine has {counts[name]} {name} devices")
     return torch.device(device)
