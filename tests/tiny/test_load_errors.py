@@ -232,7 +232,9 @@ def test_shards_load(saved: Path, tmp_path: Path) -> None:
 
 
 def test_an_unknown_hub_id_is_not_found() -> None:
-    with pytest.raises(ModelNotFound, match="nobody/nothing: no such folder, and the hub has none"):
+    with pytest.raises(
+        ModelNotFound, match="nobody/nothing: no such folder, and the model hub has no model of this name"
+    ):
         load_target("nobody/nothing")
 
 

@@ -300,7 +300,9 @@ def test_a_pool_that_holds_less_than_the_context_is_reported(
 
 
 def test_a_pool_that_holds_no_request_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="num_blocks: 1 pages of 1 tokens hold no request, .* at least 2"):
+    with pytest.raises(
+        ConfigError, match="num_blocks: 1 pages of 1 tokens are too few for any request, .* at least 2"
+    ):
         LLM(str(folder), num_blocks=1, block_size=1)
     llm = LLM(str(folder), num_blocks=2, block_size=1, warmup=False)
     (output,) = llm.generate([[5]], SamplingParams(temperature=0, max_tokens=1))

@@ -118,7 +118,10 @@ def test_a_mode_without_its_drafter_fails_before_anything_is_measured(
     code, out, _ = bench(folder, "--modes", "ngram:4,draft_model:4/rejection", "--json")
     error = json.loads(out)["error"]
     assert (code, error["type"]) == (2, "InvalidParameter")
-    assert "modes = 'draft_model:4/rejection': no_drafter: draft_model needs a checkpoint" in error["message"]
+    assert (
+        "modes = 'draft_model:4/rejection': no_drafter: no drafter is loaded for this method; give a "
+        "checkpoint" in error["message"]
+    )
 
 
 def test_a_plain_measurement_does_hit_the_planted_failure(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

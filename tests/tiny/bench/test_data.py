@@ -120,7 +120,7 @@ def test_workloads_name_parts_of_the_file(
 def test_without_a_file_its_workloads_are_unknown(tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match="must be one of code"):
         BenchPlan(workloads=("data:qa",))
-    with pytest.raises(InvalidParameter, match="data:qa has 3 prompts in .*x.jsonl"):
+    with pytest.raises(InvalidParameter, match="must be at most 3, the prompts of data:qa in .*x.jsonl"):
         plan_of(write(tmp_path / "x.jsonl", *SPEC_BENCH), concurrency=(4,))
 
 

@@ -90,7 +90,7 @@ def test_the_command_fails_and_says_why(folder: Path, draft: Path, monkeypatch: 
     words = " ".join(done.stdout.split())
     assert (
         done.exit_code == 1
-        and "texts differ from plain decoding by more than a tie; the first is text " in words
+        and "texts differ from the target's own by more than a tie; the first is text " in words
     )
     assert ELLIPSIS not in done.stdout
     assert "failed: texts differ from plain decoding by more than rounding or chance" in words

@@ -85,7 +85,7 @@ def exact_problem(arm: ExactResult) -> str | None:
         return None
     first = where(arm.failures[0], arm.limit)
     return (
-        f"{arm.label}: {len(arm.failures)} of {arm.texts} texts differ from plain decoding by more than a "
+        f"{arm.label}: {len(arm.failures)} of {arm.texts} texts differ from the target's own by more than a "
         "tie; "
         f"the first is {first}"
     )
