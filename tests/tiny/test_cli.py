@@ -237,11 +237,11 @@ def test_inspect_says_in_25_lines_what_the_model_is_and_does(
     for part in (
         ": LlamaForCausalLM, 2 layers, ",
         "supported yes: equal to its stock forward",
-        "takes text, and chats with tools (calls in the generic form, since its chat template has none that "
-        "is known); no images (a text model); up to 1,024 tokens",
+        "takes text, and chats with tools (tool calls in a generic form, because its chat template has no "
+        "known one); no images (a text model); up to 1,024 tokens",
         "runs on cpu in float32; all 2 layers are fused and not compiled (off: in float32 a program rounds "
         "otherwise than the loop, as --compile now allows)",
-        "256 bytes each",
+        " tokens of 256 bytes",
         "methods by default auto, which asks suffix ",
         "ngram, suffix: looks up drafts in earlier tokens, without a model",
         "dflash, draft_model, eagle3, gemma4_assistant, pard: no drafter is configured (set --draft)",

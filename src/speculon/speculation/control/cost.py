@@ -43,7 +43,7 @@ class CostState(NamedTuple):
 
 
 STATE: TypeAdapter[dict[str, CostState]] = TypeAdapter(dict[str, CostState])
-MAX_SIZES = 32  # of the curve that is shown, and sent with all statistics
+MAX_SIZES = 32  # points of the curve that the dashboard shows, and that is sent with all statistics
 
 
 class LinearCost:
@@ -69,7 +69,7 @@ class LinearCost:
         return self.factors.get(batch, 1.0) * self.fitted(x)
 
     def observe(self, x: Features, batch: Batch, ms: float) -> None:
-        if ms <= 0:  # a clock too coarse
+        if ms <= 0:  # the clock is too coarse to measure it
             return
         if self._unconfirmed:
             self._confirm(ms / self.at(x, batch))
