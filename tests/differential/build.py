@@ -29,7 +29,7 @@ from speculon.runtimes.torch.loading.load import load_target, wrap_model
 from speculon.runtimes.torch.model.target import Target
 from speculon.speculation.proposers.registry import known_methods, register
 from tests.differential.factors import WITH_ADAPTERS, WITH_IMAGES, Case, Values
-from tests.engines import engine_on
+from tests.engines import engine_on, torch_runtime
 from tests.tiny import assistant_forms, mtp_forms, recurrent_drafts
 from tests.tiny.adapter_files import folders, stock_with, with_adapters
 from tests.tiny.blocks import write_dflash
@@ -373,6 +373,14 @@ def freeze_costs(engine: Engine) -> None:
     costs = {"": [10.0, 0.5, 0.0, 0.05, *NO_MORE], **dict.fromkeys(known_methods(), [0.01, 0.01, 0.0, 0.0])}
     engine.policy.costs.restore({name: (parts, 4, []) for name, parts in costs.items()})
     engine.policy.costs.observe = lambda *_: None  # type: ignore[method-assign]
+
+
+def has_equal_bits(case: Case, asked: Asked, engine: Engine) -> bool:
+    return engine.runtime.facts.batch_invariant
+
+
+def call_of(engine: Engine) -> tuple[Any, str]:
+    return torch_runtime(engine).target, "forward"
 
 
 def stock_logits(case: Case, asked: Asked, tokens: list[int], model: PreTrainedModel | None = None) -> Tensor:

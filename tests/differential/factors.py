@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import combinations, count, islice
 from typing import Any, NamedTuple
 
@@ -79,7 +79,6 @@ OWN: dict[str, tuple[Any, ...]] = {
     "images": (0, 1, 2),
     "prompt": ("short", "long", "repeated", "shared"),
 }
-FACTORS = SHARED | OWN
 # drawn more often than the others, so that more is drafted, and of what costs less
 OFTEN: dict[str, tuple[Any, ...]] = {
     "policy": ("fixed",) * 5,
@@ -88,7 +87,6 @@ OFTEN: dict[str, tuple[Any, ...]] = {
     "form": ("none",) * 8,
     "method": ("trees", *DRAFTERS * 3),
 }
-NAMES = list(FACTORS)
 
 
 class Rule(NamedTuple):
@@ -149,49 +147,83 @@ RULES = (
 
 
 Pair = tuple[int, int]  # numbers of two values, each of its factor
-NUMBERS = {(name, value): i for i, (name, value) in enumerate((n, v) for n in NAMES for v in FACTORS[n])}
-OF_NUMBER = list(NUMBERS)
 
 
-BOUND = [name for name in NAMES if any(name in (rule.factor, rule.other) for rule in RULES)]
-FREE = [name for name in NAMES if name not in BOUND]
+@dataclass(frozen=True, eq=False)
+class Table:
+    """What the cases of a runtime are drawn from."""
 
+    shared: dict[str, tuple[Any, ...]]
+    own: dict[str, tuple[Any, ...]]
+    often: dict[str, tuple[Any, ...]]
+    rules: tuple[Rule, ...]
+    beginnings: tuple[Values, ...]  # of the first cases
 
-def allowed(values: Mapping[str, Any]) -> bool:
-    return not any(rule.forbids(values) for rule in RULES)
+    def narrowed(
+        self, values: dict[str, tuple[Any, ...]], rules: tuple[Rule, ...], beginnings: tuple[Values, ...]
+    ) -> Table:
+        """One with other values of some factors, under rules of its own."""
+        shared = {name: values.get(name, of) for name, of in self.shared.items()}
+        own = {name: values.get(name, of) for name, of in self.own.items()}
+        factors = shared | own
+        often = {name: tuple(v for v in of if v in factors[name]) for name, of in self.often.items()}
+        return Table(shared, own, often, rules, beginnings)
 
+    @cached_property
+    def factors(self) -> dict[str, tuple[Any, ...]]:
+        return self.shared | self.own
 
-def completed(values: Values, chance: random.Random) -> Values | None:
-    """These values and random ones of the other factors, by the rules; None where there is no such case."""
-    name = next((name for name in BOUND if name not in values), None)
-    if name is None:
-        return {name: chance.choice(choices_of(name)) for name in FREE} | values
-    choices = choices_of(name)
-    for value in chance.sample(choices, len(choices)):
-        more = values | {name: value}
-        if allowed(more) and (found := completed(more, chance)):
-            return found
-    return None
+    @cached_property
+    def numbers(self) -> dict[tuple[str, Any], int]:
+        return {(n, v): i for i, (n, v) in enumerate((n, v) for n, of in self.factors.items() for v in of)}
 
+    @cached_property
+    def of_number(self) -> list[tuple[str, Any]]:
+        return list(self.numbers)
 
-def choices_of(name: str) -> tuple[Any, ...]:
-    return FACTORS[name] + OFTEN.get(name, ())
+    @cached_property
+    def bound(self) -> list[str]:
+        """Factors that a rule is about."""
+        return [name for name in self.factors if any(name in (of.factor, of.other) for of in self.rules)]
 
+    @cached_property
+    def free(self) -> list[str]:
+        return [name for name in self.factors if name not in self.bound]
 
-def pairs_of(values: Mapping[str, Any]) -> Iterator[Pair]:
-    return combinations([NUMBERS[name, values[name]] for name in NAMES], 2)
+    def allowed(self, values: Mapping[str, Any]) -> bool:
+        return not any(rule.forbids(values) for rule in self.rules)
 
+    def completed(self, values: Values, chance: random.Random) -> Values | None:
+        """These values and random others, by the rules; None where there is no such case."""
+        name = next((name for name in self.bound if name not in values), None)
+        if name is None:
+            return {name: chance.choice(self.choices_of(name)) for name in self.free} | values
+        choices = self.choices_of(name)
+        for value in chance.sample(choices, len(choices)):
+            more = values | {name: value}
+            if self.allowed(more) and (found := self.completed(more, chance)):
+                return found
+        return None
 
-@cache
-def valid_pairs() -> frozenset[Pair]:
-    """Every pair of values that some case may have."""
-    chance, found = random.Random(0), set[Pair]()
-    for pair in combinations(range(len(NUMBERS)), 2):
-        (name, value), (other, its) = (OF_NUMBER[number] for number in pair)
-        if name != other and pair not in found and allowed(both := {name: value, other: its}):
-            if example := completed(both, chance):
-                found.update(pairs_of(example))
-    return frozenset(found)
+    def choices_of(self, name: str) -> tuple[Any, ...]:
+        return self.factors[name] + self.often.get(name, ())
+
+    def pairs_of(self, values: Mapping[str, Any]) -> Iterator[Pair]:
+        return combinations([self.numbers[name, values[name]] for name in self.factors], 2)
+
+    def pairs(self, case: Case) -> set[Pair]:
+        return {pair for own in case.requests for pair in self.pairs_of(case.shared | own)}
+
+    @cached_property
+    def valid_pairs(self) -> frozenset[Pair]:
+        """Every pair of values that some case may have."""
+        chance, found = random.Random(0), set[Pair]()
+        for pair in combinations(range(len(self.numbers)), 2):
+            (name, value), (other, its) = (self.of_number[number] for number in pair)
+            if name != other and pair not in found and self.allowed(both := {name: value, other: its}):
+                if example := self.completed(both, chance):
+                    found.update(self.pairs_of(example))
+        return frozenset(found)
 
 
 @dataclass(frozen=True)
@@ -201,27 +233,18 @@ class Case:
     shared: Values
     requests: tuple[Values, ...]
 
-    @property
-    def pairs(self) -> set[Pair]:
-        return {pair for own in self.requests for pair in pairs_of(self.shared | own)}
-
     def __str__(self) -> str:
         lines = [f"case {self.number} of list {self.seed}: {self.shared}"]
         return "\n".join([*lines, *(f"  request {i}: {own}" for i, own in enumerate(self.requests))])
 
 
-# the first cases: each method drafts, and its text is compared
-BEGINNINGS: list[Values] = [
-    {
-        "method": name,
-        "policy": "fixed",
-        "drafts": 4,
-        "sampling": "seeded",
-        "acceptance": "auto",
-        "form": "none",
-    }
-    for name in (*DRAFTERS, *LOOKUPS)
-]
+def drafting(methods: Iterable[str]) -> tuple[Values, ...]:
+    """Beginnings in which each method drafts, and its text is compared."""
+    values = {"policy": "fixed", "drafts": 4, "sampling": "seeded", "acceptance": "auto", "form": "none"}
+    return tuple({"method": name, **values} for name in methods)
+
+
+TORCH = Table(SHARED, OWN, OFTEN, RULES, drafting((*DRAFTERS, *LOOKUPS)))
 
 
 class Draws:
@@ -229,41 +252,43 @@ class Draws:
 
     TRIES = 10
 
-    def __init__(self, seed: int):
-        self.seed, self.chance = seed, random.Random(seed)
-        left = sorted(valid_pairs())
+    def __init__(self, table: Table, seed: int):
+        self.table, self.seed, self.chance = table, seed, random.Random(seed)
+        left = sorted(table.valid_pairs)
         self.chance.shuffle(left)
         self.open = dict.fromkeys(left)  # pairs that are in no case yet
 
     def __iter__(self) -> Iterator[Case]:
+        table = self.table
         for number in count():
-            first = self._best(BEGINNINGS[number] if number < len(BEGINNINGS) else {})
-            shared = {name: first[name] for name in SHARED}
+            first = self._best(table.beginnings[number] if number < len(table.beginnings) else {})
+            shared = {name: first[name] for name in table.shared}
             drawn = [first, *(self._best(shared) for _ in range(1, shared["batch"]))]
-            requests = tuple({name: values[name] for name in OWN} for values in drawn)
+            requests = tuple({name: values[name] for name in table.own} for values in drawn)
             yield Case(number, self.seed, shared, requests)
 
     def _best(self, fixed: Values) -> Values:
         """Of some random ones with these values, the one with the most pairs that are left."""
         best, most = None, -1
         for wanted in self._wanted(fixed):
-            made = completed(fixed | wanted, self.chance)
-            if made is not None and (new := sum(pair in self.open for pair in pairs_of(made))) > most:
+            made = self.table.completed(fixed | wanted, self.chance)
+            if made is not None and (new := sum(p in self.open for p in self.table.pairs_of(made))) > most:
                 best, most = made, new
-        best = best or completed(fixed, self.chance)  # where no pair that is left can be completed
+        best = best or self.table.completed(fixed, self.chance)  # where no pair that is left can be completed
         assert best is not None, f"no case has {fixed}"
-        for pair in pairs_of(best):
+        for pair in self.table.pairs_of(best):
             self.open.pop(pair, None)
         return best
 
     def _wanted(self, fixed: Values) -> Iterator[Values]:
         """Pairs that are left and agree with these values."""
-        excluded = {n for n, (name, value) in enumerate(OF_NUMBER) if fixed.get(name, value) != value}
+        of_number = self.table.of_number
+        excluded = {n for n, (name, value) in enumerate(of_number) if fixed.get(name, value) != value}
         found = 0
         for a, b in self.open:
             if a not in excluded and b not in excluded:
-                wanted = dict((OF_NUMBER[a], OF_NUMBER[b]))
-                if allowed(fixed | wanted):
+                wanted = dict((of_number[a], of_number[b]))
+                if self.table.allowed(fixed | wanted):
                     yield wanted
                     found += 1
                     if found == self.TRIES:
@@ -272,6 +297,6 @@ class Draws:
 
 
 @cache
-def cases(seed: int) -> list[Case]:
+def cases(table: Table, seed: int, number: int = COUNT) -> list[Case]:
     """The first of them have every pair; what follows is drawn by chance."""
-    return list(islice(Draws(seed), COUNT))
+    return list(islice(Draws(table, seed), number))

@@ -18,7 +18,7 @@ from speculon.speculation.control.policies import POLICIES
 from speculon.speculation.proposers.registry import TABLE
 from tests.differential.build import METHOD
 from tests.differential.compare import Outcome, explained, run
-from tests.differential.factors import COUNT, DRAFTERS, FACTORS, LOOKUPS, cases, valid_pairs
+from tests.differential.factors import COUNT, DRAFTERS, LOOKUPS, TORCH, cases
 
 SEED = int(os.environ.get("DIFFERENTIAL_SEED", "0"))
 FEW = 28  # cases of `make test`; the others are for the soak
@@ -26,8 +26,8 @@ FEW = 28  # cases of `make test`; the others are for the soak
 
 @cache
 def outcome(number: int) -> Outcome:
-    case = cases(SEED)[number]
-    with explained(case):
+    case = cases(TORCH, SEED)[number]
+    with explained(case, "tests/differential"):
         return run(case)
 
 
@@ -39,14 +39,14 @@ def test_case(number: int) -> None:
 
 
 def test_every_pair_of_values_is_in_some_case() -> None:
-    found = {pair for case in cases(SEED) for pair in case.pairs}
-    assert found == valid_pairs() and len(found) > 5000
+    found = {pair for case in cases(TORCH, SEED) for pair in TORCH.pairs(case)}
+    assert found == TORCH.valid_pairs and len(found) > 5000
 
 
 def test_what_is_new_is_drawn() -> None:
-    methods = {METHOD.get(name, name) for name in FACTORS["method"]}
+    methods = {METHOD.get(name, name) for name in TORCH.own["method"]}
     assert methods >= {*TABLE} - {"grammar"}, "which drafts wherever a request has a form"
-    assert set(FACTORS["policy"]) == {*POLICIES} and set(FACTORS["acceptance"]) == {
+    assert set(TORCH.own["policy"]) == {*POLICIES} and set(TORCH.own["acceptance"]) == {
         *get_args(AcceptanceSetting)
     }
 
