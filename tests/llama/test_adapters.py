@@ -10,6 +10,7 @@ import pytest
 
 from speculon import LLM
 from speculon.core.errors import UnknownModel
+from tests.llama.build import adapters_of, file_of
 from tests.llama.conftest import TOY, Toy
 from tests.llama.test_drafts import GREEDY, PLAIN, PROMPTS, toy_of, with_lies
 
@@ -66,15 +67,15 @@ def check_adapters(llm: LLM) -> None:
     llm.engine.check_integrity()
 
 
-def test_requests_have_their_own(toy: Toy, tmp_path: Path) -> None:
-    adapters = {name: str(write_adapter(tmp_path / f"{name}.gguf", seed)) for seed, name in enumerate("ab")}
-    with LLM(str(toy()), tokenizer=None, adapters=adapters, **TOY) as llm:
-        check_adapters(llm)
-        # what was computed under one is not found by another
-        again = llm.generate([PROMPTS[2]], GREEDY, adapter="b")[0]
-        assert again.outputs[0].stats.cached_tokens == 0
+def test_what_was_computed_under_one_is_not_found_by_another() -> None:
+    with LLM(str(file_of("llama")), tokenizer=None, adapters=adapters_of("llama"), **TOY) as llm:
+
+        def cached(adapter: str) -> int:
+            return llm.generate([PROMPTS[2]], GREEDY, adapter=adapter)[0].outputs[0].stats.cached_tokens
+
+        assert [cached(name) for name in ("", "one", "two", "one")] == [0, 0, 0, len(PROMPTS[2]) - 1]
         with pytest.raises(UnknownModel, match="adapter"):
-            llm.generate([PROMPTS[0]], GREEDY, adapter="c")
+            cached("three")
 
 
 def test_a_restored_state_is_that_of_its_own(

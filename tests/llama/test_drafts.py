@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,11 @@ import torch
 from speculon import LLM, SamplingParams
 from speculon.checkpoints.gguf.header import parse_once
 from speculon.core.errors import EngineError, ModelError, WrongPair
-from speculon.runtimes.base import Output
 from speculon.runtimes.llama.model import LlamaModel
 from speculon.runtimes.llama.runtime import LlamaRuntime
-from speculon.runtimes.llama.step import LlamaStep
 from speculon.speculation.proposers.translation import Translation
 from tests.llama.conftest import TOY, Toy
-from tests.tiny import gguf_files
-from tests.tiny.gguf_files import ALL, SPECIAL, tiny, write_gguf
-from tests.tiny.test_gguf_architectures import FIRST
+from tests.llama.toys import TARGETS, reordered
 
 PROMPTS = [[5, 9, 13] * 4, [7] * 20, [*range(4, 60)], [20, 21]]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -64,21 +59,8 @@ def check_drafts(llm: LLM, params: SamplingParams = GREEDY) -> None:
     llm.engine.check_integrity()
 
 
-# llama.cpp takes keys and values of one width there, and heads as wide as their three axes of positions
-OTHERWISE = dict.fromkeys(("qwen35", "qwen35moe"), {"linear_key_head_dim": 16, "head_dim": 64})
-
-
 def toy_of(name: str, toy: Toy) -> str:
-    case = FIRST[name]
-    return str(toy(case.model_type, **case.config | OTHERWISE.get(name, {})))
-
-
-@pytest.mark.parametrize("name", FIRST)
-def test_drafts_change_no_text_of_any_architecture(name: str, toy: Toy) -> None:
-    """Recurrent states are rolled back in place, or saved and restored."""
-    with LLM(toy_of(name, toy), tokenizer=None, **{**TOY, "max_context": 128}) as llm:
-        for params in (GREEDY, SEEDED):
-            check_drafts(llm, params)
+    return str(toy(TARGETS[name].model_type, **TARGETS[name].config))
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen35"])
@@ -97,73 +79,32 @@ def test_a_state_that_cannot_go_back_is_restored(toy: Toy, monkeypatch: pytest.M
         assert llm.engine.counters.repair_ms > 0
 
 
-def test_planted_error_rejected_drafts_that_stay(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LlamaModel, "cut", lambda *_: True)
-    with pytest.raises((AssertionError, EngineError)):
-        check_drafts(llm)
-    monkeypatch.undo()
-    for stream in runtime_of(llm).space.streams:
-        runtime_of(llm).space.cut(stream, 0)
-
-
-def test_planted_error_rows_of_another_place(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = LlamaStep.forward
-
-    def shifted(step: LlamaStep, drafted: Any) -> Output:
-        out = forward(step, drafted)
-        return Output(out.logits.roll(1, 0) if len(out.logits) > 1 else out.logits, out.scored, out.ms)
-
-    monkeypatch.setattr(LlamaStep, "forward", shifted)
-    with pytest.raises(AssertionError):
-        check_drafts(llm)
-
-
-@pytest.mark.parametrize("name", ["llama", "lfm2", "qwen35"])
-def test_a_failed_call_leaves_every_sequence_as_it_was(
-    name: str, toy: Toy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with LLM(toy_of(name, toy), tokenizer=None, **TOY) as llm:
-        check_failures(llm, monkeypatch)
-
-
 def test_a_repair_that_fails_is_made_before_the_next_step(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(toy_of("lfm2", toy), tokenizer=None, **TOY) as llm:
-        check_failures(llm, monkeypatch, repairs=True)
+        plain, calls = texts(llm, GREEDY, PLAIN), 0
+        decode = LlamaModel.decode
 
+        def failing(model: LlamaModel, parts: Any) -> torch.Tensor:
+            nonlocal calls
+            logits = decode(model, parts)
+            calls += 1
+            if calls in (2, 7, 11):  # after it was computed: what is in the memory must go
+                calls += 1
+                raise EngineError("the device is gone")
+            return logits
 
-def check_failures(llm: LLM, monkeypatch: pytest.MonkeyPatch, repairs: bool = False) -> None:
-    plain, calls = texts(llm, GREEDY, PLAIN), Counter[str]()
-    decode = LlamaModel.decode
-
-    def failing(model: LlamaModel, parts: Any) -> torch.Tensor:
-        logits = decode(model, parts)
-        calls["all"] += repairs or len(logits) > 0
-        if calls["all"] in (2, 7, 11):  # after it was computed: what is in the memory must go
-            calls["all"] += 1
-            raise EngineError("the device is gone")
-        return logits
-
-    monkeypatch.setattr(LlamaModel, "decode", failing)
-    engine, done = llm.engine, dict[str, list[int]]()
-    for number, prompt in enumerate(PROMPTS):
-        engine.add_request(prompt, GREEDY, {"method": "suffix", "policy": "fixed"}, request_id=str(number))
-    while engine.has_work:
-        try:
-            for event in engine.step():
-                done.setdefault(event.request_id, []).extend(event.tokens)
-        except EngineError:
-            if not repairs:
-                engine.check_integrity()
-    assert [done[str(number)] for number in range(len(PROMPTS))] == plain
-
-
-def test_an_abort_frees_its_stream(llm: LLM) -> None:
-    engine = llm.engine
-    engine.add_request(PROMPTS[0], GREEDY, request_id="a")
-    engine.step()
-    engine.abort("a")
-    engine.check_integrity()
-    assert len(runtime_of(llm).space.free) == 4
+        monkeypatch.setattr(LlamaModel, "decode", failing)
+        engine, done = llm.engine, dict[str, list[int]]()
+        for number, prompt in enumerate(PROMPTS):
+            suffix = {"method": "suffix", "policy": "fixed"}
+            engine.add_request(prompt, GREEDY, suffix, request_id=str(number))
+        while engine.has_work:
+            try:
+                for event in engine.step():
+                    done.setdefault(event.request_id, []).extend(event.tokens)
+            except EngineError:
+                continue
+        assert [done[str(number)] for number in range(len(PROMPTS))] == plain
 
 
 # draft models
@@ -180,17 +121,6 @@ def test_a_draft_model_that_is_the_target_is_always_right(toy: Toy) -> None:
         outs = llm.generate(prompts, params)
         assert [out.token_ids for out in outs] == plain
         assert all(out.speculation.acceptance_rate == 1 for out in outs)
-
-
-def test_another_draft_model_changes_no_text(toy: Toy) -> None:
-    own = {"draft": str(toy(seed=1)), "method": "draft_model", "policy": "fixed", "num_speculative_tokens": 4}
-    with LLM(str(toy()), tokenizer=None, speculation=own, **TOY) as llm:
-        for params in (GREEDY, SEEDED):
-            plain = texts(llm, params, PLAIN)
-            outs = llm.generate(PROMPTS, params)
-            assert [out.token_ids for out in outs] == plain
-            assert sum(out.speculation.drafted for out in outs) > 40
-        llm.engine.check_integrity()
 
 
 def test_each_file_is_read_once(toy: Toy) -> None:
@@ -267,21 +197,6 @@ def surprise(llm: LLM, expected: torch.Tensor | None = None, draws: int = 1500) 
 # draft models with another tokenizer
 
 
-def reordered(folder: Path, seed: int = 0, lacking: int = 0) -> Path:
-    """The random model with its tokens, but for special ones, under other ids, and without some of them."""
-    special, others = range(len(SPECIAL)), range(len(SPECIAL), len(ALL))
-    order = [*special, *random.Random(3).sample(others, len(others))]
-    tokens = [ALL[token] for token in order]
-    tokens[len(tokens) - lacking :] = [chr(0xC0 + i) for i in range(lacking)]
-    model = tiny("llama", seed)
-    with torch.no_grad():
-        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-            layer.weight.copy_(layer.weight[order])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf_files, "ALL", tuple(tokens))
-        return write_gguf(model, folder / "reordered.gguf")
-
-
 def acceptance_of(target: Path, draft: Path, params: SamplingParams) -> float:
     """Of drafts which change no text."""
     own = {"draft": str(draft), "method": "draft_model", "policy": "fixed", "num_speculative_tokens": 3}
@@ -314,24 +229,6 @@ def test_sampled_output_has_the_targets_distribution_where_the_draft_model_lacks
     toy: Toy, tmp_path: Path, acceptance: str
 ) -> None:
     check_distribution(toy, str(reordered(tmp_path, seed=1, lacking=20)), acceptance)
-
-
-def test_a_published_model_drafts_for_another(files: dict[str, Path]) -> None:
-    draft = {"draft": str(files["gemma3"]), "method": "draft_model", "policy": "fixed"}
-    questions = ("What is the capital of France?", "Count from 1 to 20.", "Write a function that adds.")
-    prompts = [f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in questions]
-    params = SamplingParams(temperature=0, max_tokens=24, logprobs=2)
-    with LLM(str(files["smollm2"]), speculation={**draft, "num_speculative_tokens": 3}, **TOY) as llm:
-        plain = llm.generate(prompts, params, speculation=PLAIN)
-        outs = llm.generate(prompts, params)
-    assert sum(out.speculation.accepted for out in outs) > 5
-    for out, expected in zip(outs, plain, strict=True):
-        pairs = enumerate(zip(out.token_ids, expected.token_ids, strict=False))
-        if (place := next((i for i, (one, other) in pairs if one != other), None)) is not None:
-            assert expected.logprobs
-            first, second = (value for _, value in expected.logprobs[place].top[:2])
-            # only near-ties may part: rows of a draft are computed together; lookups part at up to 0.13
-            assert first - second < 0.3
 
 
 def test_a_draft_model_with_too_few_of_the_tokens_is_refused(toy: Toy, files: dict[str, Path]) -> None:

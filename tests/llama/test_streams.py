@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from speculon import LLM, SamplingParams
-from speculon.core.errors import EngineError, InvalidRequest
-from speculon.decoding.sequence import Sequence
-from speculon.runtimes.llama.streams import Streams, common
+from speculon.core.errors import InvalidRequest
+from speculon.runtimes.llama.streams import common
 from tests.llama.conftest import TOY, Toy
 from tests.llama.test_drafts import GREEDY, PLAIN, runtime_of, texts
 
@@ -70,13 +69,6 @@ def test_without_the_cache_nothing_is_found(toy: Toy) -> None:
         assert [cached(llm, LONG) for _ in range(2)] == [0, 0]
 
 
-def test_more_sequences_than_streams_wait_and_the_oldest_stream_is_dropped(llm: LLM) -> None:
-    prompts = [[4 + number] * (10 + number) for number in range(11)]
-    alone = [texts(llm, GREEDY, PLAIN, [prompt])[0] for prompt in prompts]
-    assert texts(llm, GREEDY, PLAIN, prompts) == alone
-    assert {stream.owner for stream in runtime_of(llm).space.streams} == {None}
-
-
 def test_the_stream_that_was_unused_for_longest_is_dropped(llm: LLM) -> None:
     first, *others, last = [[4 + number] * 30 for number in range(5)]
     for prompt in (first, *others, last):
@@ -93,28 +85,6 @@ def test_prompt_log_probabilities_take_nothing_from_the_cache(llm: LLM) -> None:
 def test_a_prompt_beyond_the_context_is_refused(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="256"):
         llm.generate([[5] * 300], GREEDY)
-
-
-def test_planted_error_a_stream_that_claims_too_much(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = [*LONG[:50], *[11] * 30]
-    (expected,) = texts(llm, GREEDY, PLAIN, [prompt])
-    opened = Streams.open
-
-    def too_much(space: Streams, seq: Sequence) -> int:
-        length = opened(space, seq)
-        space.of(seq).tokens = seq.tokens[: length + 1]
-        return length + 1
-
-    monkeypatch.setattr(Streams, "open", too_much)
-    for stream in runtime_of(llm).space.streams:
-        runtime_of(llm).space.cut(stream, 40)
-    with pytest.raises((AssertionError, EngineError)):
-        assert texts(llm, GREEDY, PLAIN, [prompt]) == [expected]
-    monkeypatch.undo()
-    for seq in [*llm.engine.scheduler.running]:
-        llm.engine.abort(seq.request.id)
-    for stream in runtime_of(llm).space.streams:
-        runtime_of(llm).space.cut(stream, 0)
 
 
 def test_common_beginnings_are_those_of_a_plain_count() -> None:

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from speculon.runtimes.llama.drafter import LlamaDraftModel
 
 NO_IMAGES = "runtime llama reads no images; runtime torch does, from a folder"
-PROBE, SPANS = 24, (2, 4)  # tokens of the context after which rows of such spans are compared
+PROBE, SPAN = 24, 4  # tokens before the first place where rows are compared, and the most rows of a span
+# Most differences are rounded away, so one place shows little. No further one is begun after so long.
+PLACES, SECONDS = 16, 0.3
 
 
 class LlamaRuntime:
@@ -59,7 +61,7 @@ class LlamaRuntime:
         self._adapter = ""  # under which rows are computed
         files = {name: Path(file).expanduser() for name, file in config.adapters.items()}
         self._adapters = {name: self.model.load_adapter(file) for name, file in files.items()}
-        self.equal_rows = measure(self.model, self.space)
+        self.equal_rows, self.places = measure(self.model, self.space)
         lib = self.model.lib
         self.facts = Facts(
             name_of(config.model),
@@ -124,8 +126,9 @@ class LlamaRuntime:
         found = "the longest common beginning with an earlier or running sequence"
         yield "prefix_cache", on_or_off(config.prefix_cache, found, "prefix_cache is false")
         why = (
-            f"after {PROBE} tokens, up to {self.equal_rows} rows of a span have the bits of single ones; "
-            "beyond, and after longer contexts, texts are equal up to near-ties (`speculon check` has them)"
+            f"at {self.places} places after {PROBE} tokens, up to {self.equal_rows} rows of a span have the "
+            "bits of single ones; beyond, and after longer contexts, texts are equal up to near-ties "
+            "(`speculon check` has them)"
         )
         yield "batch_invariant", row("off", why, rows=self.equal_rows)
         why = "weights are rearranged for this chip's kernels"
@@ -182,30 +185,40 @@ def digest(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()[:16]
 
 
-def measure(model: LlamaModel, space: Streams) -> int:
-    """The most rows of a span (1, or of `SPANS`) whose logits have the bits of single rows here.
+def measure(model: LlamaModel, space: Streams) -> tuple[int, int]:
+    """The most rows of a span, up to `SPAN`, whose logits have the bits of single rows here, and the number
+    of places where that was compared.
 
     Tells the streams from how many tokens on a copy is faster than computing.
     """
-    tokens = [(7919 * place) % model.vocab_size for place in range(PROBE + max(SPANS))]
+    tokens = [(7919 * place) % model.vocab_size for place in range(PROBE + PLACES * SPAN)]
     began = perf_counter()
     model.run([Rows(0, 0, tokens[:PROBE], PROBE)])
     row_s = (perf_counter() - began) / PROBE
-    single = [model.run([Rows(0, PROBE + i, [tokens[PROBE + i]], 0)])[0] for i in range(max(SPANS))]
-    equal = 1
-    if not model.recurrent:
-        for rows in SPANS:
-            model.cut(0, PROBE)
-            together, _ = model.run([Rows(0, PROBE, tokens[PROBE : PROBE + rows], 0)])
-            if not torch.equal(together, torch.cat(single[:rows])):
-                break
-            equal = rows
-        if len(space.streams) > 1:
-            model.cut(0, PROBE)
-            began = perf_counter()
-            model.copy(0, 1)
-            model.run([Rows(1, PROBE, tokens[PROBE : PROBE + 1], 1)])
-            space.copied_from = max(1, int((perf_counter() - began) / row_s))
-            model.cut(1, 0)
+    equal, places, at = (1 if model.recurrent else SPAN), 0, PROBE
+    while equal > 1 and places < PLACES and (not places or perf_counter() - began < SECONDS):
+        equal, places = equal_rows(model, at, tokens[at : at + equal]), places + 1
+        at += equal
+    if not model.recurrent and len(space.streams) > 1:
+        model.cut(0, PROBE)
+        began = perf_counter()
+        model.copy(0, 1)
+        model.run([Rows(1, PROBE, tokens[PROBE : PROBE + 1], 1)])
+        space.copied_from = max(1, int((perf_counter() - began) / row_s))
+        model.cut(1, 0)
     model.cut(0, 0)
-    return equal
+    return equal, places
+
+
+def equal_rows(model: LlamaModel, at: int, tokens: list[int]) -> int:
+    """How many of these tokens have the same logits in one call as one by one, in a stream of `at` tokens,
+    which then has so many more.
+    """
+    single = [model.run([Rows(0, at + i, [token], 0)])[0] for i, token in enumerate(tokens)]
+    for rows in range(2, len(tokens) + 1):
+        model.cut(0, at)
+        together, _ = model.run([Rows(0, at, tokens[:rows], 0)])
+        if not torch.equal(together, torch.cat(single[:rows])):
+            model.cut(0, at + rows - 1)
+            return rows - 1
+    return len(tokens)
