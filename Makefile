@@ -140,7 +140,7 @@ models: $(REAL)/.ready ## the published models of demo, clients and real, and no
 real: export HF_HUB_OFFLINE := 1
 real: export REAL_MODELS := $(abspath $(REAL))
 real: $(REAL)/.ready ## two published models, in bf16 with default settings
-	nice -n 19 $(BIN)/$(PYTEST) tests/real --timeout 1800 $(ARGS)
+	nice -n 19 $(BIN)/$(PYTEST) tests/real -m "not llama" --timeout 1800 $(ARGS)
 
 $(LLAMA)/.ready: $(STAMP)
 	@mkdir -p $(WHEELS)
@@ -155,6 +155,7 @@ llama: export REAL_MODELS := $(abspath $(REAL))
 llama: export PYTHONPATH := $(abspath $(LLAMA))
 llama: $(LLAMA)/.ready $(REAL)/.ready ## runtime llama: builds llama.cpp, which takes some minutes once, then its tests
 	$(BIN)/$(PYTEST) tests/llama --timeout 600 $(ARGS)
+	$(BIN)/$(PYTEST) tests/real -m llama --timeout 1800 $(ARGS)
 
 cluster-test: export OMP_NUM_THREADS := 1
 cluster-test: $(CLUSTER)/.ready ## replicas on Ray Serve, on this machine: kills, scaling, a rolling restart

