@@ -141,9 +141,9 @@ class Kernels:
     def cut(self, stream: int, length: int) -> None: ...
 
 
-@pytest.mark.parametrize(("exact", "told"), [(1, 1), (2, 2), (3, 2), (4, 4)])
-def test_rows_are_equal_to_the_last_bit(exact: int, told: int) -> None:
-    assert measure(Kernels(exact), SimpleNamespace(streams=[0])) == told  # type: ignore[arg-type]
+@pytest.mark.parametrize("exact", [1, 2, 3, 4])
+def test_rows_are_equal_to_the_last_bit(exact: int) -> None:
+    assert measure(Kernels(exact), SimpleNamespace(streams=[0]))[0] == exact  # type: ignore[arg-type]
 
 
 def test_a_kv_cache_of_8_bits(toy: Toy) -> None:
