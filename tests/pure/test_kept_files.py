@@ -18,7 +18,7 @@ from speculon.core import kept_files
 from speculon.core.kept_files import clean, key_of, read_json, write_json
 
 KEY = key_of("something")
-SIZE = 200_000
+SIZE, WRITES = 20_000, 40
 
 
 def test_what_was_written_is_read_under_its_key_alone(tmp_path: Path) -> None:
@@ -36,25 +36,28 @@ def test_a_damaged_file_counts_as_none(content: bytes, tmp_path: Path) -> None:
     assert read_json(path, KEY) is None
 
 
-def keep_writing(path: Path, number: int, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+def keep_writing(path: Path, number: int) -> None:
+    for _ in range(WRITES):
         write_json(path, KEY, [number] * SIZE)
 
 
-def keep_writing_in_place(path: Path, number: int, seconds: float) -> None:
+def keep_writing_in_place(path: Path, number: int) -> None:
     """As nobody should."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        path.write_text(json.dumps({"key": KEY, "content": [number] * SIZE}))
+    text = json.dumps({"key": KEY, "content": [number] * SIZE})
+    for _ in range(WRITES):
+        with path.open("w") as stream:
+            stream.write(text[: SIZE // 2])
+            stream.flush()
+            time.sleep(0.02)
+            stream.write(text[SIZE // 2 :])
 
 
-def broken_reads(path: Path, writer: Callable[[Path, int, float], None]) -> int:
+def broken_reads(path: Path, writer: Callable[[Path, int], None]) -> int:
     """Of the file, while two processes write it."""
-    writer(path, 0, 0.05)
+    writer(path, 0)
     broken = 0
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        writing = [pool.submit(writer, path, number, 0.7) for number in (1, 2)]
+        writing = [pool.submit(writer, path, number) for number in (1, 2)]
         while not all(one.done() for one in writing):
             content = read_json(path, KEY)
             broken += content is None or len(content) != SIZE or len(set(content)) != 1
