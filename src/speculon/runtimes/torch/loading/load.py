@@ -118,6 +118,7 @@ def load_target(
             target.source = str(folder)
             target.notes += notes
             add_adapters(target, own)
+            release_memory()  # of what was packed
             if batch_invariant is not False:
                 report("checking that logits do not depend on the batch")
                 decide(target, batch_invariant)
