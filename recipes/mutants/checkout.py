@@ -66,7 +66,8 @@ class Checkout:
         by_content = PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(root / "src", quiet=1, invalidation_mode=by_content)
         self.sources = read_sources(root)
-        self._environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(root / "src")}
+        paths = os.pathsep.join(filter(None, (str(root / "src"), os.environ.get("PYTHONPATH"))))
+        self._environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": paths}
         self._output = root.with_name(f"{root.name}.txt")  # of the latest run
         self._child: int | None = None  # the process that runs tests, and leads a group
         self._runner = subprocess.Popen(

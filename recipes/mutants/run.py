@@ -33,10 +33,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from speculon.measure.bench.provenance import commit, machine, versions
+from speculon.runtimes.llama.library import installed
 
 ROOT = Path(__file__).resolve().parents[2]
 SUITES = ["tests/pure", "tests/differential", "tests/server", "tests/tiny", "tests/stat"]  # of `make test`
-SOAK = "tests/soak"
+SOAK, LLAMA = "tests/soak", "tests/llama"
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
 
@@ -69,6 +70,7 @@ def main() -> None:
     if arguments.tests:
         mutants = [with_tests(mutant, arguments.tests) for mutant in mutants]
     console = Console()
+    mutants = with_packages(mutants, console)
     try:
         findings = run_all(mutants, arguments.suite, arguments.jobs, console)
     except TestsFailed as error:
@@ -87,6 +89,17 @@ def chosen(mutants: list[Mutant], patterns: list[str]) -> list[Mutant]:
 
 def with_tests(mutant: Mutant, tests: list[str]) -> Mutant:
     return Mutant(mutant.name, mutant.what, mutant.old, mutant.new, tuple(tests))
+
+
+def with_packages(mutants: list[Mutant], console: Console) -> list[Mutant]:
+    """Those whose tests can run here."""
+    if installed():
+        return mutants
+    here = [mutant for mutant in mutants if not any(test.startswith(LLAMA) for test in mutant.tests)]
+    if left_out := len(mutants) - len(here):
+        why = "llama-cpp-python is not in PYTHONPATH; `make llama` puts it into .venv/llama"
+        console.print(f"{left_out} mutants of runtime llama are left out: {why}")
+    return here
 
 
 def run_all(
