@@ -189,7 +189,6 @@ class Wave:
                 return results
         raise AssertionError("still busy after 4000 steps")
 
-
     def failing_step(self, engine: Engine) -> list[Event]:
         """A step whose call raises after it has computed: nothing of it may be seen later."""
         owner, name = self.build.call_of(engine)

@@ -93,9 +93,7 @@ def use_drafts(name: str, force: Force = lambda key, position: None, model: Targ
     drafts, draft = Drafts(name, force), model or recurrent_target(name)
 
     def build(config: Any, host: Any) -> NotedDrafts:
-        made = NotedDrafts(
-            lambda: draft, draft.needs(1, 1), host, config.draft_min_confidence, config.most()
-        )
+        made = NotedDrafts(lambda: draft, draft.needs(1, 1), host, config.draft_min_confidence, config.most())
         made.force, made.noted = force, []
         drafts.made.append(made)
         return made
