@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def test_programs_of_an_earlier_start_run_at_once(tmp_path: Path, process: Proce
 
 def test_without_packed_weights_operations_are_programs(process: Process) -> None:
     process.code = 0
-    target = wrap_model(tiny_model("qwen3").to(torch.bfloat16), share=False)
+    target = wrap_model(deepcopy(tiny_model("qwen3")).to(torch.bfloat16), share=False)
     loop: Any = target.runner.run
     expected = paged_logits(target)
     BackgroundCompiler(target).finish()

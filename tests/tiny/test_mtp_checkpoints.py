@@ -88,7 +88,7 @@ def test_a_request_cannot_load_them(name: str) -> None:
     )
     assert engine.proposers.lacking("mtp") is Reason.NO_DRAFTER
     row = engine.capabilities()["methods.mtp"]
-    assert (row.status, row.reason.split(":")[0]) == ("off", "not loaded")
+    assert (row.status, row.reason.split(";")[0]) == ("off", "not loaded")
     request = Request([5, 6, 7], GREEDY, MTP)
     engine.add_request(request.prompt, request.params, request.speculation, request.id)
     assert set(drain(engine)["r", 0].stats.reasons) == {Reason.NO_DRAFTER}

@@ -277,7 +277,7 @@ def test_inspect_says_how_states_are_restored(tmp_path: Path) -> None:
     }
     assert any("recurrent state" in note for note in facts["notes"])
     table = CliRunner().invoke(app, ["inspect", str(folder), "--all"]).output
-    assert "recurrent states" in table and "JambaMambaMixer goes row by row" in table
+    assert "recurrent states" in table and "JambaMambaMixer computes row by row" in table
 
 
 def test_norms_of_which_a_layer_reads_more_are_left() -> None:

@@ -79,5 +79,5 @@ def test_an_edit_asks_for_its_reference(llm: LLM) -> None:
 def test_too_few_cases_are_an_error(llm: LLM) -> None:
     with pytest.raises(BenchError, match="of 100000 cases"):
         build("code", llm.tokenizer, Size(100_000, TOKENS, CONTEXT))
-    with pytest.raises(InvalidParameter, match="context is 64"):
+    with pytest.raises(InvalidParameter, match="below the context, 64 tokens"):
         build("code", llm.tokenizer, Size(1, 64, 64))

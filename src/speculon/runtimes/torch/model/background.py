@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,6 +61,7 @@ class BackgroundCompiler:
         self.target = target
         self.process: subprocess.Popen[bytes] | None = None
         self.output = tempfile.TemporaryFile()
+        weakref.finalize(self, self.output.close)  # of an engine that nobody closes
         self.replacements: list[Replacement] = []
         self.made: dict[str, Program] = {}
         self.pieces: Iterator[None] | None = None  # of the check
@@ -109,6 +111,7 @@ class BackgroundCompiler:
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | ONE_AT_A_TIME,
                 start_new_session=True,  # so that its compilers end with it
             )
+        weakref.finalize(self, kill, self.process)
         self.target.runner.programs = "compiling in the background"
         log.info("%s: programs are compiled in the background; the loop runs until then", self.target.name)
 
@@ -166,18 +169,23 @@ class BackgroundCompiler:
                 yield
 
     def end(self, state: str | None = None) -> None:
-        """Kills the process, with the compilers that it has started, and frees what the check holds."""
+        """Kills the process, and frees what the check holds."""
         self.ended = True
         if state is not None:
             self.target.runner.programs = state
-        if (process := self.process) is not None:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            assert process.stdin is not None
-            process.stdin.close()
+        if self.process is not None:
+            kill(self.process)
         self.replacements, self.made, self.pieces = [], {}, None
         self.output.close()
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """With the compilers that it has started. May be called again."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.stdin is not None
+    process.stdin.close()
 
 
 def chosen(found: Iterator[Replacement]) -> list[Replacement]:
