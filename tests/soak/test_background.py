@@ -208,9 +208,14 @@ def test_a_program_with_another_bit_is_refused_and_the_loop_goes_on(
     assert written(llm) == expected[0] and runner_of(llm).form == "loop"
 
 
-def no_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def test_without_a_compiler_no_process_is_started(
+    tmp_path: Path, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    return folder / "cache"
+    llm = made(tmp_path, monkeypatch)
+    assert compilers_of(llm) == []
+    assert runner_of(llm).programs == "off: there is no C++ compiler (no-such-compiler)"
+    assert written(llm) == expected[0] and runner_of(llm).form == "loop"
 
 
 def no_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -222,7 +227,7 @@ def killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder / "cache"
 
 
-@pytest.mark.parametrize("without", [no_compiler, no_folder, killed])
+@pytest.mark.parametrize("without", [no_folder, killed])
 def test_where_compiling_fails_the_loop_goes_on_and_one_line_says_so(
     without: Any,
     tmp_path: Path,
@@ -244,7 +249,7 @@ def test_where_compiling_fails_the_loop_goes_on_and_one_line_says_so(
     (line,) = [line for line in caplog.messages if "the loop goes on without programs" in line]
     assert state.removeprefix("failed: ") in line
     assert state in llm.engine.capabilities()["compiled"].reason
-    assert {no_compiler: "compiler", no_folder: "Errno", killed: "-9"}[without] in state
+    assert {no_folder: "Errno", killed: "-9"}[without] in state
 
 
 def test_a_damaged_file_is_removed(tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

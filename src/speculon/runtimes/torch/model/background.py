@@ -9,19 +9,22 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import torch
 from filelock import FileLock
 from torch import Tensor, nn
 
+from speculon.checkpoints.locate import first_line
 from speculon.core.config.file import cache_folder
 from speculon.runtimes.torch.model import compile_process
 from speculon.runtimes.torch.model.block import CannotReplace, Loop
@@ -46,6 +49,7 @@ TensorForm = tuple[torch.Size, tuple[int, ...], torch.dtype]  # shape, strides
 Job = tuple[str, nn.Module, list[TensorForm], list[TensorForm]]  # key, module, rows, weights
 
 PAUSE = 5.0  # s before it begins, a guess: what ends sooner has no use for programs
+CXX = "clang++" if sys.platform == "darwin" else "g++"  # unless the variable of that name has another
 ONE_AT_A_TIME = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # threads and compilers
 
 log = logging.getLogger("speculon")
@@ -60,8 +64,7 @@ class BackgroundCompiler:
     def __init__(self, target: Target):
         self.target = target
         self.process: subprocess.Popen[bytes] | None = None
-        self.output = tempfile.TemporaryFile()
-        weakref.finalize(self, self.output.close)  # of an engine that nobody closes
+        self.output: IO[bytes] | None = None  # of the process
         self.replacements: list[Replacement] = []
         self.made: dict[str, Program] = {}
         self.pieces: Iterator[None] | None = None  # of the check
@@ -90,15 +93,21 @@ class BackgroundCompiler:
         try:
             yield
         except Exception as error:
-            why = next(iter(str(error).splitlines()), type(error).__name__)[:200]
+            why = first_line(error)
             log.warning("%s: %s; the loop goes on without programs", self.target.name, why)
             self.end(f"failed: {why}")
 
     def start(self, missing: list[Wanted]) -> None:
-        """Begins the process. Its input stays open, and ends when this process does."""
+        """Begins the process, if there is a compiler. Its input stays open until the engine ends."""
+        if shutil.which(compiler := os.environ.get("CXX", CXX)) is None:
+            why = f"there is no C++ compiler ({compiler})"
+            log.info("%s: %s; the loop goes on without programs", self.target.name, why)
+            return self.end(f"off: {why}")
         jobs: list[Job] = [
             (one.key, one.module, [*map(form_of, one.rows)], [*map(form_of, one.weights)]) for one in missing
         ]
+        self.output = tempfile.TemporaryFile()
+        weakref.finalize(self, self.output.close)  # where nobody closes the engine
         with tempfile.TemporaryFile() as given:
             pickle.dump((PAUSE, str(program_file("", ONE_THREAD).parent), pickle.dumps(jobs)), given)
             given.seek(0)
@@ -142,6 +151,7 @@ class BackgroundCompiler:
         assert self.process is not None
         code = self.process.poll()
         if code:
+            assert self.output is not None
             self.output.seek(0)
             lines = self.output.read().decode(errors="replace").split("\n")
             last = next((line.strip() for line in reversed(lines) if line.strip()), "")
@@ -176,13 +186,15 @@ class BackgroundCompiler:
         if self.process is not None:
             kill(self.process)
         self.replacements, self.made, self.pieces = [], {}, None
-        self.output.close()
+        if self.output is not None:
+            self.output.close()
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
     """With the compilers that it has started. May be called again."""
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(OSError):  # it has just ended by itself
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     assert process.stdin is not None
     process.stdin.close()
