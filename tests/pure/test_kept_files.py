@@ -100,6 +100,7 @@ def test_files_leave_by_age_and_by_size_and_those_of_others_stay(
     old = [ours(1, ".json"), ours(2, ".safetensors")]
     old += [f"costs-{ours(3, '.json')}", f"llama-{ours(4, '.json')}"]
     old.append(ours(5, ".77-88.safetensors"))  # of a process that was killed
+    old.append(f"{6:064x}-cpp.threads.pt2")  # a program
     for name in old:
         file_of(tmp_path, name, days=31)
     foreign = [file_of(tmp_path, name, days=400) for name in ("model.safetensors", "costs.json", "a.gguf")]

@@ -25,7 +25,10 @@ LIMIT = 16 << 30  # bytes of all files; a guess, as is the next
 AGE = 30 * 24 * 3600  # seconds since a start last used a file
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # read of each file of weights, evenly spread, beside its beginning
 # no other file of the folder is touched: somebody may have named one with models in it
-OURS = re.compile(r"(costs-|llama-)?[0-9a-f]{40}(\.[\d-]+)?(\.json|\.safetensors)")
+OURS = re.compile(
+    r"(costs-|llama-)?[0-9a-f]{40}(\.[\d-]+)?(\.json|\.safetensors)"
+    r"|[0-9a-f]{64}-cpp\.\w+\.pt2"  # programs, in a folder of their own
+)
 
 log = logging.getLogger("speculon")
 
@@ -90,7 +93,7 @@ def used(path: Path) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Removes what no start has used for `AGE`, and the least recently used files beyond `LIMIT` in all."""
+    """Removes from a folder what no start has used for `AGE`, and the least recently used beyond `LIMIT`."""
     total = 0
     with suppress(OSError):  # another process cleans, too
         ours = [(file.stat(), file) for file in folder.iterdir() if OURS.fullmatch(file.name)]

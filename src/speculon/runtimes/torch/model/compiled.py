@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -26,7 +28,7 @@ import transformers
 from torch import Tensor, nn
 
 from speculon.core.config.file import cache_folder
-from speculon.core.kept_files import chip_name
+from speculon.core.kept_files import chip_name, clean, used
 from speculon.runtimes.torch.model.block import (
     SUMS,
     Between,
@@ -52,6 +54,7 @@ RunProgram = Callable[[list[Tensor]], list[Tensor]]
 ROWS = 64  # of the example that is compiled, so that threads share the rows, and never a sum
 HALVED = 8  # after so many rows they are half as large; an update is not small beside the last ones
 FEW = 16  # up to so many rows waking threads takes longer than they save: about equal for 8 of 2 x 1536
+UNFINISHED, ABANDONED = ".unfinished-", 24 * 3600  # folders of compilers that run, or were killed; seconds
 # roundings to bf16 between operations, and a product and a sum as one operation: both as torch's own kernels
 AS_THE_LOOP: CompilerSettings = {
     "emulate_precision_casts": True,
@@ -378,6 +381,7 @@ def compile_program(
     from torch.export import Dim, export
 
     path.parent.mkdir(parents=True, exist_ok=True)
+    clean_programs(path.parent)
     any_rows = Dim("rows", min=2, max=1 << 40)  # one row works, too, and there is no limit
     shapes = (*({0: any_rows} for _ in rows), *({} for _ in weights))
     with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
@@ -385,15 +389,25 @@ def compile_program(
         examples = tuple(map(copied, (*rows, *weights)))
         exported = export(AllInputs(module), examples, dynamic_shapes=(shapes,), strict=False)
         # moved into place when complete: other processes read this folder; torch changes the settings
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=path.parent) as folder:
             package = f"{folder}/{path.name}"
             aoti_compile_and_package(exported, package_path=package, inductor_configs={**settings})
             os.replace(package, path)
 
 
+def clean_programs(folder: Path) -> None:
+    """Removes programs that no start uses any more, and what killed compilers have left."""
+    clean(folder)
+    for left in folder.glob(f"{UNFINISHED}*"):
+        with suppress(OSError):  # another process cleans, too
+            if time.time() - left.stat().st_mtime > ABANDONED:
+                shutil.rmtree(left)
+
+
 def load_program(path: Path) -> RunProgram:
     """By the loader itself, since the compiler's package takes seconds to import."""
     loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)  # one runner, no device
+    used(path)
     return loader.boxed_run
 
 
