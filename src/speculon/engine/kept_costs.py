@@ -32,16 +32,14 @@ class KeptCosts:
     @classmethod
     def of(cls, costs: Costs, config: EngineConfig, facts: Facts) -> KeptCosts:
         """Where nothing can be kept its file is none."""
-        folder = cache_folder()
-        try:
-            files = None if folder is None else [*files_of(config)]
-        except (ModelError, OSError):  # a drafter that is gone, or no file at all
-            files = None
-        if folder is None or files is None:
+        if (folder := cache_folder()) is None:
             return cls(costs, None, "")
         settings = sorted(config.speculation.drafts), config.speculation.draft_quantization
         machine = sorted(facts.form.items()), sorted(facts.adapters.items()), sorted(versions().items())
-        key = key_of(("costs", settings, machine), files)
+        try:
+            key = key_of(("costs", settings, machine), files_of(config))
+        except (ModelError, OSError):  # a drafter that is gone, or no file at all
+            return cls(costs, None, "")
         return cls(costs, folder / f"costs-{key}.json", key)
 
     def restore(self) -> None:
