@@ -29,6 +29,8 @@ from speculon.runtimes.torch.model import remembered
 SUFFIX = ".safetensors"
 NAMES = {torch.uint8: "U8", torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16"}
 NAMES[torch.float32] = "F32"
+# what reading a damaged file raises
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
 ALIGNMENT, CHUNK = 64, 1 << 20  # bytes: of the first tensor in a file, and read at once
 
 log = logging.getLogger("speculon")
@@ -101,7 +103,7 @@ def mapped(path: Path, key: str) -> dict[str, Tensor]:
             tensors = {name: file.get_tensor(name) for name in header}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except DAMAGED as error:
         log.warning("%s is not used (%s); the weights are packed anew", path, error)
         return {}
     kept_files.used(path)
@@ -131,15 +133,15 @@ def write(path: Path, key: str, tensors: dict[str, Tensor]) -> None:
         begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": NAMES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
     contents = [tensor.flatten().view(torch.uint8).numpy().data for tensor in tensors.values()]
-    digest = sha256(json.dumps(header).encode())
-    for part in contents:
-        digest.update(part)
-    text = json.dumps({"__metadata__": {"key": key, "digest": digest.hexdigest()}, **header}).encode()
-    text += b" " * (-(len(text) + 8) % ALIGNMENT)
 
     def content(stream: BinaryIO) -> None:
         if end > min(kept_files.LIMIT, shutil.disk_usage(path.parent).free // 2):
             raise OSError(f"it would take {end / 1e9:.1f} GB, which is too much")
+        digest = sha256(json.dumps(header).encode())
+        for part in contents:
+            digest.update(part)
+        text = json.dumps({"__metadata__": {"key": key, "digest": digest.hexdigest()}, **header}).encode()
+        text += b" " * (-(len(text) + 8) % ALIGNMENT)
         stream.write(len(text).to_bytes(8, "little") + text)
         for part in contents:
             stream.write(part)
