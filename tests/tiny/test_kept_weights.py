@@ -75,6 +75,16 @@ def test_a_second_load_maps_them_and_computes_the_same(
     assert the_kept(cache).stat().st_mtime_ns > written, "it was used, which counts for its age"
 
 
+def test_a_kept_head_is_not_read_where_the_chip_has_no_products_of_integers(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
+    tiny_llama(vocab_size=112).save_pretrained(tmp_path / "folder")  # rows are packed by 16
+    load(tmp_path / "folder", quantization="int8")
+    monkeypatch.setattr(quantized, "rounded_rows", lambda *_: pytest.fail("a weight was read"))
+    load(tmp_path / "folder", quantization="int8")
+
+
 def test_what_is_checked_anew_is_compared_with_the_file(
     file: Path, cache: Path, packed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -305,8 +305,9 @@ def has_integer_products(dtype: torch.dtype, device: torch.device) -> bool:
 
 def head_product(layer: QuantizedLinear) -> Packed4 | IntegerProduct:
     """The product of a head: in integers where it has 8 bits and the chip has them: in half of the time."""
-    exact = layer.bits == 8 and has_integer_products(layer.scale.dtype, layer.q.device)
-    return in_integers(layer) if exact else packed_layers([layer])
+    # the device last, which only the weight tells: one whose packed form was kept is not to be read for that
+    exact = layer.bits == 8 and has_integer_products(layer.dtype, torch.device("cpu"))
+    return in_integers(layer) if exact and layer.q.device.type == "cpu" else packed_layers([layer])
 
 
 @torch.no_grad()
