@@ -15,8 +15,6 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = {"README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-
-
 RUN = "tutorial.md"  # its blocks run, and the site shows what they print
 FOLDERS = {"Decisions": "decisions", "Recorded benchmarks": "benchmarks"}  # sections of all pages of a folder
 
