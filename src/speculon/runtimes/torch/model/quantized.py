@@ -30,6 +30,7 @@ TILES = 2  # torch's inner tiles; on CUDA a row has a multiple of 16 * TILES col
 BASE, LARGEST = 250, 127 * 250  # of an input in integers, BASE * high + low with both in -127..127
 UNSIGNED = 128  # is added to these: the kernel multiplies unsigned by signed integers
 TINY = 1e-30  # the least that a row or a column is scaled by, since it may be zero
+ENGINES = ("x86", "fbgemm")  # of torch, that have this kernel; a build may lack both
 
 # looked up once
 integer_product: Any = getattr(torch.ops.quantized, "linear_with_input_q_dq_qweight_dq_output_fp32", None)
@@ -298,6 +299,8 @@ def has_integer_products(dtype: torch.dtype, device: torch.device) -> bool:
     Without its instructions the kernel adds in 16 bits, which overflow.
     """
     if device.type != "cpu" or dtype is torch.float32 or integer_product is None:
+        return False
+    if torch.backends.quantized.engine not in ENGINES:
         return False
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("avx512_vnni"))
