@@ -206,10 +206,10 @@ def figures(bench: Row) -> str:
     """What README says about speed."""
     plan, over_best = bench["plan"], overall(bench)["over_best"]["ratio"]
     modes = ", ".join(f"`{mode}`" for mode in plan["modes"] if mode != "auto")
-    measured = f"""Speed of the defaults as a multiple of plain decoding, for SmolLM2-135M in bf16 on
-    {cores(bench)}: {plan["prompts"]} prompts of each of {len(plan["workloads"])} categories of
-    Spec-Bench, each answered {plan["repeats"]} times in each way ([all
-    figures](docs/benchmarks/{GRID}/bench.md))."""
+    measured = f"""The table says how many times as fast as plain decoding the defaults were, for
+    SmolLM2-135M in bf16 on {cores(bench)}. The prompts are {plan["prompts"]} of each of the
+    {len(plan["workloads"])} categories of the test set Spec-Bench, and each way of decoding answered
+    them {plan["repeats"]} times ([all figures](docs/benchmarks/{GRID}/bench.md))."""
     table = [
         "| requests at once | average | lowest category | highest category |",
         "|---|---|---|---|",
@@ -217,11 +217,11 @@ def figures(bench: Row) -> str:
     ]
     alone = ratios(bench, 1)
     gaining = sum(ratio > 1 for ratio in alone.values())
-    meaning = f"""A single request gains in {gaining} of {len(alone)} categories, and the defaults are
-    {over_best:.2f} times as fast as the best of {modes} and plain decoding in each. But a small model
-    often repeats itself: {looping(bench)} of the plain texts end in a loop, which is easy to draft, so
-    a model without loops gains less. With {max(plan["concurrency"])} requests at once little is left to
-    gain, because they keep the processor busy."""
+    meaning = f"""A single request gains in {gaining} of {len(alone)} categories. On average the defaults are
+    {over_best:.2f} times as fast as the best of {modes} (the number limits the drafts of a round) and
+    plain decoding in the same category. But a small model often repeats itself: {looping(bench)} of the
+    plain texts end in a loop, which is easy to draft, so a model without loops gains less. With
+    {max(plan["concurrency"])} requests at once little is left to gain: they keep the processor busy."""
     return "\n\n".join([filled(measured), "\n".join(table), filled(meaning)])
 
 
@@ -245,9 +245,10 @@ def ratios(bench: Row, count: int) -> dict[str, float]:
 def picture(run: Row) -> str:
     """README's picture with what it shows."""
     slow, fast = (answer.seconds(run, mode) for mode in ("plain", "speculative"))
-    shown = f"""SmolLM2-135M writes a class again under another name: {slow:.1f} s plainly, {fast:.1f} s
-    with the defaults ([medians of {answer.REPEATS} runs](docs/benchmarks/answer/README.md) on
-    {cores(run)}). Most of this answer is in its prompt, which is the best case for lookups."""
+    shown = f"""SmolLM2-135M copies a class from its prompt under another name. This takes {slow:.1f} s with
+    *plain decoding* (no drafts), and {fast:.1f} s with the defaults ([medians of {answer.REPEATS}
+    runs](docs/benchmarks/answer/README.md) on {cores(run)}). It is a good case for a *lookup*, which
+    drafts what followed the same words earlier in the text."""
     return f"![The same answer, plain and with drafts](docs/images/answer.svg)\n\n{filled(shown)}"
 
 
