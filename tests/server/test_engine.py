@@ -16,6 +16,7 @@ import pytest
 from speculon.core import errors
 from speculon.core.config import EngineConfig, SamplingParams
 from speculon.core.errors import EmptyPrompt, EngineError, InvalidParameter, InvalidRequest, SpeculonError
+from speculon.core.types import row
 from speculon.engine import async_engine, worker
 from speculon.engine.async_engine import AsyncEngine
 from speculon.engine.messages import Abort, Add, Admitted, EngineStatistics, Outputs, Refused, Shutdown
@@ -237,6 +238,18 @@ async def test_a_step_that_always_fails_ends_every_request() -> None:
                 finally:
                     queue.close()
         assert engine.alive and engine.open_requests == 0
+
+
+@running
+async def test_the_server_learns_what_an_engine_can_do_by_now() -> None:
+    """Programs may take the place of the loop while it runs."""
+    async with begun() as engine:
+        assert engine.facts is not None
+        now = {"compiled": row("on", "compiled")}
+        engine.inner.capabilities = lambda: now
+        await all_of(await engine.submit([ask("r", max_tokens=3)]))
+        while engine.facts.capabilities != now:
+            await asyncio.sleep(0.01)
 
 
 class WorkerAlone:

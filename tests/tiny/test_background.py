@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class Process:
 
     def __init__(self) -> None:
         self.code: int | None = None
-        self.stdin, self.pid = open(os.devnull, "wb"), -1
+        self.stdin = open(os.devnull, "wb")
 
     def poll(self) -> int | None:
         return self.code
@@ -58,7 +59,7 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process
         return lambda inputs: [*module(*inputs)] if several else [module(*inputs)]
 
     def start(compiler: BackgroundCompiler, missing: Any) -> None:
-        compiler.process = made  # type: ignore[assignment]
+        compiler.process, compiler.output = made, BytesIO()  # type: ignore[assignment]
 
     made = Process()
     monkeypatch.setattr(background, "replacements_of", found)

@@ -14,6 +14,7 @@ import multiprocessing as mp
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from threading import Thread
@@ -327,9 +328,11 @@ class AsyncEngine(EngineClient):
         match message:
             case Outputs(events):
                 self._requests.put(events)
-            case EngineStatistics(counters, load, _, costs):
+            case EngineStatistics(counters, load, _, costs, capabilities):
                 self.costs = costs
                 self.counters, self.load = counters, load
+                if capabilities is not None and self.facts is not None:
+                    self.facts = replace(self.facts, capabilities=capabilities)
             case Admitted(request_id):
                 if queue := self._requests.get(request_id):
                     queue.admit(request_id)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from speculon.core.config import EngineConfig
 from speculon.core.errors import EngineError, SpeculonError
 from speculon.core.logs import LogFormatter
+from speculon.core.types import Capabilities
 from speculon.decoding.sequence import Event
 from speculon.engine.messages import (
     Abort,
@@ -87,10 +88,12 @@ class Worker:
         self._failures = 0  # steps that failed in a row
         self._read = 0  # messages so far
         self._checked = False  # whether the pages were counted since the last message
+        self._capabilities: Capabilities = {}  # that the server knows
 
     def run(self) -> None:
         engine = self.engine
-        self._pipe.send(replace(engine.facts(), capabilities=engine.capabilities()))
+        self._capabilities = engine.capabilities()
+        self._pipe.send(replace(engine.facts(), capabilities=self._capabilities))
         self._send_statistics()
         while self._read_messages():
             if engine.has_work:
@@ -173,5 +176,16 @@ class Worker:
         self._statistics_at = monotonic()
         engine = self.engine
         self._pipe.send(
-            EngineStatistics(engine.current_counters(), engine.load, self._read, engine.plain_costs())
+            EngineStatistics(
+                engine.current_counters(), engine.load, self._read, engine.plain_costs(), self._changed()
+            )
         )
+
+    def _changed(self) -> Capabilities | None:
+        """What the engine can do, where that has changed: programs may be compiled while it runs. It is
+        looked up only while nothing runs, because it takes a millisecond.
+        """
+        if self.engine.has_work or (now := self.engine.capabilities()) == self._capabilities:
+            return None
+        self._capabilities = now
+        return now
