@@ -4,7 +4,7 @@
   Chromium, light and dark, wide and narrow, into docs/images/dashboard/. There `menu.json` records the digest
   of each picture and the menu that it shows, so that a test finds pictures of an older dashboard.
 - chat: the conversation of docs/chat.md (`recipes.charts.chat`).
-- charts: the charts of README, from the recorded runs (`recipes.charts.readme`).
+- charts: those of docs/benchmarks, from the recorded runs (`recipes.charts.readme`).
 """
 
 from __future__ import annotations
