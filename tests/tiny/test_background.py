@@ -9,6 +9,7 @@ from copy import deepcopy
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from speculon.runtimes.torch.loading.load import load_target, wrap_model
 from speculon.runtimes.torch.loading.load_check import paged_logits
 from speculon.runtimes.torch.model import background
 from speculon.runtimes.torch.model.background import BackgroundCompiler
-from speculon.runtimes.torch.model.block import Loop
+from speculon.runtimes.torch.model.block import CannotReplace, Loop
 from speculon.runtimes.torch.model.compiled import BetweenProgram, BetweenRows, Replacement, RunProgram
 from speculon.runtimes.torch.model.target import Target
 from tests.tiny.conftest import tiny_model
@@ -182,6 +183,23 @@ def test_a_process_that_fails_leaves_the_loop(tmp_path: Path, process: Process) 
     written(engine, killed)
     assert target.runner.form == "loop"
     assert target.runner.programs == "failed: the compiling process ended with -9"
+
+
+def test_a_whole_program_that_does_not_load_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each start would compile it again."""
+
+    def refuse(file: Path) -> RunProgram:
+        raise RuntimeError("failed to map segment from shared object")
+
+    monkeypatch.setattr(background, "load_program", refuse)
+    whole, damaged = tmp_path / "whole.pt2", tmp_path / "damaged.pt2"
+    with ZipFile(whole, "w") as package:
+        package.writestr("program", bytes(5000))
+    damaged.write_bytes(whole.read_bytes()[:1000])
+    for file, why in ((whole, "cannot be loaded here"), (damaged, "is damaged")):
+        with pytest.raises(CannotReplace, match=why):
+            background.load_or_remove(file)
+    assert whole.exists() and not damaged.exists()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from filelock import FileLock
@@ -233,12 +234,24 @@ def files_of(key: str) -> list[Path]:
 
 
 def load_or_remove(file: Path) -> RunProgram:
-    """Raises `CannotReplace` for a damaged file."""
+    """Raises `CannotReplace` for a file that cannot be loaded, and removes it if it is damaged. A whole one
+    stays, because another would not load either: say, where libraries in the temporary folder may not run.
+    """
     try:
         return load_program(file)
     except RuntimeError as error:
+        if is_whole(file):
+            raise CannotReplace(f"{file} cannot be loaded here ({str(error):.80})") from error
         file.unlink(missing_ok=True)
         raise CannotReplace(f"{file} is damaged, and is compiled anew at the next start") from error
+
+
+def is_whole(file: Path) -> bool:
+    try:
+        with ZipFile(file) as package:
+            return package.testzip() is None
+    except (OSError, BadZipFile):
+        return False
 
 
 def form_of(x: Tensor) -> TensorForm:
