@@ -218,8 +218,8 @@ def figures(bench: Row) -> str:
     alone = ratios(bench, 1)
     gaining = sum(ratio > 1 for ratio in alone.values())
     meaning = f"""A single request gains in {gaining} of {len(alone)} categories. On average the defaults are
-    {over_best:.2f} times as fast as the best of {modes} (the number limits the drafts of a round) and
-    plain decoding in the same category. But a small model often repeats itself: {looping(bench)} of the
+    {over_best:.2f} times as fast as whichever was fastest in a category: {modes} (the number limits
+    the drafts of a round) or plain decoding. But a small model often repeats itself: {looping(bench)} of the
     plain texts end in a loop, which is easy to draft, so a model without loops gains less. With
     {max(plan["concurrency"])} requests at once little is left to gain: they keep the processor busy."""
     return "\n\n".join([filled(measured), "\n".join(table), filled(meaning)])
@@ -247,8 +247,8 @@ def picture(run: Row) -> str:
     slow, fast = (answer.seconds(run, mode) for mode in ("plain", "speculative"))
     shown = f"""SmolLM2-135M copies a class from its prompt under another name. This takes {slow:.1f} s with
     *plain decoding* (no drafts), and {fast:.1f} s with the defaults ([medians of {answer.REPEATS}
-    runs](docs/benchmarks/answer/README.md) on {cores(run)}). It is a good case for a *lookup*, which
-    drafts what followed the same words earlier in the text."""
+    runs](docs/benchmarks/answer/README.md) on {cores(run)}). This suits a *lookup*, which finds
+    the latest words earlier in the text, and drafts what followed."""
     return f"![The same answer, plain and with drafts](docs/images/answer.svg)\n\n{filled(shown)}"
 
 
