@@ -53,6 +53,7 @@ TOPICS = {
         "peers": "the toy model on an Intel chip: transformers, OpenVINO, llama.cpp and vLLM",
         "peers-amd": "the same on an AMD chip",
         "llama-smollm2": "llama-server beside speculon on llama.cpp: SmolLM2, with drafts",
+        "llama-smollm2-edit": "the same, where a function is edited or a text is repeated",
         "llama-smollm2-plain": "the same, plain decoding and long prompts",
         "llama-gemma3-plain": "the same with Gemma 3 270M",
     },
