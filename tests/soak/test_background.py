@@ -49,6 +49,16 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("programs")
 
 
+@pytest.fixture
+def filled(programs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same, with the programs: another worker may run the test that fills it."""
+    if not [*programs.glob("**/*.pt2")]:
+        llm = made(programs, monkeypatch)
+        wait_for_process(llm)
+        llm.close()
+    return programs
+
+
 def made(cache: Path | str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> LLM:
     """The test ends its engine where a process may still run."""
     monkeypatch.setenv("SPECULON_CACHE", str(cache))
@@ -123,25 +133,25 @@ def test_programs_change_over_in_the_middle_of_texts(
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_second_start_finds_them_with_any_number_of_threads(
-    threads: int, programs: Path, expected: Expected, monkeypatch: pytest.MonkeyPatch
+    threads: int, filled: Path, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = torch.get_num_threads()
     try:
-        llm = made(programs, monkeypatch, threads=threads)
+        llm = made(filled, monkeypatch, threads=threads)
         assert (runner_of(llm).form, compilers_of(llm)) == ("compiled", [])
         assert written(llm) == expected[0]
     finally:
         torch.set_num_threads(before)
 
 
-def test_finding_them_imports_no_compiler(programs: Path) -> None:
+def test_finding_them_imports_no_compiler(filled: Path) -> None:
     code = (
         "import sys, torch; from speculon import LLM;"
         "llm = LLM('demo-draft', quantization='int4', dtype='bfloat16', max_num_seqs=4, warmup=False);"
         "compiler = {'torch._inductor.compile_fx', 'torch._inductor.package', 'torch.export.pt2_archive'};"
         "print(llm.engine.runtime.target.runner.form, not compiler & {*sys.modules})"
     )
-    environment = os.environ | {"SPECULON_CACHE": str(programs)}
+    environment = os.environ | {"SPECULON_CACHE": str(filled)}
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert found.stdout.split() == ["compiled", "True"], found
 
@@ -157,10 +167,10 @@ def test_finding_them_imports_no_compiler(programs: Path) -> None:
     ],
 )
 def test_programs_have_the_bits_of_the_loop(
-    name: str, quantization: Any, dtype: str, programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, quantization: Any, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Norms of heads and around parts, biases, both activations; with and without packed weights."""
-    monkeypatch.setenv("SPECULON_CACHE", str(programs))
+    monkeypatch.setenv("SPECULON_CACHE", str(tmp_path / "cache"))
     model_type, settings = TINY[name]
     sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
     build(model_type, **{**settings, **sizes}).save_pretrained(tmp_path)
@@ -199,11 +209,11 @@ def few_differ(run: background.RunProgram) -> background.RunProgram:
     ],
 )
 def test_a_program_with_another_bit_is_refused_and_the_loop_goes_on(
-    wrong: Any, why: str, programs: Path, expected: Expected, monkeypatch: pytest.MonkeyPatch
+    wrong: Any, why: str, filled: Path, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = background.load_program
     monkeypatch.setattr(background, "load_program", lambda file: wrong(load(file)))
-    llm = made(programs, monkeypatch)
+    llm = made(filled, monkeypatch)
     assert runner_of(llm).programs == f"failed: {why}"
     assert written(llm) == expected[0] and runner_of(llm).form == "loop"
 
@@ -252,9 +262,9 @@ def test_where_compiling_fails_the_loop_goes_on_and_one_line_says_so(
     assert {no_folder: "Errno", killed: "-9"}[without] in state
 
 
-def test_a_damaged_file_is_removed(tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_file_is_removed(tmp_path: Path, filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "cache"
-    shutil.copytree(programs, cache)
+    shutil.copytree(filled, cache)
     damaged, whole = sorted((cache / "programs").glob("*.pt2"))
     damaged.write_bytes(damaged.read_bytes()[:1000])
     llm = made(cache, monkeypatch)
