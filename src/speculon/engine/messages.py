@@ -111,7 +111,7 @@ class EngineStatistics:
     load: Load
     read: int  # messages of the server so far
     costs: dict[int, float] = field(default_factory=dict)  # sequences -> ms of a plain step
-    capabilities: Capabilities | None = field(default=None, repr=False)  # where they have changed
+    capabilities: Capabilities | None = field(default=None, repr=False)  # once, while it has no work
 
 
 FromServer = Add | Abort | ForgetPools | Shutdown

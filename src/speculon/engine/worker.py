@@ -88,12 +88,10 @@ class Worker:
         self._failures = 0  # steps that failed in a row
         self._read = 0  # messages so far
         self._checked = False  # whether the pages were counted since the last message
-        self._capabilities: Capabilities = {}  # that the server knows
 
     def run(self) -> None:
         engine = self.engine
-        self._capabilities = engine.capabilities()
-        self._pipe.send(replace(engine.facts(), capabilities=self._capabilities))
+        self._pipe.send(replace(engine.facts(), capabilities=engine.capabilities()))
         self._send_statistics()
         while self._read_messages():
             if engine.has_work:
@@ -124,12 +122,14 @@ class Worker:
         return True
 
     def _check_when_idle(self) -> None:
-        """Once, after `IDLE_SECONDS` without a message: every page must be accounted for."""
+        """Once, after `IDLE_SECONDS` without a message: every page must be accounted for. The server is told
+        what the engine can do by now, because programs may have replaced the loop; the table takes some ms.
+        """
         if not self._checked and not self._pipe.poll(IDLE_SECONDS):
             self.engine.check_integrity()
             self.engine.counters.checks += 1
             self._checked = True
-            self._send_statistics()
+            self._send_statistics(self.engine.capabilities())
 
     def _add(self, add: Add) -> None:
         try:
@@ -172,20 +172,8 @@ class Worker:
         if events:
             self._pipe.send(Outputs(events))
 
-    def _send_statistics(self) -> None:
+    def _send_statistics(self, capabilities: Capabilities | None = None) -> None:
         self._statistics_at = monotonic()
         engine = self.engine
-        self._pipe.send(
-            EngineStatistics(
-                engine.current_counters(), engine.load, self._read, engine.plain_costs(), self._changed()
-            )
-        )
-
-    def _changed(self) -> Capabilities | None:
-        """What the engine can do, where that has changed: programs may be compiled while it runs. It is
-        looked up only while nothing runs, because it takes a millisecond.
-        """
-        if self.engine.has_work or (now := self.engine.capabilities()) == self._capabilities:
-            return None
-        self._capabilities = now
-        return now
+        counters, costs = engine.current_counters(), engine.plain_costs()
+        self._pipe.send(EngineStatistics(counters, engine.load, self._read, costs, capabilities))
