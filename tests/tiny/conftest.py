@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,3 +158,10 @@ def tiny() -> Callable[..., Target]:
     one.
     """
     return tiny_target
+
+
+@pytest.fixture(name="cache")
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where starts of one test keep what they find; other tests keep nothing."""
+    monkeypatch.setenv("SPECULON_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"

@@ -22,12 +22,6 @@ PROMPT = [1, 2, 3, 1, 2, 3]
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SPECULON_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     """The engines that warmed up."""
     engines: list[Engine] = []

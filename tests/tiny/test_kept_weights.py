@@ -24,12 +24,6 @@ LAYER = "model.layers.0.mlp.down_proj"
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SPECULON_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the layers whose weights were packed."""
     names: list[str] = []

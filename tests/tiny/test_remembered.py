@@ -20,12 +20,6 @@ from tests.tiny.kernels import one_by_one, plant
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SPECULON_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "model")
 
