@@ -20,6 +20,8 @@ def yield_to_others() -> None:
     os.nice(19)
     with suppress(AttributeError, OSError):  # of Linux alone
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    with suppress(OSError), open("/proc/self/autogroup", "w") as group:
+        group.write("19")  # a session of its own is a group, which shares time with others as an equal
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")
 
