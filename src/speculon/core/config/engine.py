@@ -55,13 +55,15 @@ class EngineConfig(BaseSettings):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="of the weights; auto: the checkpoint's, or fp32 for unpacked ones on a CPU without bf16",
+        description="type of the weights; auto: the checkpoint's, but on a CPU without bf16 fp32 for "
+        "weights that are not packed in 4 or 8 bits",
     )
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N | mps")
     quantization: Quantization = Field(
         "auto",
-        description="int8 | int4: round the weights of linear layers to so many bits (head: 8); auto: as the "
-        "checkpoint has them, and a GGUF file's stay so unless in fp32; none: numbers of the dtype",
+        description="int8 | int4: round the weights of linear layers to 8 or 4 bits, and the output "
+        "layer to 8; auto: leave them as in the checkpoint, so a GGUF file's stay packed "
+        "unless dtype is fp32; none: unpack them to dtype",
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of a forward; None: torch's choice")
     gpu_layers: int | None = Field(
@@ -77,20 +79,22 @@ class EngineConfig(BaseSettings):
     tensor_split: tuple[float, ...] = Field((), description="llama: the share of each GPU")
     rpc: tuple[str, ...] = Field(
         (),
-        description="llama: HOST:PORT of RPC servers that hold a part of the layers (trusted networks alone)",
+        description="llama: HOST:PORT of RPC servers that hold a part of the layers (only in a "
+        "trusted network)",
     )
     repack: bool | None = Field(
         None,
-        description="llama: rearrange weights for faster CPU kernels; None: unless a trial in a process of "
-        "its own, at the first load, ends with an illegal instruction",
+        description="llama: rearrange weights for faster CPU kernels; None: yes, unless a trial at "
+        "the first load, in a process of its own, ends with an illegal instruction",
     )
     fuse: bool = Field(True, description="join layers into fewer, faster operations of equal result")
     compile: Literal["off", "auto", "now"] = Field(
         "auto",
-        description="compile norms, rotations and activations, and with packed weights all between two "
-        "attentions; auto: on a CPU in bf16 or fp16, by a process of the lowest priority, whose programs "
-        "replace the loop between two rounds if they give the same bits; now: at load (CPU: a minute or two "
-        "at the first load of a shape; CUDA: as graphs)",
+        description="compile norms, rotations and activations, or with packed weights all between "
+        "two attentions; auto: on a CPU in bf16 or fp16, while the model already runs, "
+        "in a process of the lowest priority; the model then uses each program that "
+        "gives the same bits; now: before the load ends (CPU: a minute or two at the "
+        "first load of a shape; CUDA: as CUDA graphs)",
     )
     batch_invariant: bool | None = Field(
         None,
@@ -126,7 +130,8 @@ class EngineConfig(BaseSettings):
         256.0,
         ge=1,
         allow_inf_nan=False,
-        description="largest size of that file and its older half FILE.1, which is then replaced",
+        description="largest size of that file and FILE.1 together; at half of it the file becomes "
+        "FILE.1, in place of the one before, and a new file begins",
     )
     warmup: bool | None = Field(
         None,

@@ -24,7 +24,9 @@ class ServeConfig(Checked):
         (), description="bearer token of clients; safer as SPECULON_SERVE__API_KEY, one per line"
     )
     served_model_name: str | None = Field(
-        None, description="model name in the API, of several that of the first; None: that of folder or file"
+        None,
+        description="the model's name in the API, with several models that of the first; None: "
+        "`model` if it is a name or a hub id, else the name of its folder or file",
     )
     models_dir: Path | None = Field(
         None, description="folder whose subfolders are served, too, each under its name; drafters are not"
@@ -37,12 +39,17 @@ class ServeConfig(Checked):
         None,
         gt=0,
         allow_inf_nan=False,
-        description="memory of all models of a device; None: of several, 90 % of what is free at the start",
+        description="memory of all models of a device; None: with several models 90 % of what is "
+        "free before the first one loads",
     )
-    pin: tuple[str, ...] = Field((), description="names of models that are not ended to make room for others")
+    pin: tuple[str, ...] = Field(
+        (), description="names of models that are never unloaded to make room for others"
+    )
     admin: bool = Field(False, description="dashboard at /admin; needs pip install 'speculon[admin]'")
     admin_key: SecretStr | None = Field(
-        None, description="key of the dashboard; safer as SPECULON_SERVE__ADMIN_KEY; None: loopback alone"
+        None,
+        description="key of the dashboard; safer as SPECULON_SERVE__ADMIN_KEY; None: no key, which "
+        "needs a loopback address as host",
     )
     admin_texts: bool | None = Field(
         None, description="show prompts and answers to administrators; None: on a loopback address alone"
@@ -50,7 +57,7 @@ class ServeConfig(Checked):
     cors_origins: tuple[str, ...] = Field(
         (), description="origins that browsers may call from; none by default"
     )
-    max_queue: int = Field(128, ge=0, description="most requests that wait; more get status 429")
+    max_queue: int = Field(128, ge=0, description="most sequences that wait; more get status 429")
     max_request_tokens: int | None = Field(
         None, ge=1, description="most tokens of a completion; also the default of chats"
     )
@@ -101,7 +108,7 @@ class ServeConfig(Checked):
     )
     restart_engine: bool | None = Field(
         None,
-        description="end a hung engine, load it again, and one that has died; None: with several models",
+        description="start an engine again that has died or hangs; None: with several models",
     )
     log_format: Literal["text", "json"] = Field("text", description="form of the log line of each request")
 

@@ -113,8 +113,9 @@ class SpeculationConfig(Checked):
     )
     draft_quantization: Quantization = Field(
         "auto",
-        description="of the weights of draft models, heads and blocks: auto | none | int8 | int4, as "
-        "`quantization`; auto gives heads and blocks as many bits as the target's layers have",
+        description="of drafters' weights: auto | none | int8 | int4, as `quantization`; auto leaves "
+        "draft models as they are and gives other drafters as many bits as the target's "
+        "layers have",
     )
     num_speculative_tokens: int | None = Field(
         None,
@@ -127,8 +128,8 @@ class SpeculationConfig(Checked):
         None,
         ge=0,
         le=MAX_DRAFTS,
-        description="most drafts in a row: others of K branch off, as a tree; 0: chains; None: under policy "
-        "goodput, where that saves time",
+        description="most drafts that follow each other; the others of K branch off, as a tree; 0: "
+        "chains; None: under policy goodput a tree where it saves more time, else chains",
     )
     acceptance: AcceptanceSetting = Field(
         "auto",
@@ -150,9 +151,14 @@ class SpeculationConfig(Checked):
         4.0, gt=0, le=MAX_DRAFTS, allow_inf_nan=False, description="suffix: most drafts per matched token"
     )
     suffix_min_probability: float = Field(
-        0.1, ge=0, le=1, description="suffix: least share of the places a draft is read from"
+        0.1,
+        ge=0,
+        le=1,
+        description="suffix: a draft ends where fewer than this share of the matching places continue alike",
     )
-    suffix_min_hits: int = Field(1, ge=1, le=16, description="suffix: places that must agree on a token")
+    suffix_min_hits: int = Field(
+        1, ge=1, le=16, description="suffix: matching places that must continue with the same token"
+    )
     suffix_pools: int = Field(
         64,
         ge=0,
@@ -169,7 +175,11 @@ class SpeculationConfig(Checked):
         0.7, ge=0, le=1, description="synthetic: acceptance rate per position"
     )
     draft_min_confidence: float = Field(
-        0.0, ge=0, lt=1, description="models: stop drafting after a token below this"
+        0.0,
+        ge=0,
+        lt=1,
+        description="draft models and heads: a draft ends after a token to which they give a lower "
+        "probability",
     )
     memory_policy: MemoryPolicy = Field(
         "fallback", description="a drafter beyond the memory limit: allow it, fallback to none, or fail"
