@@ -206,8 +206,8 @@ def cores(run: Row) -> str:
 def figures(bench: Row) -> str:
     """What README says about speed."""
     plan, over_best = bench["plan"], overall(bench)["over_best"]["ratio"]
-    modes = ", ".join(f"`{mode}`" for mode in plan["modes"] if mode != "auto")
-    measured = f"""The table says how many times as fast as plain decoding the defaults were, for
+    modes = " or ".join(f"`{mode}`" for mode in plan["modes"] if mode != "auto")
+    measured = f"""The table gives the speed of the defaults as a multiple of that of plain decoding, for
     SmolLM2-135M in bf16 on {cores(bench)}. The prompts are {plan["prompts"]} of each of the
     {len(plan["workloads"])} categories of the test set Spec-Bench, and each way of decoding answered
     them {plan["repeats"]} times ([all figures](docs/benchmarks/{GRID}/bench.md))."""
@@ -219,10 +219,10 @@ def figures(bench: Row) -> str:
     alone = ratios(bench, 1)
     gaining = sum(ratio > 1 for ratio in alone.values())
     meaning = f"""A single request gains in {gaining} of {len(alone)} categories. On average the defaults are
-    {over_best:.2f} times as fast as whichever was fastest in a category: {modes} (the number limits
-    the drafts of a round) or plain decoding. But a small model often repeats itself: {looping(bench)} of the
+    {over_best:.2f} times as fast as the best fixed mode of a category: plain decoding or {modes}
+    (method and most drafts in a round). But a small model often repeats itself: {looping(bench)} of the
     plain texts end in a loop, which is easy to draft, so a model without loops gains less. With
-    {max(plan["concurrency"])} requests at once little is left to gain: they keep the processor busy."""
+    {max(plan["concurrency"])} requests at once little is gained: they keep the processor busy."""
     return "\n\n".join([filled(measured), "\n".join(table), filled(meaning)])
 
 
@@ -246,10 +246,10 @@ def ratios(bench: Row, count: int) -> dict[str, float]:
 def picture(run: Row) -> str:
     """README's picture with what it shows."""
     slow, fast = (answer.seconds(run, mode) for mode in ("plain", "speculative"))
-    shown = f"""SmolLM2-135M copies a class from its prompt under another name. This takes {slow:.1f} s with
+    shown = f"""SmolLM2-135M writes a class of its prompt again, with a new name. This takes {slow:.1f} s with
     *plain decoding* (no drafts), and {fast:.1f} s with the defaults ([medians of {answer.REPEATS}
-    runs](docs/benchmarks/answer/README.md) on {cores(run)}). This suits a *lookup*, which finds
-    the latest words earlier in the text, and drafts what followed."""
+    runs](docs/benchmarks/answer/README.md) on {cores(run)}). Copying suits a *lookup*, which searches
+    the text for its latest words, and drafts what followed."""
     return f"![The same answer, plain and with drafts](docs/images/answer.svg)\n\n{filled(shown)}"
 
 
