@@ -206,7 +206,7 @@ def cores(run: Row) -> str:
 def figures(bench: Row) -> str:
     """What README says about speed."""
     plan, over_best = bench["plan"], overall(bench)["over_best"]["ratio"]
-    modes = " or ".join(f"`{mode}`" for mode in plan["modes"] if mode != "auto")
+    modes = " and ".join(f"`{mode}`" for mode in plan["modes"] if mode != "auto")
     measured = f"""The table gives the speed of the defaults as a multiple of that of plain decoding, for
     SmolLM2-135M in bf16 on {cores(bench)}. The prompts are {plan["prompts"]} of each of the
     {len(plan["workloads"])} categories of the test set Spec-Bench, and each way of decoding answered
@@ -219,10 +219,10 @@ def figures(bench: Row) -> str:
     alone = ratios(bench, 1)
     gaining = sum(ratio > 1 for ratio in alone.values())
     meaning = f"""A single request gains in {gaining} of {len(alone)} categories. On average the defaults are
-    {over_best:.2f} times as fast as the best fixed mode of a category: plain decoding or {modes}
-    (method and most drafts in a round). But a small model often repeats itself: {looping(bench)} of the
-    plain texts end in a loop, which is easy to draft, so a model without loops gains less. With
-    {max(plan["concurrency"])} requests at once little is gained: they keep the processor busy."""
+    {over_best:.2f} times as fast as the fastest of plain decoding, {modes} (a method with the largest number
+    of drafts in a round). But a small model often repeats itself: {looping(bench)} of the texts without drafts
+    end in a loop, which is easy to draft, so a model without loops gains less.
+    {max(plan["concurrency"])} requests at once gain little, because they keep the processor busy."""
     return "\n\n".join([filled(measured), "\n".join(table), filled(meaning)])
 
 
@@ -246,10 +246,10 @@ def ratios(bench: Row, count: int) -> dict[str, float]:
 def picture(run: Row) -> str:
     """README's picture with what it shows."""
     slow, fast = (answer.seconds(run, mode) for mode in ("plain", "speculative"))
-    shown = f"""SmolLM2-135M writes a class of its prompt again, with a new name. This takes {slow:.1f} s with
-    *plain decoding* (no drafts), and {fast:.1f} s with the defaults ([medians of {answer.REPEATS}
-    runs](docs/benchmarks/answer/README.md) on {cores(run)}). Copying suits a *lookup*, which searches
-    the text for its latest words, and drafts what followed."""
+    shown = f"""SmolLM2-135M repeats a class under a new name, in {slow:.1f} s with *plain decoding* (no drafts),
+    and in {fast:.1f} s with the defaults ([medians of {answer.REPEATS}
+    runs](docs/benchmarks/answer/README.md) on {cores(run)}). Copying suits a *lookup*, which finds the
+    last few words at an earlier place of the text, and drafts what followed there."""
     return f"![The same answer, plain and with drafts](docs/images/answer.svg)\n\n{filled(shown)}"
 
 
