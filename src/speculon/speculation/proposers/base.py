@@ -24,7 +24,7 @@ class Proposer(Protocol):
     limits: Limits = NO_LIMITS
 
     def admit(self, seq: Sequence) -> None:
-        """Called once, before the first round of `seq`."""
+        """Called once, before the method is first asked for a draft of `seq`, which may run already."""
 
     def propose(self, seqs: list[Sequence], ks: list[int]) -> list[Draft]:
         """Drafts for sequences whose committed tokens are `seq.tokens`.

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class WeightedProposer(Proposer):
-    """A proposer with weights. The engine calls `build`, `load` and `bind` once, in this order, and then uses
-    it as any other proposer.
+    """A proposer with weights. The runtime calls `build`, `load` and `bind` once, in this order, and then
+    the engine uses it as any other proposer.
 
     Everything that it computes of a sequence is stored in pages and slots, which are freed with the sequence.
     """
