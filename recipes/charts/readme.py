@@ -210,7 +210,7 @@ def figures(bench: Row) -> str:
     measured = f"""The table gives the speed of the defaults as a multiple of that of plain decoding, for
     SmolLM2-135M in bf16 on {cores(bench)}. The prompts are {plan["prompts"]} of each of the
     {len(plan["workloads"])} categories of the test set Spec-Bench, and each way of decoding answered
-    them {plan["repeats"]} times ([all figures](docs/benchmarks/{GRID}/bench.md))."""
+    them {plan["repeats"]} times ([all modes](docs/benchmarks/{GRID}/bench.md#all-modes))."""
     table = [
         "| requests at once | average | lowest category | highest category |",
         "|---|---|---|---|",
