@@ -220,8 +220,8 @@ def figures(bench: Row) -> str:
     gaining = sum(ratio > 1 for ratio in alone.values())
     meaning = f"""A single request gains in {gaining} of {len(alone)} categories. On average the defaults are
     {over_best:.2f} times as fast as the fastest of plain decoding, {modes} (a method with the largest number
-    of drafts in a round). But a small model often repeats itself: {looping(bench)} of the texts without drafts
-    end in a loop, which is easy to draft, so a model without loops gains less.
+    of drafts in a round). But a small model often repeats itself: {looping(bench)} of the texts without
+    drafts end in a loop, which is easy to draft, so a model without loops gains less.
     {max(plan["concurrency"])} requests at once gain little, because they keep the processor busy."""
     return "\n\n".join([filled(measured), "\n".join(table), filled(meaning)])
 
@@ -246,8 +246,8 @@ def ratios(bench: Row, count: int) -> dict[str, float]:
 def picture(run: Row) -> str:
     """README's picture with what it shows."""
     slow, fast = (answer.seconds(run, mode) for mode in ("plain", "speculative"))
-    shown = f"""SmolLM2-135M repeats a class under a new name, in {slow:.1f} s with *plain decoding* (no drafts),
-    and in {fast:.1f} s with the defaults ([medians of {answer.REPEATS}
+    shown = f"""SmolLM2-135M repeats a class under a new name, in {slow:.1f} s with *plain decoding*
+    (no drafts), and in {fast:.1f} s with the defaults ([medians of {answer.REPEATS}
     runs](docs/benchmarks/answer/README.md) on {cores(run)}). Copying suits a *lookup*, which finds the
     last few words at an earlier place of the text, and drafts what followed there."""
     return f"![The same answer, plain and with drafts](docs/images/answer.svg)\n\n{filled(shown)}"
