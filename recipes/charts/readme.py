@@ -218,11 +218,12 @@ def figures(bench: Row) -> str:
     ]
     alone = ratios(bench, 1)
     gaining = sum(ratio > 1 for ratio in alone.values())
-    meaning = f"""A single request gains in {gaining} of {len(alone)} categories. On average the defaults are
-    {over_best:.2f} times as fast as the fastest of plain decoding, {modes} (a method with the largest number
-    of drafts in a round). But a small model often repeats itself: {looping(bench)} of the texts without
-    drafts end in a loop, which is easy to draft, so a model without loops gains less.
-    {max(plan["concurrency"])} requests at once gain little, because they keep the processor busy."""
+    assert all(cell["concurrency"] == 1 for cell in cells(bench))  # of which `over_best` is the mean
+    meaning = f"""A single request gains in {gaining} of {len(alone)} categories. On average the defaults
+    answer it {over_best:.2f} times as fast as the fastest of plain decoding, {modes} (the number limits the
+    drafts in a round). But a small model often repeats itself: {looping(bench)} of the texts without drafts
+    end in a loop, which is easy to draft, so a model without loops gains less. {max(plan["concurrency"])}
+    requests at once gain little, because they keep the processor busy."""
     return "\n\n".join([filled(measured), "\n".join(table), filled(meaning)])
 
 
