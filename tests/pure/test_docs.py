@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from recipes.charts import answer, readme
 
 from speculon import __version__
+from speculon.checkpoints.locate import PACKAGED
 from speculon.core.config import EngineConfig, SpeculationConfig
 from speculon.core.config.models import FILE, ModelSettingsFile
 from speculon.core.errors import ConfigError, InvalidParameter
@@ -254,6 +256,14 @@ def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
+def test_sizes_of_models_are_those_of_their_files() -> None:
+    sizes = {name: f"{package.size / 1e6:.0f} MB" for name, package in PACKAGED.items()}
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert dict(re.findall(r"^ *\| `(\w+)` \|[^|]*\| (\d+ MB) \|", page, re.MULTILINE)) == sizes
+    readme_sizes = re.findall(r"\b\d+ MB\b", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert readme_sizes == [sizes["smollm2"]]
+
+
 def modes_of(document: str) -> list[str]:
     """The modes in a document's commands."""
     return [mode for some in re.findall(r"--modes ([^\s`]+)", document) for mode in some.split(",")]
@@ -265,6 +275,53 @@ def test_modes_in_commands_are_modes() -> None:
         assert modes and [parse_mode(mode).label for mode in modes] == modes
     with pytest.raises(InvalidParameter):
         [parse_mode(mode) for mode in modes_of("`speculon bench --modes suffix:8,auto+adaptive`")]
+
+
+PLAIN_MS, DRAFTING_MS, ROW_MS, CALL_MS, OWN_MS = 5.0, 0.3, 0.2, 0.4, 0.4  # T(1, 0, 0), c, d, a = b, e
+
+
+def example_of_deciding(k: int) -> tuple[float, float]:
+    """Tokens and ms of a round with k drafts for one sequence, by the costs of the example."""
+    tokens = sum(0.7**j for j in range(k + 1))
+    step = PLAIN_MS + (DRAFTING_MS + ROW_MS * k if k else 0)
+    return tokens, step + (CALL_MS + CALL_MS * k + OWN_MS * k if k else 0)
+
+
+def rows_of_the_example(prices: list[float]) -> list[list[str]]:
+    """What the table of deciding.md has to say."""
+    rows = []
+    for k in range(5):
+        tokens, ms = example_of_deciding(k)
+        gains = [tokens - 1 - price * (ms - PLAIN_MS) for price in prices]
+        shown = [f"{gain:.2f}" if k else "0" for gain in gains]
+        rows.append([f"{k}", f"{tokens:.2f}" if k else "1", f"{ms:.1f}", f"{tokens / ms:.3f}", *shown])
+    return rows
+
+
+def test_the_example_of_deciding_follows_from_its_costs() -> None:
+    page = (ROOT / "docs" / "deciding.md").read_text(encoding="utf-8")
+    assert "T = 4.7 + 0.3 B + 0.3 M + 0.2 N |" in page and "P = 0.4 + 0.4 k + 0.4 n k |" in page
+    (head,) = re.findall(r"^\| k \| tokens .*$", page, re.MULTILINE)
+    prices = [float(price) for price in re.findall(r"r = ([\d.]+)", head)]
+    table = re.findall(r"^\| [0-4] \|.*$", page, re.MULTILINE)
+    assert [row.replace("*", "").strip("| ").split(" | ") for row in table] == rows_of_the_example(prices)
+    speeds = [tokens / ms for tokens, ms in map(example_of_deciding, range(17))]
+    assert prices == [round(speeds[0], 3), round(speeds[4], 3)] and max(speeds) == speeds[3]
+    for price, best in zip(prices, (4, 3), strict=True):
+        gains = [tokens - price * ms for tokens, ms in map(example_of_deciding, range(17))]
+        assert max(gains) == gains[best], "the choice at this price"
+    price = 1.13  # of eight sequences
+    assert round(8 / (4.7 + 0.3 * 8), 2) == price and "r = 8 / 7.1 = 1.13" in page
+    lookup = price * ROW_MS
+    assert f"{lookup:.3f} tokens" in page and 0.9**14 > lookup > 0.9**15
+    draft, first = price * (ROW_MS + OWN_MS), price * DRAFTING_MS
+    assert f"costs {draft:.2f} tokens" in words_of(page) and f"{first:.2f} more, {draft + first:.2f}" in page
+
+
+def test_another_cost_changes_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "OWN_MS", 0.3)
+    with pytest.raises(AssertionError):
+        test_the_example_of_deciding_follows_from_its_costs()
 
 
 def words_of(document: str) -> str:
