@@ -358,6 +358,17 @@ def test_the_site_has_every_guide() -> None:
     assert pages_in("  - Chat: nowhere.md\n") == {"nowhere.md"}
 
 
+def linked(index: str) -> set[str]:
+    return set(re.findall(r"\]\(([\w-]+\.md)", index))
+
+
+def test_the_first_page_lists_every_page() -> None:
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert pages - linked(index) == set()
+    assert pages - linked(index.replace("](chat.md", "](chats.md")) == {"chat.md"}
+
+
 def unlisted(index: str, folder: Path) -> list[str]:
     """The decisions of a folder that its index does not link to."""
     return [path.name for path in sorted(folder.glob("0*.md")) if f"]({path.name})" not in index]
