@@ -55,10 +55,12 @@ TOPICS = {
         "llama-smollm2": "llama-server beside speculon on llama.cpp: SmolLM2, with drafts",
         "llama-smollm2-edit": "the same, where a function is edited or a text is repeated",
         "llama-smollm2-plain": "the same, plain decoding and long prompts",
+        "llama-smollm2-eight": "the same, code and qa again, 8 requests at once",
         "llama-gemma3-plain": "the same with Gemma 3 270M",
     },
     "Equal texts": {
         "check": "`speculon check`: is the output the target's?",
+        "llama-check": "the same for SmolLM2 in 4 bits on llama.cpp",
         "humaneval": "HumanEval with and without speculation",
         "evaluation": "lm-evaluation-harness with and without speculation",
         "invariance": "which kernels add in one order, and what batch invariance costs",
@@ -365,7 +367,8 @@ def default_table(bench: Row) -> list[str]:
     return [
         "## The default against plain decoding and the best fixed mode",
         "",
-        f"Multiples of the speed of plain decoding ([{GRID}]({GRID}/bench.md)).",
+        f"Multiples of the speed of plain decoding ([{GRID}]({GRID}/bench.md)): geometric means over",
+        "groups of prompts. README has the medians of the same run, so its figures differ a little.",
         "",
         "![The default and the best fixed mode, as multiples of plain decoding](../images/default.svg)",
         "",
