@@ -9,7 +9,7 @@ import pytest
 from speculon.core.config import EngineConfig
 from speculon.core.errors import ConfigError
 from speculon.runtimes import registry
-from speculon.runtimes.llama import library
+from speculon.runtimes.llama import library, trial
 from speculon.runtimes.registry import chosen
 
 
@@ -36,3 +36,11 @@ def test_its_settings_are_refused_with_both_reasons() -> None:
         ConfigError, match="mmap = False is a setting of runtime llama, and llama-cpp-python is"
     ):
         chosen(EngineConfig(mmap=False))
+
+
+def test_a_trial_runs_no_file_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "logging.py").write_text("open('ran', 'w').close()")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trial, "situation", lambda path: "of any file")
+    assert trial.may_repack(tmp_path / "none.gguf", EngineConfig(model="x"), lambda stage: None)
+    assert not (tmp_path / "ran").exists()

@@ -6,6 +6,7 @@ On some chips with AMX the library ends with an illegal instruction, which no pr
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -32,9 +33,15 @@ def may_repack(path: Path, config: EngineConfig, tell: Callable[[str], None]) ->
     if known is not None and isinstance(repack := read_json(known, key), bool):
         return repack
     tell("trying llama.cpp's faster kernels in a process of its own")
-    command = [sys.executable, "-m", "speculon.runtimes.llama.trial", str(path)]
+    command = [sys.executable, "-P", "-m", "speculon.runtimes.llama.trial", str(path)]
     try:
-        ended = subprocess.run(command, capture_output=True, timeout=SECONDS, check=False).returncode
+        ended = subprocess.run(
+            command,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            capture_output=True,
+            timeout=SECONDS,
+            check=False,
+        ).returncode
     except subprocess.TimeoutExpired:
         return True
     fails = ended == -signal.SIGILL  # whatever else is wrong is met again, and told, by the load itself
