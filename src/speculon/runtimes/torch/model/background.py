@@ -22,7 +22,6 @@ from typing import IO
 from zipfile import BadZipFile, ZipFile
 
 import torch
-from filelock import FileLock
 from torch import Tensor, nn
 
 from speculon.checkpoints.locate import first_line
@@ -267,16 +266,11 @@ def same_bits(result: Tensor, expected: Tensor) -> bool:
     return result.dtype is expected.dtype and torch.equal(result, expected)
 
 
-def compile_jobs(folder: str, jobs: list[Job]) -> None:
-    """In the process of low priority: the programs that the folder lacks.
-
-    One process at a time, for all engines of the folder; the next one finds the programs of the first.
-    """
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    with FileLock(Path(folder) / "lock"):
-        for key, module, rows, weights in jobs:
-            for settings in (ONE_THREAD, THREADS):
-                path = Path(folder) / program_name(key, settings)
-                if not path.exists():
-                    inputs = [*map(made_of, rows)], [*map(made_of, weights)]
-                    compile_program(path, module, *inputs, settings)
+def compile_jobs(folder: Path, jobs: list[Job]) -> None:
+    """In the process of low priority: the programs that the folder lacks."""
+    for key, module, rows, weights in jobs:
+        for settings in (ONE_THREAD, THREADS):
+            path = folder / program_name(key, settings)
+            if not path.exists():
+                inputs = [*map(made_of, rows)], [*map(made_of, weights)]
+                compile_program(path, module, *inputs, settings)

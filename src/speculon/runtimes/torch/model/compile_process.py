@@ -1,7 +1,8 @@
 """The process that compiles programs while an engine runs: `python -m` this module, with a file of jobs.
 
 It has the lowest priority, and ends with the engine: its input ends then. It pauses before it imports torch,
-so that an engine of a few seconds costs nothing more.
+so that an engine of a few seconds costs nothing more. Then it waits for its turn, so that of all engines of a
+folder one has a process with torch in memory, and the next process finds the programs of the first.
 """
 
 from __future__ import annotations
@@ -13,6 +14,11 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
+
+from filelock import FileLock
+
+TURN = 1.0  # s between two looks at the lock
 
 
 def yield_to_others() -> None:
@@ -39,9 +45,11 @@ def main() -> None:
     with open(int(sys.argv[1]), "rb") as given:
         pause, folder, jobs = pickle.load(given)  # `jobs` are bytes, which take torch to read
     time.sleep(pause)
-    from speculon.runtimes.torch.model.background import compile_jobs
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with FileLock(Path(folder) / "lock").acquire(poll_interval=TURN):
+        from speculon.runtimes.torch.model.background import compile_jobs
 
-    compile_jobs(folder, pickle.loads(jobs))
+        compile_jobs(Path(folder), pickle.loads(jobs))
 
 
 if __name__ == "__main__":
