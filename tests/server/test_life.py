@@ -17,13 +17,13 @@ import pytest
 
 from speculon.cli.serve import listen
 from speculon.core.errors import ConfigError
-from tests.server.outside import LOCAL_HTTP, REAL, Outside, started
+from tests.server.outside import LOCAL_HTTP, PATIENCE, REAL, Outside, started
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks processes up in /proc")
 
 
 class Reader(threading.Thread):
-    """A client that reads a stream to its end."""
+    """A client that reads a stream to its end. The engine may be started again between two lines."""
 
     def __init__(self, url: str, **body: Any):
         super().__init__(daemon=True)
@@ -35,7 +35,7 @@ class Reader(threading.Thread):
     def run(self) -> None:
         try:
             with httpx.stream(
-                "POST", self._url + "/v1/completions", json=self._body, timeout=30, **LOCAL_HTTP
+                "POST", self._url + "/v1/completions", json=self._body, timeout=PATIENCE, **LOCAL_HTTP
             ) as response:
                 for line in response.iter_lines():
                     if line == "data: [DONE]":
