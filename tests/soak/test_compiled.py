@@ -27,8 +27,8 @@ LIMIT = 1e-5  # of the largest logit; 7e-7 was seen
 
 
 def test_outputs_are_those_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One program between attentions, programs of operations around it, and those of a draft model: alone,
-    together, with drafts, and beside a prompt of many rows.
+    """One program between attentions, and programs of operations around it: alone, together, with drafts, and
+    beside a prompt of many rows.
     """
     rows: set[bool] = set()
     call = Program.__call__
@@ -38,25 +38,24 @@ def test_outputs_are_those_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
         return call(self, *inputs)
 
     monkeypatch.setattr(Program, "__call__", counted)
-    speculation: Any = {"policy": "fixed", "num_speculative_tokens": 8, "draft": "demo-draft"}
+    speculation: Any = {"method": "ngram", "policy": "fixed", "num_speculative_tokens": 8}
     settings: Any = {"quantization": "int4", "dtype": "float32", "max_num_seqs": 4}
     settings |= {"warmup": False, "batch_invariant": True, "speculation": speculation}
     with where_invariant():
-        fast = LLM("demo", compile="now", **settings)
+        fast = LLM("demo-draft", compile="now", **settings)
     target: Any = fast.engine.runtime.target
     if target.runner.form != "compiled":  # headers of Python, for one, may be missing where a compiler is not
         pytest.skip(str(target.runner))
     between = target.runner.run.between
     assert target.batch_invariant and between and all(isinstance(run, BetweenProgram) for run in between)
-    plain = LLM("demo", compile="off", **settings)
+    plain = LLM("demo-draft", compile="off", **settings)
     expected = paged_logits(plain.engine.runtime.target)
     assert difference(paged_logits(target), expected) <= LIMIT
 
     greedy = SamplingParams(temperature=0, max_tokens=64)
     alone = [fast.generate(prompt, greedy, speculation={"method": "off"})[0].token_ids for prompt in PROMPTS]
     rows.clear()
-    for method in ("ngram", "draft_model"):
-        drafted = fast.generate([*PROMPTS, LONG], greedy, speculation={"method": method})
-        assert [out.token_ids for out in drafted[:-1]] == alone, method
-        assert sum(out.speculation.drafted for out in drafted) > 0, method
+    drafted = fast.generate([*PROMPTS, LONG], greedy)
+    assert [out.token_ids for out in drafted[:-1]] == alone
+    assert sum(out.speculation.drafted for out in drafted) > 0
     assert rows == {True, False}, "programs for few rows and for many"
