@@ -138,6 +138,8 @@ $(REAL)/.ready: $(VENV)/.demo tests/real/requirements.txt
 models: $(REAL)/.ready ## the published models of demo, clients and real, and nothing more
 
 real: export HF_HUB_OFFLINE := 1
+# Two threads would wait for each other wherever something else runs on their cores.
+real: export OMP_NUM_THREADS := 1
 real: export REAL_MODELS := $(abspath $(REAL))
 real: $(REAL)/.ready ## two published models, in bf16 with default settings
 	nice -n 19 $(BIN)/$(PYTEST) tests/real -m "not llama" --timeout 1800 $(ARGS)

@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from recipes.gguf.texts import PROSE
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from speculon import LLM, SamplingParams
 from speculon.checkpoints.reading import load_tokenizer
+from speculon.measure.check.exact import NO_POOL
 from tests.differential.test_planted import one_draft_too_many
-from tests.real.conftest import ON_LLAMA, on_both_runtimes
+from tests.real.conftest import ON_LLAMA, ON_TORCH, each, on_both_runtimes
 
 # nat, in fp32: 1e-5 (SmolLM2) and 6e-4 (Gemma 3, whose GELU llama.cpp looks up in fp16) were seen
 ROUNDING = 2e-3
@@ -39,45 +38,11 @@ def facts(name: str) -> dict[str, Tensor]:
     return {what: torch.tensor(values) for what, values in recorded.items()}
 
 
-def load(file: Path, method: str = "off", **settings: Any) -> LLM:
-    own = ON_LLAMA if settings["runtime"] == "llama" else {"warmup": False}
-    return LLM(str(file), speculation={"method": method, "policy": "fixed"}, **own, **settings)
-
-
-def ours(file: Path, ids: Tensor, **settings: Any) -> Tensor:  # [200]
-    with load(file, **settings) as llm:
-        (out,) = llm.generate([ids.tolist()], SamplingParams(max_tokens=1, prompt_logprobs=0))
+def logprobs(llm: LLM, ids: Tensor) -> Tensor:  # [200]
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    (out,) = llm.generate([ids.tolist()], params, speculation={"method": "off"})
     assert out.prompt_logprobs is not None
     return torch.tensor([found.logprob for found in out.prompt_logprobs if found is not None])
-
-
-@dataclass(frozen=True)
-class Stock:
-    """The model as transformers reads it of the file, in fp32."""
-
-    model: PreTrainedModel
-
-    @torch.inference_mode()
-    def regret(self, file: Path, ids: Tensor, runtime: str) -> float:
-        """How far the tokens of greedy texts with drafts are below the best ones here, in nat: the mean."""
-        prompts = [prompt.tolist() for prompt in ids[:200].split(50)]
-        with load(file, "suffix", runtime=runtime) as llm:
-            outs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
-        regrets = []
-        for prompt, out in zip(prompts, outs, strict=True):
-            tokens = torch.tensor([*prompt, *out.token_ids])
-            rows = self.model(tokens[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
-            regrets.append(rows.amax(-1) - rows.gather(-1, tokens[len(prompt) :, None])[:, 0])
-        return float(torch.cat(regrets).mean())
-
-
-@pytest.fixture(scope="session")
-def stock(name: str, files: dict[str, Path]) -> Stock:
-    where = {"pretrained_model_name_or_path": files[name].parent, "gguf_file": files[name].name}
-    plain = GgufConfig(dequantize=True)
-    return Stock(
-        AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, quantization_config=plain).eval()
-    )
 
 
 def distance(one: Tensor, other: Tensor) -> float:
@@ -105,51 +70,52 @@ def test_ids_are_those_of_llama_cpp(name: str, files: dict[str, Path], facts: di
 
 
 def test_in_fp32_they_are_the_same(name: str, files: dict[str, Path], facts: dict[str, Tensor]) -> None:
-    found = ours(files[name], facts["ids"], runtime="torch", dtype="float32")
-    assert distance(found, facts["fp32"]) <= ROUNDING
+    with LLM(str(files[name]), runtime="torch", dtype="float32", warmup=False) as llm:
+        assert distance(logprobs(llm, facts["ids"]), facts["fp32"]) <= ROUNDING
 
 
-@on_both_runtimes
-def test_by_default_they_are_as_near(
-    name: str, runtime: str, files: dict[str, Path], facts: dict[str, Tensor]
-) -> None:
-    found = ours(files[name], facts["ids"], runtime=runtime)
+@each(*ON_TORCH, ("smollm2", "llama"), ("gemma3", "llama"))
+def test_by_default_they_are_as_near(packed: LLM, runtime: str, facts: dict[str, Tensor]) -> None:
+    found = logprobs(packed, facts["ids"])
     assert distance(found, facts["plain"]) <= NOISE * within(facts)
     if runtime == "torch":  # which does not round activations to 8 bits
         assert distance(found, facts["fp32"]) < distance(facts["plain"], facts["fp32"])
 
 
-def test_in_fp32_another_base_of_rotary_positions_is_seen(
-    name: str, files: dict[str, Path], facts: dict[str, Tensor], tmp_path: Path
-) -> None:
-    wrong = with_another_base(files[name], tmp_path / "wrong.gguf")
-    found = ours(wrong, facts["ids"], runtime="torch", dtype="float32")
-    assert distance(found, facts["fp32"]) > 10 * ROUNDING
-
-
-@on_both_runtimes
-def test_by_default_another_base_of_rotary_positions_is_seen(
+@each(("smollm2", "torch"), ("smollm2", "llama"))
+def test_another_base_of_rotary_positions_is_seen(
     name: str, runtime: str, files: dict[str, Path], facts: dict[str, Tensor], tmp_path: Path
 ) -> None:
+    """By the coarser of the two limits."""
     wrong = with_another_base(files[name], tmp_path / "wrong.gguf")
-    found = ours(wrong, facts["ids"], runtime=runtime)
-    assert distance(found, facts["plain"]) > NOISE * within(facts)
+    own = ON_LLAMA if runtime == "llama" else {"warmup": False}
+    with LLM(str(wrong), runtime=runtime, **own) as llm:
+        assert distance(logprobs(llm, facts["ids"]), facts["plain"]) > NOISE * within(facts) > ROUNDING
+
+
+@torch.inference_mode()
+def regret_of_texts(llm: LLM, stock: PreTrainedModel, ids: Tensor) -> float:
+    """How far the tokens of greedy texts with drafts are below transformers' best ones, in nat: the mean."""
+    prompts = [prompt.tolist() for prompt in ids[:200].split(50)]
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    outs = llm.generate(prompts, params, speculation=NO_POOL | {"method": "suffix", "policy": "fixed"})
+    regrets = []
+    for prompt, out in zip(prompts, outs, strict=True):
+        tokens = torch.tensor([*prompt, *out.token_ids])
+        rows = stock(tokens[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+        regrets.append(rows.amax(-1) - rows.gather(-1, tokens[len(prompt) :, None])[:, 0])
+    return float(torch.cat(regrets).mean())
 
 
 @on_both_runtimes
 def test_greedy_texts_are_those_of_transformers_up_to_near_ties(
-    name: str,
-    runtime: str,
-    files: dict[str, Path],
-    facts: dict[str, Tensor],
-    stock: Stock,
-    monkeypatch: pytest.MonkeyPatch,
+    packed: LLM, stock: PreTrainedModel, facts: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The regret is below half of what 8-bit activations move a log-probability, which is 0.03 to 0.04 nat;
     0.002 to 0.005 nat were seen.
     """
     limit = distance(facts["plain"], facts["fp32"]) / 2
-    regret = stock.regret(files[name], facts["ids"], runtime)
+    regret = regret_of_texts(packed, stock, facts["ids"])
     assert regret < limit, f"{regret:.4f} nat"
     one_draft_too_many(monkeypatch)
-    assert stock.regret(files[name], facts["ids"], runtime) > limit
+    assert regret_of_texts(packed, stock, facts["ids"]) > limit

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from speculon import LLM
 from speculon.runtimes.torch.kv.store import PageStore
@@ -25,22 +26,29 @@ ROUNDING = 1e-4  # nat, in fp32: the mean over all tokens
 
 
 @pytest.fixture(scope="session")
-def ids(name: str, folders: dict[str, Path]) -> Tensor:  # [600]
-    tokenizer = AutoTokenizer.from_pretrained(folders[name])
+def ids(name: str, folder_of: Callable[[str], Path]) -> Tensor:  # [600]
+    tokenizer = AutoTokenizer.from_pretrained(folder_of(name))
     return torch.tensor(tokenizer(TEXT.read_text()).input_ids[:TOKENS])
 
 
+@torch.inference_mode()
+def by_transformers(model: PreTrainedModel, ids: Tensor) -> Tensor:  # [600, V]
+    return model(input_ids=ids[None]).logits[0].float().log_softmax(-1)
+
+
 @pytest.fixture(scope="session")
-def stock(name: str, dtype: str, folders: dict[str, Path], ids: Tensor) -> tuple[Tensor, float]:
-    """Transformers' log-probabilities in fp32 [600, V], and how far those of `dtype` may be from them."""
+def truth(stock: PreTrainedModel, ids: Tensor) -> Tensor:  # [600, V]
+    """Transformers' log-probabilities in fp32."""
+    return by_transformers(stock, ids)
 
-    def of(dtype: torch.dtype) -> Tensor:
-        model = AutoModelForCausalLM.from_pretrained(folders[name], dtype=dtype)
-        return model(input_ids=ids[None]).logits[0].float().log_softmax(-1)
 
-    with torch.inference_mode():
-        truth = of(torch.float32)
-        return truth, ROUNDING if dtype == "float32" else FURTHER * distance(of(torch.bfloat16), truth)
+@pytest.fixture(scope="session")
+def limit(name: str, dtype: str, folder_of: Callable[[str], Path], ids: Tensor, truth: Tensor) -> float:
+    """How far those of `dtype` may be from them."""
+    if dtype == "float32":
+        return ROUNDING
+    model = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.bfloat16)
+    return FURTHER * distance(by_transformers(model, ids), truth)
 
 
 def ours(target: Target, ids: Tensor) -> Tensor:  # [600, V]
@@ -61,24 +69,21 @@ def test_all_layers_run_in_one_loop_and_are_batch_invariant(llm: LLM) -> None:
 
 
 def test_log_probabilities_are_as_near_to_fp32_as_those_of_transformers(
-    llm: LLM, ids: Tensor, stock: tuple[Tensor, float]
+    llm: LLM, ids: Tensor, truth: Tensor, limit: float
 ) -> None:
-    truth, limit = stock
     assert distance(ours(llm.engine.runtime.target, ids), truth) <= limit
 
 
 def test_packed_log_probabilities_are_about_as_near(
-    dtype: str, packed: LLM, ids: Tensor, stock: tuple[Tensor, float]
+    dtype: str, packed: LLM, ids: Tensor, truth: Tensor, limit: float
 ) -> None:
     if dtype == "float32":
         pytest.skip("the limit is a rounding of fp32")
-    truth, limit = stock
     assert packed.engine.runtime.target.packed
     assert distance(ours(packed.engine.runtime.target, ids), truth) <= PACKED * limit
 
 
-def test_a_norm_that_lost_its_form_would_be_seen(llm: LLM, ids: Tensor, stock: tuple[Tensor, float]) -> None:
-    truth, limit = stock
+def test_a_norm_that_lost_its_form_would_be_seen(llm: LLM, ids: Tensor, truth: Tensor, limit: float) -> None:
     block = [*fused_blocks(llm.engine.runtime.target.model)][-3]
     norms = block.norms
     assert norms[0] is not None

@@ -7,7 +7,6 @@ from __future__ import annotations
 import gzip
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,13 +16,12 @@ from speculon.measure.check.arms import write
 from speculon.measure.check.exact import PLAIN, movements, row_after
 from speculon.measure.check.regret import TOP, first_difference, tie_limit, token_regret
 from tests.differential.test_planted import one_draft_too_many
-from tests.real.conftest import PACKAGES, on_both_runtimes
+from tests.real.conftest import PACKAGES, each, on_both_runtimes
 
-METHODS = ("auto", "suffix", "ngram")
-PARAMS = {
-    "greedy": SamplingParams(temperature=0, max_tokens=16, ignore_eos=True),
-    "seeded": SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=16, ignore_eos=True),
-}
+METHODS = ("auto", "suffix")
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=16, ignore_eos=True)
+PARAMS = [GREEDY, SEEDED, GREEDY, SEEDED]  # of the tasks
 TASKS, ALONE = 4, 2  # of HumanEval's 164, and of these
 Texts = list[list[int]]
 
@@ -47,11 +45,11 @@ class Same:
     llm: LLM
     limit: float
 
-    def check(self, params: SamplingParams, prompts: list[str], plain: Texts, texts: Texts) -> None:
-        for prompt, expected, text in zip(prompts, plain, texts, strict=True):
+    def check(self, params: list[SamplingParams], prompts: list[str], plain: Texts, texts: Texts) -> None:
+        for own, prompt, expected, text in zip(params, prompts, plain, texts, strict=True):
             if (at := first_difference(text, expected)) is not None:
                 ids = self.llm.tokenizer.encode(prompt)
-                logits, row = row_after(self.llm.engine, ids, expected[:at], (params, 0))
+                logits, row = row_after(self.llm.engine, ids, expected[:at], (own, 0))
                 regrets = [token_regret(logits, row, tokens[at], self.limit) for tokens in (text, expected)]
                 assert max(regrets) < self.limit, f"{text}, not {expected}: regrets of {regrets} nat"
 
@@ -60,7 +58,7 @@ class Same:
 def same(llm: LLM, prompts: list[str]) -> Same:
     """The limit is measured: how far the gap of the two best tokens moves if rows are computed together."""
     facts, ids = llm.engine.runtime.facts, [llm.tokenizer.encode(prompt) for prompt in prompts]
-    scored = PARAMS["greedy"].model_copy(update={"max_tokens": 32, "logprobs": TOP})
+    scored = GREEDY.model_copy(update={"max_tokens": 32, "logprobs": TOP})
     moved = 0.0
     if not facts.batch_invariant:
         moved = max(movements(llm, ids, write(llm, ids, [scored] * len(ids), PLAIN, alone=True), TOP))
@@ -69,28 +67,28 @@ def same(llm: LLM, prompts: list[str]) -> Same:
 
 
 def check_drafts(
-    same: Same, params: SamplingParams, prompts: list[str], shapes: list[tuple[str, dict[str, int]]]
+    same: Same, params: list[SamplingParams], prompts: list[str], shapes: list[tuple[str, dict[str, int]]]
 ) -> None:
-    llm = same.llm
-    plain = [llm.generate(prompt, params, speculation=PLAIN)[0].token_ids for prompt in prompts]
+    llm, each = same.llm, [*zip(prompts, params, strict=True)]
+    plain = [llm.generate(prompt, own, speculation=PLAIN)[0].token_ids for prompt, own in each]
     for method, shape in shapes:
         speculation = {"method": method, "policy": "fixed", **shape}
-        alone = [llm.generate(prompt, params, speculation=speculation)[0] for prompt in prompts[:ALONE]]
+        alone = [llm.generate(prompt, own, speculation=speculation)[0] for prompt, own in each[:ALONE]]
         assert sum(out.speculation.drafted for out in alone if out.speculation) > 0, method
         together = llm.generate(prompts, params, speculation=speculation)
-        same.check(params, prompts[:ALONE], plain[:ALONE], [out.token_ids for out in alone])
+        same.check(params[:ALONE], prompts[:ALONE], plain[:ALONE], [out.token_ids for out in alone])
         same.check(params, prompts, plain, [out.token_ids for out in together])
 
 
 @on_both_runtimes
-@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_texts_with_drafts_are_the_plain_ones(
-    same: Same, drafter: dict[str, str], params: SamplingParams, prompts: list[str]
+    same: Same, drafter: dict[str, str], prompts: list[str]
 ) -> None:
+    """Greedy ones and seeded ones, in one batch."""
     trees = same.llm.engine.runtime.facts.takes_trees
     tree = {"num_speculative_tokens": 7, "draft_depth": 3}
     shapes: list[tuple[str, dict[str, int]]] = [(one, {}) for one in (*METHODS, *drafter)]
-    check_drafts(same, params, prompts, [*shapes, *((one, tree) for one in drafter if trees)])
+    check_drafts(same, PARAMS, prompts, [*shapes, *((one, tree) for one in drafter if trees)])
 
 
 @on_both_runtimes
@@ -99,35 +97,33 @@ def test_a_wrong_draft_that_is_kept_would_be_seen(
 ) -> None:
     one_draft_too_many(monkeypatch)
     with pytest.raises(AssertionError, match="regrets"):
-        check_drafts(same, PARAMS["greedy"], prompts, [("suffix", {})])
+        check_drafts(same, [GREEDY] * TASKS, prompts, [("suffix", {})])
 
 
 @on_both_runtimes
 def test_the_same_prompt_again_gives_the_same_text(same: Same, prompts: list[str]) -> None:
     """What the prefix cache holds changes the shapes of a step, but no bits where they are promised."""
-    prompt, params = "".join(prompts[:3]), PARAMS["greedy"]
-    first, *others = [same.llm.generate(prompt, params)[0].token_ids for _ in range(4)]
-    same.check(params, [prompt] * 3, [first] * 3, others)
+    prompt = "".join(prompts[:3])
+    first, *others = [same.llm.generate(prompt, GREEDY)[0].token_ids for _ in range(4)]
+    same.check([GREEDY] * 3, [prompt] * 3, [first] * 3, others)
 
 
-@on_both_runtimes
+@each(("gemma3", "torch"), ("gemma3", "llama"))
 def test_beyond_a_window_of_512_drafts_change_nothing(same: Same, tasks: list[str]) -> None:
-    prompt, params, llm = "".join(tasks), PARAMS["greedy"], same.llm
+    prompt, llm = "".join(tasks), same.llm
     assert len(llm.tokenizer.encode(prompt)) > 1024
-    plain = llm.generate(prompt, params, speculation=PLAIN)[0]
-    drafted = llm.generate(prompt, params, speculation={"method": "suffix", "policy": "fixed"})[0]
+    plain = llm.generate(prompt, GREEDY, speculation=PLAIN)[0]
+    drafted = llm.generate(prompt, GREEDY, speculation={"method": "suffix", "policy": "fixed"})[0]
     assert drafted.speculation.drafted > 0
-    same.check(params, [prompt], [plain.token_ids], [drafted.token_ids])
+    same.check([GREEDY], [prompt], [plain.token_ids], [drafted.token_ids])
 
 
-def test_a_gguf_file_gives_the_text_of_its_folder(
-    name: str, dtype: str, llm: LLM, files: dict[str, Path], prompts: list[str]
-) -> None:
-    file = LLM(
-        "smollm2" if name == "smollm2" else str(files[name]), dtype=dtype, quantization="none", warmup=False
-    )
-    assert ("eagle3" in file.config.speculation.drafts) == (name == "smollm2")  # the default of that name
-    of_file, of_folder = (one.generate(prompts[:2], PARAMS["greedy"]) for one in (file, llm))
+@each(("smollm2", "torch"))
+def test_a_gguf_file_gives_the_text_of_its_folder(dtype: str, llm: LLM, prompts: list[str]) -> None:
+    """Under its name, which has a drafter by default."""
+    file = LLM("smollm2", dtype=dtype, quantization="none", warmup=False)
+    assert "eagle3" in file.config.speculation.drafts
+    of_file, of_folder = (one.generate(prompts[:2], GREEDY) for one in (file, llm))
     assert [out.text for out in of_file] == [out.text for out in of_folder]
 
 
@@ -138,17 +134,14 @@ def test_a_gguf_file_stays_packed_and_drafts_leave_its_texts(
     target = packed.engine.runtime.target
     assert target.packed and target.dtype is torch.bfloat16 and target.runner.one_loop
     assert target.batch_invariant, target.invariance
-    for params in PARAMS.values():
-        plain = packed.generate(prompts, params, speculation={"method": "off"})
-        drafted = packed.generate(prompts, params, speculation={"method": [*drafter][0], "policy": "fixed"})
-        assert sum(out.speculation.drafted for out in drafted if out.speculation) > 0
-        assert [out.token_ids for out in drafted] == [out.token_ids for out in plain]
+    plain = packed.generate(prompts, PARAMS, speculation={"method": "off"})
+    drafted = packed.generate(prompts, PARAMS, speculation={"method": [*drafter][0], "policy": "fixed"})
+    assert sum(out.speculation.drafted for out in drafted if out.speculation) > 0
+    assert [out.token_ids for out in drafted] == [out.token_ids for out in plain]
 
 
-@on_both_runtimes
-def test_a_chat_ends_at_its_end_token_and_streams_its_text(name: str, llm: LLM) -> None:
-    if name != "smollm2":
-        pytest.skip("a base model has no chat template")
+@each(("smollm2", "torch"), ("smollm2", "llama"))
+def test_a_chat_ends_at_its_end_token_and_streams_its_text(llm: LLM) -> None:
     messages = [{"role": "user", "content": "What is the capital of France? Answer in one short sentence."}]
     params = SamplingParams(temperature=0, max_tokens=64)
     out = llm.chat(messages, params)
