@@ -36,29 +36,17 @@ def test_the_file_of_the_document_serves(cluster: Cluster, mixed: list[Case]) ->
     assert "status: RUNNING" in status.stdout, status
 
 
-def test_scaling_under_load_costs_no_request(cluster: Cluster, mixed: list[Case]) -> None:
-    """Replicas that stay are not restarted."""
+def test_scaling_and_other_settings_under_load_cost_no_request(cluster: Cluster, mixed: list[Case]) -> None:
+    """Scaling restarts no replica that stays; other settings replace all of them."""
     first = cluster.wait_for(1)
-    (engine,) = SCALED["deployments"]
+    engine = {**SCALED["deployments"][0], "num_replicas": 2}
 
     def change() -> None:
         cluster.deploy(replicas=1, engine=engine)
-        three = cluster.wait_for(3)
-        cluster.deploy(replicas=1, engine={**engine, "num_replicas": 2})
         two = cluster.wait_for(2)
-        assert first < three and two < three
-
-    load = under_load(cluster.url, mixed, change)
-    load.check()
-    print(f"{load.done} requests, no error")
-
-
-def test_a_changed_file_replaces_replicas_without_an_error(cluster: Cluster, mixed: list[Case]) -> None:
-    old = cluster.wait_for(2)
-
-    def change() -> None:
-        cluster.deploy(replicas=2, max_num_seqs=16)
-        cluster.wait_for(2, without=old)
+        assert first < two
+        cluster.deploy(replicas=1, engine=engine, max_num_seqs=16)
+        cluster.wait_for(2, without=two)
 
     load = under_load(cluster.url, mixed, change)
     load.check()
