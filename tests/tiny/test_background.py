@@ -19,10 +19,8 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from speculon.core.config import EngineConfig, SamplingParams
-from speculon.engine import build
+from speculon.core.config import SamplingParams
 from speculon.engine.engine import Engine
-from speculon.engine.warm_up import warm_up
 from speculon.runtimes.torch.loading.load import load_target, wrap_model
 from speculon.runtimes.torch.loading.load_check import paged_logits
 from speculon.runtimes.torch.model import background, compile_process
@@ -128,32 +126,6 @@ def test_programs_of_an_earlier_start_run_at_once(tmp_path: Path, process: Proce
     assert (target.runner.form, target.runner.programs) == ("compiled", "ready")
     assert torch.equal(paged_logits(target), expected)
     assert not engine.runtime.between_rounds()
-
-
-def test_costs_of_the_loop_are_not_taken_for_those_of_programs(
-    tmp_path: Path, process: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where an engine is killed after programs have replaced its loop, the next start measures them."""
-    measured: list[Engine] = []
-
-    def noted(engine: Engine) -> None:
-        measured.append(engine)
-        warm_up(engine)
-
-    monkeypatch.setattr(build, "warm_up", noted)
-    tiny_llama(num_hidden_layers=3).save_pretrained(tmp_path / "model")
-    config = EngineConfig(model=str(tmp_path / "model"), dtype="bfloat16", quantization="int4", num_blocks=64)
-    first = build.build_engine(config, texts=False)
-    first.add_request(PROMPTS[0], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
-    first.step()
-    process.code = 0
-    assert first.runtime.target.runner.form == "loop"  # type: ignore[attr-defined]
-    written(first)
-    assert first.capabilities()["compiled"].status == "on"
-    second = build.build_engine(config, texts=False)
-    assert measured == [first, second]
-    build.build_engine(config, texts=False)
-    assert measured == [first, second], "costs of programs"
 
 
 def test_the_process_has_its_turn_before_it_imports_torch(

@@ -81,7 +81,6 @@ class Engine:
             pages=self.pages,
         )
         self.state: EngineState | None = None  # what is kept across restarts
-        self._kept_costs: KeptCosts | None = None  # across starts
         self._save_costs: Callable[[], object] = lambda: None
         self._requests: dict[str, _Request] = {}
         self._names = itertools.count()
@@ -178,8 +177,6 @@ class Engine:
         """One round for everybody who can run. An error leaves every sequence as it was before."""
         if self.runtime.between_rounds():
             self.policy.costs.doubt()
-            if self._kept_costs is not None:
-                self._kept_costs.doubt()
         watch = Stopwatch(self.counters.profile)
         spans, events = self._without_faults(self.scheduler.plan())
         if not spans:
@@ -315,7 +312,7 @@ class Engine:
         """
         kept = KeptCosts.of(self.policy.costs, self.config, self.runtime.facts)
         kept.restore()
-        self._kept_costs, self._save_costs = kept, weakref.finalize(self, kept.save)
+        self._save_costs = weakref.finalize(self, kept.save)
         return kept
 
     def forget_pools(self, pool: str | None = None, tenant: str = "") -> int:

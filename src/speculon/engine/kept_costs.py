@@ -57,13 +57,6 @@ class KeptCosts:
         except (ValueError, KeyError, TypeError) as error:
             log.info("%s is not read: %.200s", self._path, error)
 
-    def doubt(self) -> None:
-        """Something else does the work from here on, and at the next start: that one measures again, also
-        where this process is killed.
-        """
-        self.warm = False
-        self.save()
-
     def save(self) -> None:
         """Writes what is known now."""
         if self._path is not None and self.costs.known:
