@@ -53,7 +53,7 @@ MEASURED = (
 TERMINAL_LEGEND = (
     "tok/s: tokens per second, with the time for prompts; x off: speed relative to `off`, the median of "
     "pairs; tok/call: tokens per target call; accepted: share of the drafts; same: texts equal to those of "
-    "`off`; diagnosis: why a mode did not help (docs/bench.md)"
+    "`off`; diagnosis: why a mode pays or does not (docs/bench.md)"
 )
 LATENCY_LEGEND = (
     "tok/s: tokens per second until the last request has begun; x off: speed relative to `off`, the median "
@@ -61,7 +61,7 @@ LATENCY_LEGEND = (
     "token; both as p50 / p95"
 )
 TERMINAL_LATENCY_LEGEND = (
-    f"{LATENCY_LEGEND}; same: texts equal to those of `off`; diagnosis: why a mode did not help "
+    f"{LATENCY_LEGEND}; same: texts equal to those of `off`; diagnosis: why a mode pays or does not "
     "(docs/bench.md)"
 )
 LEGEND = (
@@ -72,8 +72,8 @@ LEGEND = (
     "neither "
     "into the target nor into drafts; same: texts equal to those of `off`; exact: texts equal to the "
     "expected "
-    "one; loops: texts that end in a repetition and are not the expected one; diagnosis: why a mode did not "
-    "help (docs/bench.md says how this is decided); from: share of the accepted tokens by method"
+    "one; loops: texts that end in a repetition and are not the expected one; diagnosis: why a mode pays "
+    "or does not (docs/bench.md says how this is decided); from: share of the accepted tokens by method"
 )
 AGAINST = "policies against the best fixed mode"
 AGAINST_TERMINAL_LEGEND = (
