@@ -69,14 +69,52 @@ def test_a_second_load_maps_them_and_computes_the_same(
     assert the_kept(cache).stat().st_mtime_ns > written, "it was used, which counts for its age"
 
 
-def test_a_kept_head_is_not_read_where_the_chip_has_no_products_of_integers(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
+def with_a_head(tmp_path: Path) -> Path:
     tiny_llama(vocab_size=112).save_pretrained(tmp_path / "folder")  # rows are packed by 16
-    load(tmp_path / "folder", quantization="int8")
+    return tmp_path / "folder"
+
+
+of_integers = pytest.mark.skipif(
+    not quantized.has_integer_products(torch.bfloat16, torch.device("cpu")),
+    reason="this chip has no products of integers",
+)
+
+
+@pytest.mark.parametrize("integers", [False, pytest.param(True, marks=of_integers)])
+def test_a_kept_head_is_not_read(
+    integers: bool, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not integers:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
+    folder = with_a_head(tmp_path)
+    first = load(folder, quantization="int8")
     monkeypatch.setattr(quantized, "rounded_rows", lambda *_: pytest.fail("a weight was read"))
-    load(tmp_path / "folder", quantization="int8")
+    assert torch.equal(paged_logits(first), paged_logits(load(folder, quantization="int8")))
+
+
+@of_integers
+@pytest.mark.parametrize("digested", [True, False])
+def test_a_damaged_head_is_made_anew(
+    digested: bool, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its digest it would change the logits, so this test can fail."""
+    folder = with_a_head(tmp_path)
+    first = load(folder, quantization="int8")
+    headers = {path: header_of(path) for path in cache.glob(f"*{kept_weights.SUFFIX}")}
+    (head,) = (path for path, header in headers.items() if "q" in header)
+    flip_a_byte(head)
+    if not digested:
+        digest, compute = headers[head]["__metadata__"]["digest"], kept_weights.stream_digest
+        of_head = {"q", "rows", "columns"}
+        monkeypatch.setattr(
+            kept_weights, "stream_digest", lambda h, s: digest if of_head == {*h} else compute(h, s)
+        )
+    assert torch.equal(paged_logits(first), paged_logits(load(folder, quantization="int8"))) is digested
+
+
+def header_of(path: Path) -> dict[str, Any]:
+    with path.open("rb") as stream:
+        return kept_weights.read_header(stream)
 
 
 def test_what_is_checked_anew_is_compared_with_the_file(
@@ -123,8 +161,7 @@ def test_without_its_digest_a_damaged_file_would_change_the_logits(
 ) -> None:
     """So the test above can fail."""
     first = load(file)
-    with the_kept(cache).open("rb") as stream:
-        digest = kept_weights.read_header(stream)["__metadata__"]["digest"]
+    digest = header_of(the_kept(cache))["__metadata__"]["digest"]
     flip_a_byte(the_kept(cache))
     packed.clear()
     monkeypatch.setattr(kept_weights, "stream_digest", lambda *_: digest)

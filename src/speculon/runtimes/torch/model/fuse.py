@@ -9,6 +9,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from speculon.runtimes.torch.model.captured import RECORDERS, CaptureSizes, capt
 from speculon.runtimes.torch.model.compare import close, nearly
 from speculon.runtimes.torch.model.compiled import compile_parts
 from speculon.runtimes.torch.model.linear import head_is_packed, hooked, joined, plain
-from speculon.runtimes.torch.model.quantized import head_product, layers_of
+from speculon.runtimes.torch.model.quantized import head_product, in_numbers, layers_of
 from speculon.runtimes.torch.model.remembered import passed, passes
 from speculon.runtimes.torch.model.target import Runner, Target, stock_forward
 from speculon.runtimes.torch.model.trial import Trial
@@ -69,8 +70,9 @@ def fuse_layers(target: Target, trial: Trial, share: bool) -> None:
     if passed("all layers"):  # no layer is compared, so none needs arguments
         layers = places
     else:
+        unscored = replace(trial.batch, score_rows=trial.batch.score_rows[:0])  # it needs no head
         with recorded(target.model, trial) as layers:
-            stock_forward(target.model, trial.batch, trial.view)
+            stock_forward(target.model, unscored, trial.view)
     for number, (parent, name) in layers.items():
         stock, spec = getattr(parent, name), target.layers[number]
         try:
@@ -146,6 +148,7 @@ def check(stock: nn.Module, fused: nn.Module, trial: Trial, number: int) -> None
         raise CannotReplace(f"{type(stock).__name__} has hooks")
     if passed(name := f"layer {number}"):
         return
+    stock = in_numbers(stock)
     expected, results = trial.run_layer(stock, number), trial.run_layer(fused, number)
     truth = finer_layer(stock, trial, number)
     if truth is None:

@@ -27,8 +27,8 @@ from speculon.core.config.file import cache_folder
 from speculon.runtimes.torch.model import remembered
 
 SUFFIX = ".safetensors"
-NAMES = {torch.uint8: "U8", torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16"}
-NAMES[torch.float32] = "F32"
+NAMES = {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32"}
+NAMES |= {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 # what reading a damaged file raises
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
 ALIGNMENT, CHUNK = 64, 1 << 20  # bytes: of the first tensor in a file, and read at once
@@ -40,8 +40,13 @@ log = logging.getLogger("speculon")
 class KeptWeights:
     """Tensors by name, and whether there are new ones."""
 
+    folder: Path
+    key: str
     tensors: dict[str, Tensor] = field(default_factory=dict)
     new: bool = False
+
+    def file(self, key: str) -> Path:
+        return self.folder / f"{key}{SUFFIX}"
 
 
 _kept: ContextVar[KeptWeights | None] = ContextVar("speculon_kept_weights", default=None)
@@ -57,9 +62,9 @@ def keeping(files: Sequence[Path], *settings: object) -> Iterator[None]:
     if folder is None:
         yield
         return
-    key = weights_key(files, settings)
-    path = folder / f"{key}{SUFFIX}"
-    token = _kept.set(weights := KeptWeights(mapped(path, key)))
+    weights = KeptWeights(folder, key := weights_key(files, settings))
+    weights.tensors = mapped(path := weights.file(key), key)
+    token = _kept.set(weights)
     try:
         yield
     finally:
@@ -83,6 +88,20 @@ def kept(name: str, make: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, 
         weights.tensors |= {of_weight: weight, of_scales: scales}
         weights.new = True
     return weight, scales
+
+
+def kept_apart(name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What a weight is packed of. It has a file of its own, which is written at once: tensors that nobody
+    multiplies by are not held until the end.
+    """
+    weights = _kept.get()
+    if weights is None or not name:
+        return make()
+    path = weights.file(key := kept_files.key_of((weights.key, name)))
+    if tensors := mapped(path, key):
+        return tensors
+    write(path, key, made := make())
+    return made
 
 
 def weights_key(files: Sequence[Path], settings: tuple[object, ...]) -> str:

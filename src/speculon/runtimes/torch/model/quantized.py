@@ -7,6 +7,7 @@ in 8 bits is multiplied in integers, where the chip has such products.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speculon.runtimes.torch.model.kept_weights import kept
+from speculon.runtimes.torch.model.kept_weights import kept, kept_apart
 
 GROUP = 32
 MIDDLE = 8  # the q whose weight is the group's zero
@@ -113,10 +114,12 @@ class QuantizedLinear(nn.Module):
         bias: Tensor | None,
         bits: int,
         dtype: torch.dtype,
+        device: torch.device,
         name: str = "",
     ):
         super().__init__()
         self.bits, self.dtype, (self.out_features, self.in_features) = bits, dtype, shape
+        self.device = device  # known before the weight is read
         self.name = name  # in its model, by which its packed form is kept; empty: it is not
         self.stored = ""  # the type of a GGUF file that it was made of, for people
         self.read: Callable[[], Parts] | None = read  # None once it was read
@@ -156,6 +159,27 @@ class QuantizedLinear(nn.Module):
     def num_bytes(self) -> int:
         size = layer_bytes(self.out_features * self.in_features, self.bits, self.dtype)
         return size + (0 if self.bias is None else self.bias.nbytes)
+
+
+class Unpacked(nn.Module):
+    """A quantised layer with its weight as numbers, for several forwards: unpacking takes longer than one."""
+
+    weight: Tensor  # [O, D]
+    bias: Tensor | None
+
+    def __init__(self, layer: QuantizedLinear):
+        super().__init__()
+        self.register_buffer("weight", layer.numbers(torch.float32))
+        self.register_buffer("bias", layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype), self.bias)
+
+
+def in_numbers(module: nn.Module) -> nn.Module:
+    """A copy whose quantised layers are unpacked; the module itself where it has none."""
+    unpacked = {id(layer): Unpacked(layer) for _, layer in layers_of(module)}
+    return copy.deepcopy(module, unpacked) if unpacked else module
 
 
 @contextmanager
@@ -220,11 +244,13 @@ def quantize(
     It is rounded where the weight is, when it is first needed, and then moved to `device`.
     """
 
+    place = device or weight.device
+
     def read() -> Parts:
         parts = (weight[rows].to(torch.float32, copy=True) for rows in slices(len(weight)))
-        return on_device(rounded_rows(parts, len(weight), bits, dtype), device or weight.device)
+        return on_device(rounded_rows(parts, len(weight), bits, dtype), place)
 
-    return QuantizedLinear(read, weight.shape, bias, bits, dtype, name)
+    return QuantizedLinear(read, weight.shape, bias, bits, dtype, place, name)
 
 
 @torch.no_grad()
@@ -308,14 +334,24 @@ def has_integer_products(dtype: torch.dtype, device: torch.device) -> bool:
 
 def head_product(layer: QuantizedLinear) -> Packed4 | IntegerProduct:
     """The product of a head: in integers where it has 8 bits and the chip has them: in half of the time."""
-    # the device last, which only the weight tells: one whose packed form was kept is not to be read for that
-    exact = layer.bits == 8 and has_integer_products(layer.dtype, torch.device("cpu"))
-    return in_integers(layer) if exact and layer.q.device.type == "cpu" else packed_layers([layer])
+    exact = layer.bits == 8 and has_integer_products(layer.dtype, layer.device)
+    return in_integers(layer) if exact else packed_layers([layer])
 
 
 @torch.no_grad()
 def in_integers(layer: QuantizedLinear) -> IntegerProduct:
-    """Its product, with the weight rounded once more.
+    """Its product, with the weight rounded once more."""
+    parts = kept_apart(f"{layer.name} in integers" if layer.name else "", lambda: integers_of(layer))
+    zeros, columns = torch.zeros(layer.out_features, dtype=torch.long), parts["columns"].clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls the tensors of this product deprecated
+        quantized = torch._make_per_channel_quantized_tensor(parts["q"], parts["rows"].double(), zeros, 0)
+    del parts  # a head is large, and packing copies it once more
+    return IntegerProduct(torch.ops.quantized.linear_prepack(quantized, None), columns, layer.bias)
+
+
+def integers_of(layer: QuantizedLinear) -> dict[str, Tensor]:
+    """q [O, D] of its weight, and the scales of rows and columns.
 
     Its columns are first scaled to one largest value: outlying columns would set the scale of every row.
     """
@@ -329,12 +365,7 @@ def in_integers(layer: QuantizedLinear) -> IntegerProduct:
         weight = layer.numbers(torch.float32, rows).div_(columns)
         scale[rows] = weight.abs().amax(1).clamp_(min=TINY).div_(127)
         q[rows] = weight.div_(scale[rows, None]).round_().to(torch.int8)
-    zeros = torch.zeros(layer.out_features, dtype=torch.long)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls the tensors of this product deprecated
-        quantized = torch._make_per_channel_quantized_tensor(q, scale.double(), zeros, 0)
-    del q  # a head is large, and packing copies it once more
-    return IntegerProduct(torch.ops.quantized.linear_prepack(quantized, None), columns, layer.bias)
+    return {"q": q, "rows": scale, "columns": columns}
 
 
 @torch.no_grad()

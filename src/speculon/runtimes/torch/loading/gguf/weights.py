@@ -228,7 +228,7 @@ class TensorData:
                 return on_device(self._parts(source, dtype), device)
 
         bits = 4 if stored in FOUR_BITS else 8
-        layer = QuantizedLinear(read, source.shape, None, bits, dtype, name)
+        layer = QuantizedLinear(read, source.shape, None, bits, dtype, device, name)
         layer.stored = stored
         return layer
 
