@@ -112,6 +112,24 @@ def test_a_damaged_head_is_made_anew(
     assert torch.equal(paged_logits(first), paged_logits(load(folder, quantization="int8"))) is digested
 
 
+@of_integers
+def test_a_head_of_another_file_is_made_anew(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, make = [], quantized.integers_of
+    monkeypatch.setattr(quantized, "integers_of", lambda layer: made.append(layer.name) or make(layer))
+    folder = with_a_head(tmp_path)
+    load(folder, quantization="int8")
+    load(folder, quantization="int8")
+    assert made == ["lm_head"]
+    file = folder / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(bytes(content))
+    load(folder, quantization="int8")
+    assert made == ["lm_head", "lm_head"]
+
+
 def header_of(path: Path) -> dict[str, Any]:
     with path.open("rb") as stream:
         return kept_weights.read_header(stream)
