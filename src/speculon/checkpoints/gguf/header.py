@@ -324,9 +324,15 @@ class HeaderReader:
         return number
 
     def texts(self, begin: int, number: int) -> list[str]:
-        """Those of an array that begins there."""
+        """Those of an array that begins there; `text` would take twice as long."""
         self.at = begin
-        return [self.text() for _ in range(number)]
+        data, at, found = self.data, begin, []
+        for _ in range(number):
+            first = at + LENGTH.size
+            at = first + LENGTH.unpack_from(data, at)[0]
+            found.append(data[first:at].decode("utf-8", errors="replace"))
+        self.at += self.count(at - begin)
+        return found
 
     def tensor(self) -> Tensor:
         name = self.text()

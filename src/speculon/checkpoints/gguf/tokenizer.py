@@ -120,19 +120,20 @@ class Vocabulary:
         infill = [names for key, names in INFILL.items() if self.setting(f"fim_{key}_token_id") is None]
         return frozenset(" ".join([ENDS, *infill]).split())
 
-    def cut_out(self, token: int) -> bool:
-        """Whether this token is found in a text before anything else, and the rest of the text around it."""
-        kind = self.types[token]
-        return kind in (UNKNOWN, CONTROL, USER_DEFINED) or self.tokens[token] in self.control_names
+    @cached_property
+    def cut_out(self) -> dict[int, str]:
+        """The tokens that are found in a text before anything else, and the rest of the text around them."""
+        kinds, names = (UNKNOWN, CONTROL, USER_DEFINED), self.control_names
+        both = enumerate(zip(self.tokens, self.types, strict=False))
+        return {i: token for i, (token, kind) in both if kind in kinds or token in names}
 
     def added(self) -> Iterator[AddedToken]:
         name = str(self.header.metadata.get("general.name", "")).lower()
         phi3 = any(part in name for part in PHI3)
-        for i, token in enumerate(self.tokens):
-            if self.cut_out(i):
-                rstrip = phi3 and token not in PLAIN_IN_PHI3
-                special = self.types[i] != USER_DEFINED
-                yield AddedToken(token, rstrip=rstrip, normalized=False, special=special)
+        for i, token in self.cut_out.items():
+            rstrip = phi3 and token not in PLAIN_IN_PHI3
+            special = self.types[i] != USER_DEFINED
+            yield AddedToken(token, rstrip=rstrip, normalized=False, special=special)
 
     def check(self) -> None:
         """Raises `CorruptWeights` where the vocabulary contradicts itself or the model."""
@@ -148,8 +149,8 @@ class Vocabulary:
 
     def check_added(self, tokenizer: Tokenizer) -> None:
         """Raises `UnsupportedModel` where a control or user-defined token is not one id, its own."""
-        for i, token in enumerate(self.tokens):
-            if self.cut_out(i) and (ids := tokenizer.encode(token, add_special_tokens=False).ids) != [i]:
+        for i, token in self.cut_out.items():
+            if (ids := tokenizer.encode(token, add_special_tokens=False).ids) != [i]:
                 raise self.unsupported(f"its token {token!r} is read as the ids {ids[:8]} and not as {i}")
 
     def special_tokens(self, defaults: Defaults) -> dict[str, Any]:
@@ -193,8 +194,8 @@ def literal_tokens(vocabulary: Vocabulary) -> Iterator[decoders.Decoder]:
     as the bytes of its text.
     """
     letters = {byte: letter for letter, byte in byte_alphabet().items()}
-    for i, token in enumerate(vocabulary.tokens):
-        if vocabulary.cut_out(i) and not token.isascii() and set(token) <= set(letters.values()):
+    for token in vocabulary.cut_out.values():
+        if not token.isascii() and set(token) <= set(letters.values()):
             in_bytes = "".join(letters[byte] for byte in token.encode())
             yield decoders.Replace(Regex(rf"\A{re.escape(token)}\z"), in_bytes)
 
@@ -252,7 +253,7 @@ def merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     made: dict[str, list[tuple[str, str]]] = {}
     for i, token in enumerate(vocabulary.tokens):
         # between the tokens that are cut out no text has one of them, unless as spaces
-        if not vocabulary.cut_out(i) or SPACE in token:
+        if i not in vocabulary.cut_out or SPACE in token:
             made[token] = pairs_of(vocabulary, token)
     best = sorted(made, key=lambda token: -scores[vocabulary.ids[token]])
     for _, equal in groupby(best, key=lambda token: scores[vocabulary.ids[token]]):
