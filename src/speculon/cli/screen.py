@@ -26,6 +26,7 @@ from speculon.checkpoints.headers import lacks_chat_template
 from speculon.checkpoints.locate import locate
 from speculon.core.config import EngineConfig
 from speculon.core.errors import InvalidRequest, ModelError, SpeculonError
+from speculon.core.garbage import kept_for_good
 from speculon.core.types import reasons_in_words
 
 if TYPE_CHECKING:
@@ -166,9 +167,10 @@ def load_llm(settings: Mapping[str, Any], as_json: bool, no_template: str | None
         if no_template is not None and lacks_template(config := EngineConfig(**settings)):
             raise InvalidRequest(f"{config.model} has no chat template: {no_template}")
         stage("importing torch")
-        from speculon.engine.llm import LLM
+        with kept_for_good():
+            from speculon.engine.llm import LLM
 
-        return LLM(progress=stage, **settings)
+            return LLM(progress=stage, **settings)
 
 
 def lacks_template(config: EngineConfig) -> bool:

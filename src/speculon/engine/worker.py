@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from speculon.core.config import EngineConfig
 from speculon.core.errors import EngineError, SpeculonError
+from speculon.core.garbage import kept_for_good
 from speculon.core.logs import LogFormatter
 from speculon.core.types import Capabilities
 from speculon.decoding.sequence import Event
@@ -49,12 +50,13 @@ def main(pipe: Connection, settings: dict[str, Any], build: Build | None = None)
     """Builds the engine of `settings` (fields of `EngineConfig`) and runs it until the server stops it."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the server finishes running requests first
         signal.signal(number, signal.SIG_IGN)
-    if build is None:
-        from speculon.engine.build import build_engine  # takes seconds: not in the server's process
-
-        build = build_engine
     try:
-        engine = build(EngineConfig(**settings), lambda stage: pipe.send(Stage(stage)))
+        with kept_for_good():
+            if build is None:
+                from speculon.engine.build import build_engine  # takes seconds: not in the server's process
+
+                build = build_engine
+            engine = build(EngineConfig(**settings), lambda stage: pipe.send(Stage(stage)))
         with closing(engine):  # processes of multiprocessing run no finalisers
             run(Worker(engine, pipe))
     except SpeculonError as error:
