@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from speculon import LLM, SamplingParams, SpeculativeDecoder
 from speculon.core.errors import UnsupportedModel
+from speculon.runtimes.torch.kv.store import SpanView
 from speculon.runtimes.torch.loading import batch_check, invariant
 from speculon.runtimes.torch.loading.batch_check import Attending, RandomLayer, differing, uneven_keys
 from speculon.runtimes.torch.loading.invariant import cheapest_padding, decide, make_invariant
 from speculon.runtimes.torch.loading.load import wrap_model
 from speculon.runtimes.torch.model import attention, fuse
 from speculon.runtimes.torch.model.block import CannotReplace
-from speculon.runtimes.torch.model.grouping import KEY_BLOCK, padded_keys
+from speculon.runtimes.torch.model.grouping import KEY_BLOCK, aligned_keys, padded_keys
 from speculon.runtimes.torch.model.linear import Linear, packable
 from speculon.runtimes.torch.model.pieces import (
     CannotBeInvariant,
@@ -179,6 +180,22 @@ def test_attention_behind_a_long_window_is_equal(window: int) -> None:
         assert torch.equal(rows.attend((0, at - 20, at + 1))[-1], rows.attend((0, at, at + 1))[0]), at
 
 
+def test_behind_a_window_calls_have_the_same_blocks_and_a_short_last_one() -> None:
+    """Where blocks add in different orders, a call that begins within one has other bits."""
+    layer = Attending(LayerSpec("attention", 2, 16, 16, torch.bfloat16, 700), 2, True)
+    target: Any = SimpleNamespace(max_context=8192, device=torch.device("cpu"))
+    with where_invariant():
+        padding = cheapest_padding(layer, target, known_keys)
+    if padding.start <= padding.keys:
+        pytest.skip("this kernel needs no common blocks, or only whole ones")
+    others = padding._replace(keys=KEY_BLOCK, uneven=()), padding._replace(start=padding.keys)
+    short, whole, shifted = (RandomLayer.of(layer, 1600, one, target.device) for one in (padding, *others))
+    alone = [(at, at + 1) for at in range(0, 1600, 41)]
+    for span in (*alone, (0, 170), (650, 800), (1000, 1070), (1500, 1600)):
+        assert torch.equal(short.attend((0, *span)), whole.attend((0, *span))), span
+    assert shifted.differing() is not None
+
+
 def test_a_product_of_torch_is_measured_like_ours() -> None:
     """By sums that cancel: those of its own weights do not show another order of addition."""
     for bias in (False, True):
@@ -324,6 +341,11 @@ def test_the_next_number_of_keys_is_even_or_exact() -> None:
     assert padded_keys(760, 4096, Padding(64, 4, uneven=(256, 320))) == 896
     assert padded_keys(513, 4096, Padding(64, 4, uneven=(256,))) == 576
     assert padded_keys(200, None, Padding(64, 4, uneven=(256,))) == 256
+    blocks = Padding(64, 4, uneven=(256, 320), start=KEY_BLOCK)
+    for context, seen, read in ((100, 100, 128), (260, 260, 384), (1024, 512, 512), (1100, 588, 640)):
+        span = SpanView(0, 1, slice(0, context), context)
+        assert aligned_keys(span, 512, blocks.alignment) == seen
+        assert padded_keys(seen, 512, blocks) == read
 
 
 @pytest.mark.parametrize("row", [70, 99, 160])

@@ -274,10 +274,11 @@ def test_the_decoder_writes_long_texts_and_refuses_drafts_without_pages() -> Non
         decoder.verify(request.prompt, [5] * 30, params)
 
 
-def test_padded_keys_are_kept() -> None:
+@pytest.mark.parametrize("padding", [Padding(64, 4), Padding(32, 4, start=64)])
+def test_padded_keys_are_kept(padding: Padding) -> None:
     """As with `batch_invariant`, keys are read from a multiple of 64 on."""
     made = wrap_model(build(*MODELS["windows"][:1], **MISTRAL), name="padded", share=False)
-    made.layers = tuple(replace(layer, padding=Padding(64, 4)) for layer in made.layers)
+    made.layers = tuple(replace(layer, padding=padding) for layer in made.layers)
     params, found = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True), []
     for pages in (20, 40):
         engine = make_engine(made, **SMALL | {"num_blocks": pages})

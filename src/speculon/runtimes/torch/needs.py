@@ -13,10 +13,16 @@ if TYPE_CHECKING:
 class Padding(NamedTuple):
     """Of a layer's calls of the attention kernel, so that it adds in one order (`loading/invariant.py`)."""
 
-    keys: int  # the first key's position and the number of keys are multiples of this
+    keys: int  # the number of keys is a multiple of this
     rows: int  # of queries, folded: at least so many, and in the last of the kernel's blocks
     piece: int = 32  # rows of a span in one call, at most
     uneven: tuple[int, ...] = ()  # numbers of keys in the kernel's last block with an order of their own
+    start: int = 1  # a multiple of `keys` or 1: the first key's position is a multiple of it, too
+
+    @property
+    def alignment(self) -> int:
+        """Of the first key's position."""
+        return max(self.keys, self.start)
 
 
 NO_PADDING = Padding(1, 1)
@@ -64,7 +70,7 @@ class LayerSpec:
                 return 1  # a drafter pairs the states of a position with the token after it
         if self.chunk is not None:
             return self.chunk
-        return None if self.window is None else self.window + self.padding.keys - 1
+        return None if self.window is None else self.window + self.padding.alignment - 1
 
 
 @dataclass(frozen=True, slots=True)

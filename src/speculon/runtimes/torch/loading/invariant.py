@@ -45,10 +45,16 @@ from speculon.runtimes.torch.model.taps import Taps
 from speculon.runtimes.torch.model.target import Target, TargetForward
 from speculon.runtimes.torch.needs import NO_PADDING, LayerSpec, Padding
 
-# of attention, the cheapest first; 512 is SDPA's block of keys
+# of attention, the cheapest first; 512 is SDPA's block of keys. Behind a window calls begin at different
+# keys; if all of them begin with one of the same blocks, the last block may be short
 PADDINGS = (
-    *(Padding(keys, rows, piece) for keys in (64, 512) for rows in (4, 8) for piece in (64, 32)),
-    Padding(512, 16),
+    *(
+        Padding(keys, rows, piece, start=start)
+        for keys, start in ((64, 64), (64, 512), (512, 512))
+        for rows in (4, 8)
+        for piece in (64, 32)
+    ),
+    Padding(512, 16, start=512),
 )
 # multiplications of a batch of products, up to which torch takes another kernel than for more
 SMALL_PRODUCT = 4096
@@ -214,8 +220,8 @@ def padded(target: Target) -> tuple[LayerSpec, ...]:
 
 
 def padding_from(stored: list[Any]) -> Padding:
-    keys, rows, piece, uneven = stored
-    return Padding(keys, rows, piece, tuple(uneven))
+    keys, rows, piece, uneven, start = stored
+    return Padding(keys, rows, piece, tuple(uneven), start)
 
 
 def cheapest_padding(layer: Attending, target: Target, uneven: Uneven = uneven_keys) -> Padding:
@@ -227,6 +233,8 @@ def cheapest_padding(layer: Attending, target: Target, uneven: Uneven = uneven_k
     for cheapest in PADDINGS:
         if not layer.plain and is_small(layer.spec, cheapest):
             continue
+        if layer.spec.window is None and cheapest.start > cheapest.keys:
+            continue  # all its calls begin at the first key
         padding = cheapest._replace(uneven=by_step[cheapest.keys])
         if RandomLayer.of(layer, longest, padding, target.device).differing() is None:
             return padding

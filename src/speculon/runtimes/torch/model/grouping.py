@@ -204,7 +204,7 @@ def spans_call(spans: list[SpanView], kernel: Kernel) -> KernelCall:
 
 def span_call(span: SpanView, kernel: Kernel) -> KernelCall:
     spec, group, device = kernel.spec, kernel.group, kernel.device
-    padding, length = spec.padding, aligned_keys(span, spec.window, spec.padding.keys)
+    padding, length = spec.padding, aligned_keys(span, spec.window, spec.padding.alignment)
     total = padded_keys(length, spec.window, padding)
     where = span.tail(length)
     if total > length:
@@ -282,7 +282,7 @@ def padded_rows(n: int, group: int, fewest: int) -> int:
 def joint_call(spans: list[SpanView], n: int, kernel: Kernel) -> KernelCall:
     """One call for spans, padded at the end to `n` rows."""
     window, padding, device = kernel.spec.window, kernel.spec.padding, kernel.device
-    lengths = [aligned_keys(span, window, padding.keys) for span in spans]
+    lengths = [aligned_keys(span, window, padding.alignment) for span in spans]
     length = padded_keys(max(lengths), window, padding)
     tails = [span.tail(keys) for span, keys in zip(spans, lengths, strict=True)]
     where = padded_slots(tails, length, device, kernel.readable)
