@@ -92,7 +92,7 @@ class IntegerProduct:
         high = wide.div_(scale).round_().div(BASE).round_()
         both = torch.cat([high, wide.sub_(high, alpha=BASE)])
         sums = integer_product(both, 1.0, UNSIGNED, self.weight)
-        result = torch.add(sums[rows:], sums[:rows], alpha=BASE).mul_(scale).to(x.dtype)
+        result = sums[rows:].add_(sums[:rows], alpha=BASE).mul_(scale).to(x.dtype)
         return result if self.bias is None else result + self.bias
 
 
