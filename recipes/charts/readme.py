@@ -33,6 +33,7 @@ TYPES = re.compile(r"<!-- types -->.*?<!-- end -->")
 TOPICS = {
     "Speculation against plain decoding": {
         "smollm2-spec-bench": "SmolLM2 in bf16 on 13 categories of Spec-Bench",
+        "smollm2-q4-spec-bench": "the same in 4 bits, single requests, with compiled programs",
         "answer": "the answer of README's picture, plain and with drafts",
         "2-cores": "the toy model on an Intel chip, with the policy `auto` of that time",
         "2-cores-amd": "the toy model on an AMD chip",
@@ -49,6 +50,7 @@ TOPICS = {
     "Other engines beside speculon": {
         "smollm2-peers": "SmolLM2 in bf16: transformers and llama.cpp",
         "smollm2-q4-peers": "SmolLM2 in 4 bits: llama.cpp",
+        "smollm2-q4-plain": "the same, plain decoding alone, without and with compiled programs",
         "gemma3-peers": "Gemma 3 270M in bf16: transformers and llama.cpp",
         "peers": "the toy model on an Intel chip: transformers, OpenVINO, llama.cpp and vLLM",
         "peers-amd": "the same on an AMD chip",

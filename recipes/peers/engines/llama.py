@@ -78,7 +78,7 @@ class LlamaServer:
 
 def flags(settings: Settings, address: str) -> list[str]:
     threads, port = str(settings.threads), address.rpartition(":")[2]
-    cache = {"float32": "f32", "bfloat16": "bf16"}[settings.dtype]
+    cache = {"float32": "f32", "bfloat16": "f16"}[settings.dtype]  # f16 is its default
     common = ["--model", settings.target, "--host", "127.0.0.1", "--port", port, "--offline", "--no-ui"]
     common += ["--parallel", str(settings.texts), "--ctx-size", str(settings.texts * settings.context)]
     common += ["--threads", threads, "--threads-batch", threads]
