@@ -348,6 +348,16 @@ def test_the_next_number_of_keys_is_even_or_exact() -> None:
         assert padded_keys(seen, 512, blocks) == read
 
 
+def test_layers_of_one_shape_have_what_each_of_them_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = LayerSpec("attention", 2, 64, 64, torch.bfloat16, 512)
+    found = {1: Padding(64, 8, 64, (256,), 64), 2: Padding(64, 4, 32, (320,), KEY_BLOCK)}
+    monkeypatch.setattr(invariant, "distinct_layers", lambda _: [Attending(spec, n, True) for n in found])
+    monkeypatch.setattr(invariant, "cheapest_padding", lambda layer, *_: found[layer.group])
+    target: Any = SimpleNamespace(layers=(spec,))
+    (layer,) = invariant.padded(target)
+    assert layer.padding == Padding(64, 8, 32, (256, 320), KEY_BLOCK)
+
+
 @pytest.mark.parametrize("row", [70, 99, 160])
 def test_a_row_of_a_long_span_that_differs_is_seen(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
     attend = batch_check.attend_written

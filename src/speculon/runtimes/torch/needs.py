@@ -24,6 +24,16 @@ class Padding(NamedTuple):
         """Of the first key's position."""
         return max(self.keys, self.start)
 
+    def with_all_of(self, other: Padding) -> Padding:
+        """What both need; the larger of two tuples would be that with the larger `keys` alone."""
+        return Padding(
+            max(self.keys, other.keys),
+            max(self.rows, other.rows),
+            min(self.piece, other.piece),
+            tuple(sorted({*self.uneven, *other.uneven})),
+            max(self.start, other.start),
+        )
+
 
 NO_PADDING = Padding(1, 1)
 

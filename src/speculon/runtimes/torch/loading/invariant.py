@@ -43,10 +43,10 @@ from speculon.runtimes.torch.model.pieces import (
 from speculon.runtimes.torch.model.remembered import once, passed, passes
 from speculon.runtimes.torch.model.taps import Taps
 from speculon.runtimes.torch.model.target import Target, TargetForward
-from speculon.runtimes.torch.needs import NO_PADDING, LayerSpec, Padding
+from speculon.runtimes.torch.needs import LayerSpec, Padding
 
 # of attention, the cheapest first; 512 is SDPA's block of keys. Behind a window calls begin at different
-# keys; if all of them begin with one of the same blocks, the last block may be short
+# keys; if each of them begins at a multiple of the block, its last block may be short
 PADDINGS = (
     *(
         Padding(keys, rows, piece, start=start)
@@ -215,7 +215,7 @@ def padded(target: Target) -> tuple[LayerSpec, ...]:
     uneven = cache(uneven_keys)
     for layer in distinct_layers(target):
         padding = once(f"padding {layer}", partial(cheapest_padding, layer, target, uneven), padding_from)
-        paddings[layer.spec] = max(padding, paddings.get(layer.spec, NO_PADDING))
+        paddings[layer.spec] = padding.with_all_of(paddings.get(layer.spec, padding))
     return tuple(replace(spec, padding=paddings[spec]) for spec in target.layers)
 
 
