@@ -18,10 +18,13 @@ from speculon.core.garbage import kept_for_good
 from speculon.engine import worker
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def not_for_good() -> Iterator[None]:
+    """What `tests/conftest.py` has frozen stays so; garbage of earlier tests does not."""
     yield
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
@@ -40,6 +43,14 @@ def test_what_is_made_within_is_never_searched() -> None:
     assert gc.isenabled()
     found = {id(one) for one in gc.get_objects()}
     assert id(after) in found and not found & {id(before), id(made)}
+
+
+def test_a_block_within_another_does_not_end_it() -> None:
+    with kept_for_good():
+        with kept_for_good():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 def test_a_command_loads_within_it(searched: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:

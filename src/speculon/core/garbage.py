@@ -14,9 +14,11 @@ def kept_for_good() -> Iterator[None]:
     This is for the modules of torch and transformers, whose import spends a sixth of its time on searching,
     and for a model. Each later search of all objects would take 0.2 s, in the middle of a request.
     """
+    searching = gc.isenabled()  # not within another such block
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if searching:
+            gc.enable()
