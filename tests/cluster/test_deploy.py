@@ -46,7 +46,9 @@ def test_scaling_and_other_settings_under_load_cost_no_request(cluster: Cluster,
         two = cluster.wait_for(2)
         assert first < two
         cluster.deploy(replicas=1, engine=engine, max_num_seqs=16)
-        cluster.wait_for(2, without=two)
+        new = cluster.wait_for(2, without=two)
+        cluster.deploy(replicas=1, engine={**engine, "num_replicas": 1}, max_num_seqs=16)
+        assert cluster.wait_for(1) < new
 
     load = under_load(cluster.url, mixed, change)
     load.check()
