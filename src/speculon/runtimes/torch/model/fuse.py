@@ -31,7 +31,7 @@ from speculon.runtimes.torch.model.captured import RECORDERS, CaptureSizes, capt
 from speculon.runtimes.torch.model.compare import close, nearly
 from speculon.runtimes.torch.model.compiled import compile_parts
 from speculon.runtimes.torch.model.linear import head_is_packed, hooked, joined, plain
-from speculon.runtimes.torch.model.quantized import head_product, in_numbers, layers_of
+from speculon.runtimes.torch.model.quantized import Unpacked, head_product, in_numbers, layers_of
 from speculon.runtimes.torch.model.remembered import passed, passes
 from speculon.runtimes.torch.model.target import Runner, Target, stock_forward
 from speculon.runtimes.torch.model.trial import Trial
@@ -164,8 +164,12 @@ def check(stock: nn.Module, fused: nn.Module, trial: Trial, number: int) -> None
 def finer_layer(stock: nn.Module, trial: Trial, number: int) -> list[Tensor] | None:
     """The layer in fp32, or where it is in fp32 in fp64; None where it cannot run in that, as on MPS."""
     finer = torch.float64 if trial.target.dtype is torch.float32 else torch.float32
+    # weights that were unpacked, to fp32, are not copied: those of a large layer take gigabytes
+    shared: dict[int, Any] = {
+        id(part.weight): part.weight for part in stock.modules() if isinstance(part, Unpacked)
+    }
     try:
-        return trial.run_layer(copy.deepcopy(stock).to(finer), number, dtype=finer)
+        return trial.run_layer(copy.deepcopy(stock, shared).to(finer), number, dtype=finer)
     except UNKNOWN:
         return None
 
