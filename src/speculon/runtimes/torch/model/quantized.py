@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from speculon.runtimes.torch.model.kept_weights import kept, kept_apart
 
 GROUP = 32
-UNPACKED_BYTES = 1 << 28  # at most, in fp32, of a layer that is unpacked for its check
 MIDDLE = 8  # the q whose weight is the group's zero
 MEASURED_ROWS = 512  # of inputs, for which a row was seen not to depend on the others
 ROWS_AT_ONCE = 512  # of a weight as numbers, or as the int32 that torch packs; 4,096 took twice the memory
+UNPACKED_BYTES = 1 << 28  # at most, in fp32, of a layer that is unpacked for its check
 TILES = 2  # torch's inner tiles; on CUDA a row has a multiple of 16 * TILES columns, which is GROUP
 
 BASE, LARGEST = 250, 127 * 250  # of an input in integers, BASE * high + low with both in -127..127
