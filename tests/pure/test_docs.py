@@ -19,6 +19,7 @@ from speculon.core.config.models import FILE, ModelSettingsFile
 from speculon.core.errors import ConfigError, InvalidParameter
 from speculon.core.types import Verdict
 from speculon.measure.bench.plan import MODES, parse_mode
+from speculon.speculation.control.goodput import CAUTION
 from speculon.speculation.proposers import registry
 from speculon.speculation.proposers.base import TargetFacts
 from tests.builders import make_sequence
@@ -312,8 +313,10 @@ def test_the_example_of_deciding_follows_from_its_costs() -> None:
         assert max(gains) == gains[best], "the choice at this price"
     price = 1.13  # of eight sequences
     assert round(8 / (4.7 + 0.3 * 8), 2) == price and "r = 8 / 7.1 = 1.13" in page
-    lookup = price * ROW_MS
-    assert f"{lookup:.3f} tokens" in page and 0.9**14 > lookup > 0.9**15
+    lookup, caution = price * ROW_MS, 1 + CAUTION * (1 - 1 / 8)
+    asked = lookup * caution
+    assert f"{lookup:.3f} tokens" in page and f"{caution:.2f} times as much, or {asked:.3f}" in words_of(page)
+    assert 0.9**11 > asked > 0.9**12
     draft, first = price * (ROW_MS + OWN_MS), price * DRAFTING_MS
     assert f"costs {draft:.2f} tokens" in words_of(page) and f"{first:.2f} more, {draft + first:.2f}" in page
 

@@ -143,7 +143,7 @@ class Tale:
         for token, draft in zip(self.truth, self.drafts, strict=True):
             if draft:
                 proposed = Draft(draft, ("any",) * len(draft))
-                assert policy.trim("any", budget_of(seq), proposed) == (0, None)
+                assert not policy.trim("any", {(budget := budget_of(seq)): proposed})[budget].drafts
             seq.tokens.append(token)
             policy.observe([judged_of(seq, verdict=Verdict((token,)))], Timing())
         policy.forget(seq)

@@ -97,8 +97,7 @@ class Drafting:
         self._book(method, took)
         for (asking, ask), draft in zip(asks.items(), proposed, strict=False):
             asking.proposals.append(Proposed(method, ask.k, draft))
-        for asking, draft in zip(asks, drafts, strict=True):
-            self._trim(method, asking, draft)
+        self._trim(method, dict(zip(asks, drafts, strict=True)))
 
     def _book(self, method: str, call: CallCost) -> None:
         if before := self.calls.get(method):
@@ -106,17 +105,22 @@ class Drafting:
             call = CallCost(sequences, max(before.k, call.k), before.ms + call.ms, unread)
         self.calls[method] = call
 
-    def _trim(self, method: str, asking: Asking, draft: Draft) -> None:
-        """Keeps of a draft what its policy verifies, and says why where that is nothing."""
-        if draft.tokens:
-            verified, asking.estimate = self._policy.trim(method, asking.budget, draft)
-            asking.draft = draft.truncated(verified).in_preorder()
-        if asking.budget.seq.failed:
-            asking.reason = Reason.ERROR
-        elif draft.tokens:
-            asking.reason = asking.decision.unused
-        elif asking.reason is not asking.decision.unused:  # else there was a draft already, if not this one
-            asking.reason = Reason.NOT_READY if draft.stop is Stop.NOT_READY else Reason.NO_MATCH
+    def _trim(self, method: str, drafts: dict[Asking, Draft]) -> None:
+        """Keeps of each draft what its policy verifies, and says why where that is nothing."""
+        found = {asking.budget: draft for asking, draft in drafts.items() if draft.tokens}
+        trimmed = self._policy.trim(method, found) if found else {}
+        for asking, draft in drafts.items():
+            if draft.tokens:
+                verified, asking.estimate = trimmed[asking.budget]
+                asking.draft = draft.truncated(verified).in_preorder()
+            if asking.budget.seq.failed:
+                asking.reason = Reason.ERROR
+            elif draft.tokens:
+                asking.reason = asking.decision.unused
+            elif (
+                asking.reason is not asking.decision.unused
+            ):  # else there was a draft already, if not this one
+                asking.reason = Reason.NOT_READY if draft.stop is Stop.NOT_READY else Reason.NO_MATCH
 
 
 def by_method(asks: list[tuple[Asking, Ask]]) -> dict[str, dict[Asking, Ask]]:

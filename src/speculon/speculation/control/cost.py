@@ -22,7 +22,7 @@ OF_LATE = 0.1  # weight of the latest measurement or round in a moving average, 
 BENDS = (8, 32)
 # relative costs of one unit of each feature, assumed before anything is measured
 PROPOSAL = (1.0, 0.3, 0.1, 0.03)
-STEP = (*PROPOSAL, 0.03, 0.01, 0.1, 0.03, 0.03)
+STEP = (1.0, 0.3, 0.03, 0.07, 0.03, 0.03, 0.01, 0.1, 0.03, 0.03)
 
 # measurements: if each of the first ones contradicts the costs of an earlier process, those are forgotten
 CONTRADICTIONS = 3
@@ -154,7 +154,7 @@ class Costs:
 
     A step of B sequences, M of which have N drafts in all, takes
 
-        T(B, M, N) = a + b B + c M + d N + sum_h d_h max(0, B + N - h) + (e B + f N + g Z) L
+        T(B, M, N) = a + b B + j [M > 0] + c M + d N + sum_h d_h max(0, B + N - h) + (e B + f N + g Z) L
 
     with h from `BENDS`, L the mean number of tokens of a sequence in thousands, and Z the branches of trees
     after the first of each. A proposal for n sequences with at most k drafts takes
@@ -183,17 +183,17 @@ class Costs:
     def _features(self, sequences: int, drafting: float, rows: float, branches: float = 0) -> Features:
         bends = (max(0.0, sequences + rows - bend) for bend in BENDS)
         context = sequences * self._context, rows * self._context, branches * self._context
-        return (1.0, sequences, drafting, rows, *bends, *context)
+        return (1.0, sequences, float(drafting > 0), drafting, rows, *bends, *context)
 
     def rows(self, sequences: int, beside: int, drafting: int, max_drafts: int) -> list[float]:
         """The ms that the 1st, 2nd, .. draft of each of `drafting` sequences adds to a step of `sequences`,
         in which other sequences already have `beside` drafts.
         """
         parts, begin = [max(0.0, part) for part in self._step.parts], sequences + beside
-        row_ms, bends = parts[3] + parts[-2] * self._context, list(zip(BENDS, parts[4:-3], strict=True))
+        row_ms, bends = parts[4] + parts[-2] * self._context, list(zip(BENDS, parts[5:-3], strict=True))
         row_ms += sum(part for bend, part in bends if bend <= begin)
         bends = [(bend, part) for bend, part in bends if begin < bend < begin + drafting * max_drafts]
-        factor = self._step.factors.get((sequences, True), 1.0)
+        factor = self._factor(sequences)
         return [
             factor
             * (
@@ -205,13 +205,19 @@ class Costs:
 
     def branch(self, sequences: int) -> float:
         """The ms of one more branch of a tree, without its rows."""
-        factor = self._step.factors.get((sequences, True), 1.0)
-        return factor * max(0.0, self._step.parts[-1]) * self._context
+        return self._factor(sequences) * max(0.0, self._step.parts[-1]) * self._context
 
-    def first(self, sequences: int) -> float:
-        """The ms that a sequence's first draft costs besides its row: kernels are faster for single rows."""
-        (row,) = self.rows(sequences, 0, sequences, 1)
-        return max(0.0, (self.step(sequences, sequences, sequences) - self.step(sequences)) / sequences - row)
+    def first(self, sequences: int) -> tuple[float, float]:
+        """The ms of a first draft besides its row, in a step and in a sequence: kernels are faster for single
+        rows.
+        """
+        (row,), each = self.rows(sequences, 0, 1, 1), self._factor(sequences) * max(0.0, self._step.parts[3])
+        once = self.step(sequences, 1, 1) - self.step(sequences) - row - each
+        return max(0.0, once), max(0.0, each + min(0.0, once) / sequences)
+
+    def _factor(self, sequences: int) -> float:
+        """That of steps with drafts."""
+        return self._step.factors.get((sequences, True), 1.0)
 
     def plain(self, sequences: int) -> float | None:
         """The ms of a plain step; None if no plain step of half to twice this size was measured."""

@@ -8,15 +8,16 @@ A round of B sequences in which method m drafts k_i tokens for sequence i has (L
 where S_ij = P(drafts 1..j of sequence i are all accepted), T and P are the ms of a step and of a proposal
 (module `cost`), N = sum k_i counts the drafts of the M sequences that have any, and k = max k_i. To maximise
 this ratio, the policy maximises  tokens - r ms , where r is the ratio that results (Dinkelbach 1967). As r it
-takes the recent goodput, or the goodput of plain decoding if that is higher. Because T = .. + c M + d_1 + ..
-+ d_N, with d_j that rise with j (`cost`), and  P = a + b k + e n k + f unread , drafts pay under these
-conditions:
+takes the recent goodput, or the goodput of plain decoding if that is higher. Because T = .. + j [M > 0] + c M
++ d_1 + .. + d_N, with d_j that rise with j (`cost`), and  P = a + b k + e n k + f unread , drafts pay under
+these conditions:
 
     trim     draft j of i is verified while  S_ij > r d, provided that the sum of  S_ij - r d  over the
-             verified drafts exceeds  r c; d is the cost of the row that the draft adds to the round so far
+             verified drafts exceeds  r c; d is the cost of the row that the draft adds to the round so far.
+             What remains of these sums has to exceed  r j, unless drafts are verified already
     decide   sequence i gains  G_i(k) = max over k_i <= k of  sum_j (S_ij (1 - u_i) - r (d + e)) - r c - u_i,
              with u_i = r f unread / tokens left; method m is asked for the k that maximises
-             sum_i G_i(k) - r (a + b k), if this is > 0; d is the mean cost of the j-th rows of all n
+             sum_i G_i(k) - r (a + b k), if this is > r j; d is the mean cost of the j-th rows of all n
 
 For a tree, S_ij is the probability that the path of node j is accepted, and k in P is the depth (`trees`).
 
@@ -55,15 +56,18 @@ from speculon.decoding.rounds import Budget, Drafted, Judged
 from speculon.decoding.sequence import Sequence
 from speculon.speculation.control.acceptance import POSITIONS, STATE, Acceptance
 from speculon.speculation.control.cost import BENDS, OF_LATE, Costs
-from speculon.speculation.control.policy import Policy
+from speculon.speculation.control.policy import Policy, Trimmed
 from speculon.speculation.control.statistics import Added, PromptClass, Running, class_of, parts
 from speculon.speculation.control.trees import DraftShape, forks
 
 COLD = 2  # proposals until a measured cost is believed; also the drafts of a probe
 LONGEST_GAP = 16  # most rounds between two proposals of a lookup that finds nothing
-# while no model pays, models are weighed only every so many rounds: weighing takes 0.1 ms for 8 sequences and
-# two models
+# while no model pays, models are weighed only every so many rounds, or half as many as there are sequences:
+# weighing takes 0.1 ms for 8 sequences and two models
 WEIGH_GAP = 2
+# Those of a lookup's drafts that seem to pay are verified, often by chance, and all sequences pay: the
+# share of the others is weighed this much higher (docs/decisions/050)
+CAUTION = 0.4
 PROBE_SHARE = 0.005  # share of all time that goes into probes of models that are not in use
 # judged drafts until a model may be given up: in simulations with two models, 0 led to the worse one in 5 %
 # of the cases, 4 in 2 %
@@ -77,6 +81,7 @@ class RoundPrices:
     number: int = 0
     batch: int = 0
     rate: float = 0.0  # r, tokens per ms
+    drafting: float = 0.0  # r j, and 0 once a draft is verified
     first: float = 0.0  # r c
     branch: float = 0.0  # price of one more branch of a tree
     rows: int = 0  # rows of the step so far, besides one row per sequence
@@ -108,7 +113,7 @@ class Goodput(Policy):
         running = [self._stats(budget) for budget in budgets]
         now = self._now = self._begin(running, max(len(budgets), load.running))
         offers: dict[Budget, Ask] = {}
-        if self._refused is None or now.number % WEIGH_GAP == 0:
+        if self._refused is None or now.number % max(WEIGH_GAP, now.batch // 2) == 0:
             self._refused = self._offer(now, offers)
         plain = Decision.plain(self._refused or Reason.COOLDOWN)
         for stats in running:
@@ -147,24 +152,26 @@ class Goodput(Policy):
         return now
 
     def _priced(self, rate: float, batch: int) -> RoundPrices:
-        first, branch = rate * self.costs.first(batch), rate * self.costs.branch(batch)
-        return RoundPrices(self._now.number + 1, batch, rate, first, branch)
+        drafting, first = (rate * ms for ms in self.costs.first(batch))
+        return RoundPrices(
+            self._now.number + 1, batch, rate, drafting, first, rate * self.costs.branch(batch)
+        )
 
     def _offer(self, now: RoundPrices, offers: dict[Budget, Ask]) -> Reason | None:
         """Adds to `offers` what the best model shall draft, and a probe of another model. Returns the reason
         if no model pays.
         """
-        best, used, refused, asks = 0.0, "", Reason.COOLDOWN, dict[Budget, Ask]()
+        best, used, refused, asks = now.drafting, "", Reason.COOLDOWN, dict[Budget, Ask]()
         for method, group in now.models.items():
             weighed, gain = self._weigh(now, method, group) if self.costs.calls(method) >= COLD else ({}, 0.0)
             if gain > best:
                 best, used, asks = gain, method, weighed
-            elif not best:
+            elif not used:
                 refused = self._refusal(method, group)
         offers.update(asks)
         for method in now.models.keys() - {used}:
             self._probe(now, method, offers)
-        return None if best else refused
+        return None if used else refused
 
     def _weigh(
         self,
@@ -232,9 +239,10 @@ class Goodput(Policy):
         """
         alone = self._priced(1 / self.costs.step(1), 1)
         best = max(group, key=lambda stats: stats.own[method].shift)
-        if self._weigh(alone, method, [best])[1]:
+        if self._weigh(alone, method, [best])[1] > alone.drafting:
             return Reason.LOAD if self._now.batch > 1 else Reason.COST
-        return Reason.LOW_ACCEPTANCE if self._weigh(alone, method, [best], sure=True)[1] else Reason.COST
+        sure = self._weigh(alone, method, [best], sure=True)[1]
+        return Reason.LOW_ACCEPTANCE if sure > alone.drafting else Reason.COST
 
     def _probe(self, now: RoundPrices, method: str, offers: dict[Budget, Ask]) -> None:
         """Offers a single proposal of a model that is not in use, to the sequence that accepts its drafts
@@ -294,33 +302,47 @@ class Goodput(Policy):
         if method not in now.models or now.probe in asks:
             return asks
         group = [self._running[budget.seq.id] for budget in asks]
-        weighed, _ = self._weigh(now, method, group, bounds=[ask.k for ask in asks.values()])
-        return {budget: weighed.get(budget, none) for budget in asks}
+        weighed, gain = self._weigh(now, method, group, bounds=[ask.k for ask in asks.values()])
+        return {budget: weighed.get(budget, none) if gain > now.drafting else none for budget in asks}
 
-    def trim(self, method: str, budget: Budget, draft: Draft) -> tuple[int, Estimate | None]:
-        """How many tokens of a draft are verified, and what is expected of them."""
+    def trim(self, method: str, drafts: Mapping[Budget, Draft]) -> Mapping[Budget, Trimmed]:
+        """How many tokens of each draft are verified, and what is expected of them: none of any, if together
+        they gain less than drafts cost the round.
+        """
+        now, rows = self._now, self._now.rows
+        trimmed = {budget: self._trim(method, budget, draft) for budget, draft in drafts.items()}
+        gain = sum(one.estimate.tokens - one.estimate.price for one in trimmed.values() if one.estimate)
+        if gain <= now.drafting and not any(self._whole(method, budget) for budget in drafts):
+            now.rows = rows
+            return dict.fromkeys(drafts, Trimmed(0))
+        now.drafting = 0.0
+        return trimmed
+
+    def _whole(self, method: str, budget: Budget) -> bool:
+        """Whether a draft is verified whatever it is expected to gain."""
+        stats = self._running[budget.seq.id]
+        from_request = method in budget.seq.request.from_request and method not in stats.rejected
+        return from_request or self._now.probe is budget
+
+    def _trim(self, method: str, budget: Budget, draft: Draft) -> Trimmed:
         now, seq, stats = self._now, budget.seq, self._running[budget.seq.id]
         curve = stats.curve(method, draft)
-        prices = [now.rate * ms for ms in self.costs.rows(now.batch, now.rows, 1, len(curve))]
+        caution = 1 + CAUTION * (1 - 1 / now.batch) * (method in now.lookups)
+        prices = [caution * now.rate * ms for ms in self.costs.rows(now.batch, now.rows, 1, len(curve))]
         if draft.parents is not None:
             prices = now.with_forks(prices, forks(draft.parents))
-        from_request = method in seq.request.from_request
         verified = self._verified(now, stats, method, curve, prices)
-        if from_request and method not in stats.rejected:
+        if self._whole(method, budget):
             verified = max(verified, draft.unchained(seq.methods))
         now.rows += verified
         if not verified:
-            return 0, None
-        return verified, Estimate(sum(curve[:verified]), now.first + sum(prices[:verified]))
+            return Trimmed(0)
+        return Trimmed(verified, Estimate(sum(curve[:verified]), now.first + sum(prices[:verified])))
 
     def _verified(
         self, now: RoundPrices, stats: Running, method: str, curve: list[float], prices: list[float]
     ) -> int:
-        """How many of the first tokens gain most. A probe is verified whole, and a lookup's draft not at all
-        if the model would gain more.
-        """
-        if now.probe is stats.budget:
-            return len(curve)
+        """How many of the first tokens gain most: none of a lookup's if the model would gain more."""
         least, asks = 0.0, stats.decision.asks
         model = next((ask.method for ask in asks if ask.method in now.models), None)
         if method in now.lookups and model is not None:  # the model's gain if only this sequence used it

@@ -7,14 +7,14 @@ from copy import deepcopy
 from typing import Any, TypeVar
 
 from speculon.core.config import SpeculationConfig
-from speculon.core.types import Ask, Decision, Draft, Estimate, Load, Timing
+from speculon.core.types import Ask, Decision, Draft, Load, Timing
 from speculon.decoding.rounds import Budget, Judged
 from speculon.decoding.sequence import Sequence
 from speculon.speculation.control.adaptive import Adaptive
 from speculon.speculation.control.cost import Costs
 from speculon.speculation.control.fixed import Fixed, Solo
 from speculon.speculation.control.goodput import Goodput
-from speculon.speculation.control.policy import Policy
+from speculon.speculation.control.policy import Policy, Trimmed
 from speculon.speculation.control.shadow import ShadowPolicy
 
 OfSequence = TypeVar("OfSequence", Budget, Judged)
@@ -51,8 +51,11 @@ class Policies:
             confirmed |= policy.confirm(method, {budget: asks[budget] for budget in group})
         return confirmed
 
-    def trim(self, method: str, budget: Budget, draft: Draft) -> tuple[int, Estimate | None]:
-        return self.of(budget.seq.request.policy).trim(method, budget, draft)
+    def trim(self, method: str, drafts: Mapping[Budget, Draft]) -> Mapping[Budget, Trimmed]:
+        trimmed = dict[Budget, Trimmed]()
+        for policy, group in self._by_policy(drafts):
+            trimmed |= policy.trim(method, {budget: drafts[budget] for budget in group})
+        return trimmed
 
     def observe(self, judged: list[Judged], timing: Timing) -> None:
         self.costs.observe(judged, timing)

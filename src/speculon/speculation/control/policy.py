@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from speculon.core.types import Ask, Decision, Draft, Estimate, Load, Timing
 from speculon.decoding.rounds import Budget, Judged
 from speculon.decoding.sequence import Sequence
+
+
+class Trimmed(NamedTuple):
+    """How many tokens of a draft are verified."""
+
+    drafts: int
+    estimate: Estimate | None = None  # what they are expected to bring, if the policy weighs drafts
 
 
 class Policy(Protocol):
@@ -21,11 +28,11 @@ class Policy(Protocol):
         """The same asks of a model that is about to draft, some with fewer tokens (0: none)."""
         return asks
 
-    def trim(self, method: str, budget: Budget, draft: Draft) -> tuple[int, Estimate | None]:
-        """How many tokens of a draft are verified, without those that cost more than they gain, and what
-        they are expected to bring, if the policy weighs drafts. After 0 the next method is asked.
+    def trim(self, method: str, drafts: Mapping[Budget, Draft]) -> Mapping[Budget, Trimmed]:
+        """How many tokens of each draft are verified, without those that cost more than they gain. Where it
+        is none, the next method is asked.
         """
-        return len(draft.tokens), None
+        return {budget: Trimmed(len(draft.tokens)) for budget, draft in drafts.items()}
 
     def observe(self, judged: list[Judged], timing: Timing) -> None:
         """Learns from the verdicts of the round."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from speculon.core.config import MAX_DRAFTS
@@ -9,7 +10,7 @@ from speculon.core.types import Decision, Draft, Load, Reason, Timing, shared_le
 from speculon.decoding.rounds import Budget, Judged
 from speculon.decoding.sequence import Sequence
 from speculon.speculation.control.fixed import ask_all
-from speculon.speculation.control.policy import Policy
+from speculon.speculation.control.policy import Policy, Trimmed
 
 # most drafts of a method that a text can have open: judged at each token, none is open for longer
 WATCHED = MAX_DRAFTS
@@ -97,9 +98,10 @@ class ShadowPolicy(Policy):
     def decide(self, budgets: list[Budget], load: Load) -> list[Decision]:
         return [ask_all(budget, unused=Reason.SHADOW, chained=False) for budget in budgets]
 
-    def trim(self, method: str, budget: Budget, draft: Draft) -> tuple[int, None]:
-        self.shadow.watch(budget.seq, method, draft.tokens)
-        return 0, None
+    def trim(self, method: str, drafts: Mapping[Budget, Draft]) -> dict[Budget, Trimmed]:
+        for budget, draft in drafts.items():
+            self.shadow.watch(budget.seq, method, draft.tokens)
+        return dict.fromkeys(drafts, Trimmed(0))
 
     def observe(self, judged: list[Judged], timing: Timing) -> None:
         for one in judged:

@@ -26,9 +26,10 @@ class Added:
     gain: float = PRIOR  # tokens that a lookup's drafts are expected to bring, less their price; 0 of none
 
     def move(self, to: Added, weight: float = OF_LATE) -> None:
-        for name in self.__slots__:
-            before = getattr(self, name)
-            setattr(self, name, before + weight * (getattr(to, name) - before))
+        self.tokens += weight * (to.tokens - self.tokens)
+        self.ms += weight * (to.ms - self.ms)
+        self.copied += weight * (to.copied - self.copied)
+        self.gain += weight * (to.gain - self.gain)
 
 
 class PromptClass:
@@ -79,6 +80,8 @@ class Running:
         self.mean.move(added, 1 / self.rounds)
 
     def learn(self, method: str, judged: int, accepted: int, match: int = 0) -> None:
+        if not judged:
+            return
         acceptance = self.cls.of(method)
         self.own[method].observe(acceptance.chances(judged, match), accepted)
         acceptance.observe(judged, accepted, match)
