@@ -82,7 +82,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--prompts", type=int, default=16)
     args = parser.parse_args()
-    llm = LLM("smollm2", max_num_seqs=8, warmup=False, prefix_cache=False, runtime="torch")
+    chains = {"draft_depth": 0}  # trees have a call of their own, which `timed` does not replace
+    llm = LLM(
+        "smollm2", max_num_seqs=8, warmup=False, prefix_cache=False, runtime="torch", speculation=chains
+    )
     data, room = answered(read_prompts(args.data).prompts, llm, TOKENS), llm.engine.max_context - TOKENS
     clock = Clock(telemetry, compose, warm_up)
     llm.engine.proposers.lacking("auto")

@@ -11,7 +11,7 @@ import pytest
 from speculon.core.types import CallCost, Draft, Timing
 from speculon.decoding.rounds import Judged
 from speculon.speculation.control import cost as module
-from speculon.speculation.control.cost import MAX_SIZES, Costs
+from speculon.speculation.control.cost import MAX_SIZES, STEP, Costs
 from tests.builders import judged_of, make_sequence
 
 READ = 0.022  # ms of a token that a draft model has not read
@@ -263,14 +263,15 @@ def test_a_round_is_observed_as_its_drafts_and_timing_tell() -> None:
 @pytest.mark.parametrize(
     "state",
     [
-        {"": [1.0] * 9},  # of an older shape
+        {"": [1.0] * len(STEP)},  # of older shapes
+        {"": ([1.0] * 9, 3, [])},
         {"": ([1.0] * 4, 3, [])},
-        {"": (["x"] * 9, 3, [])},
-        {"": ([float("inf")] * 9, 3, [])},
-        {"": ([1.0] * 9, -1, [])},
-        {"": ([1.0] * 9, 3, [(1, True, 0.0)])},
-        {"": ([1.0] * 9, 3, [(1, 1.0)])},
-        {"": ([1.0] * 9, 3, []), "model": ([1.0] * 5, 3, [])},
+        {"": (["x"] * len(STEP), 3, [])},
+        {"": ([float("inf")] * len(STEP), 3, [])},
+        {"": ([1.0] * len(STEP), -1, [])},
+        {"": ([1.0] * len(STEP), 3, [(1, True, 0.0)])},
+        {"": ([1.0] * len(STEP), 3, [(1, 1.0)])},
+        {"": ([1.0] * len(STEP), 3, []), "model": ([1.0] * 5, 3, [])},
         [1],
         None,
     ],
@@ -280,3 +281,24 @@ def test_what_no_cost_model_told_is_refused(state: object) -> None:
     with pytest.raises(ValueError):
         costs.restore(state)
     assert not costs.known, "and nothing of it is believed"
+
+
+def first_of_mixed_steps(planted: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
+    """Costs of the first draft, of a step and of a sequence, where some of eight have drafts."""
+    if planted:
+        features = Costs._features
+        monkeypatch.setattr(Costs, "_features", lambda *args: (*(x := features(*args))[:2], 0.0, *x[3:]))
+    costs, random = Costs(), Random(2)
+    for _ in range(600):
+        drafting = random.choice([0, 0, 1, 2, 4, 8])
+        rows = drafting * random.choice([1, 2, 4])
+        costs.observe_step(8, drafting, rows, 20.0 + 3.0 * (drafting > 0) + 0.5 * drafting + 1.0 * rows)
+    return costs.first(8)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_what_drafts_cost_a_step_is_told_from_what_they_cost_a_sequence(
+    planted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once, each = first_of_mixed_steps(planted, monkeypatch)
+    assert (1.5 < once < 4.0 and each < 1.0) is not planted, (once, each)

@@ -186,6 +186,7 @@ def test_fewer_drafts_than_pay_are_weighed_as_they_are() -> None:
     """Not as the first nodes of a larger tree, which is deeper."""
     costs = Costs()
     policy = Goodput(costs)
+    # of this seed: after other rounds a chain may seem better than a tree
     simulate(policy, world(lambda *_: 0.6), 200, seed=2, costs=costs)
     policy._running.clear()  # simulated sequences may have the same ids
     few, many = (

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from speculon.core.types import Draft, Estimate, Timing
+from speculon.core.types import Draft, Estimate, Load, Timing
 from speculon.decoding.rounds import Judged
 from speculon.speculation.control import acceptance
 from speculon.speculation.control import goodput as module
@@ -97,3 +97,44 @@ def test_what_a_request_brings_is_tried_whole_at_once(batch: int) -> None:
         assert first == 12 * batch
         if not accept and batch > 1:
             assert sum(drafts.total() for drafts in brought.drafted[30:]) < 30 * batch
+
+
+def known_costs(parts: tuple[float, ...]) -> Costs:
+    """T = a + b B + j [M > 0] + c M + d N."""
+    costs = Costs()
+    costs._step.begin((*parts, 0.0, 0.0, 0.0, 0.0, 0.0), spread=0.1)
+    return costs
+
+
+def verified(costs: Costs, sequences: int, drafting: int, accept: float) -> int:
+    """Of `drafting` lookups' drafts of one token, each accepted with this probability."""
+    policy = Goodput(costs)
+    seqs = [
+        make_sequence([1], methods=("lookup",), k=1, lookups=frozenset({"lookup"}), policy="goodput")
+        for _ in range(sequences)
+    ]
+    budgets = [budget_of(seq) for seq in seqs]
+    policy.decide(budgets, Load(sequences, 0, 9))
+    for budget in budgets:
+        for number in range(400):
+            policy._running[budget.seq.id].learn("lookup", 1, int(37 * number % 100 < 100 * accept), match=8)
+    draft = Draft((1,), ("lookup",), match=8)
+    return sum(one.drafts for one in policy.trim("lookup", dict.fromkeys(budgets[:drafting], draft)).values())
+
+
+@pytest.mark.parametrize(("once", "drafting", "expected"), [(2.0, 1, 0), (2.0, 4, 4), (0.0, 1, 1)])
+def test_drafts_of_a_round_bring_what_the_first_one_costs(once: float, drafting: int, expected: int) -> None:
+    """Each gains 0.9 - 0.54 tokens, and the first one of a step costs 0.8."""
+    assert verified(known_costs((4.0, 2.0, once, 0.0, 1.0)), 8, drafting, 0.9) == expected
+
+
+@pytest.mark.parametrize(
+    ("sequences", "row_ms", "caution", "expected"),
+    [(1, 2.4, 0.4, 1), (8, 1.0, 0.4, 0), (8, 1.0, 0.0, 1)],
+)
+def test_a_draft_that_only_just_pays_is_verified_alone(
+    sequences: int, row_ms: float, caution: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is accepted with 0.47, and its row costs 0.4 tokens."""
+    monkeypatch.setattr(module, "CAUTION", caution)
+    assert verified(known_costs((4.0, 2.0, 0.0, 0.0, row_ms)), sequences, 1, 0.47) == expected

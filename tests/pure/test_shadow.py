@@ -16,6 +16,7 @@ from speculon.core.telemetry import EngineCounters, RequestStats, log_line
 from speculon.core.types import NO_DRAFT, Draft, Finish, Load, Reason, SpanOutcome, Timing, Verdict
 from speculon.decoding.sequence import Sequence
 from speculon.speculation.control import shadow as shadow_module
+from speculon.speculation.control.policy import Trimmed
 from speculon.speculation.control.shadow import WATCHED, Shadow, ShadowPolicy, WatchedDraft
 from tests.builders import budget_of, decisions, judged_of, make_sequence
 
@@ -143,7 +144,8 @@ class Tale:
         for token, draft in zip(self.truth, self.drafts, strict=True):
             if draft:
                 proposed = Draft(draft, ("any",) * len(draft))
-                assert not policy.trim("any", {(budget := budget_of(seq)): proposed})[budget].drafts
+                budget = budget_of(seq)
+                assert policy.trim("any", {budget: proposed}) == {budget: Trimmed(0)}
             seq.tokens.append(token)
             policy.observe([judged_of(seq, verdict=Verdict((token,)))], Timing())
         policy.forget(seq)

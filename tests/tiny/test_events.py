@@ -14,6 +14,7 @@ from speculon.core.config import SamplingParams
 from speculon.core.telemetry import RequestStats
 from speculon.decoding.sequence import Sequence
 from speculon.engine.engine import Engine
+from speculon.speculation.control.policy import Trimmed
 from tests.recording import Recording, SequenceRound, read
 from tests.tiny.conftest import tiny_target
 from tests.tiny.requests import assert_same, mixed, plain, requests_of
@@ -232,7 +233,7 @@ def test_the_record_separates_proposed_from_verified_drafts(
 ) -> None:
     script({}, lambda position: True)
     engine = make_engine(tiny_target("llama"), events=tmp_path / "e.jsonl")
-    monkeypatch.setattr(engine.policy, "trim", lambda method, budget, draft: (1, None))
+    monkeypatch.setattr(engine.policy, "trim", lambda method, drafts: dict.fromkeys(drafts, Trimmed(1)))
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     engine.add_request([5] * 6, params, {"method": "scripted", "num_speculative_tokens": 3})
     drain(engine)

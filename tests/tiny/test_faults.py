@@ -148,7 +148,7 @@ def test_an_error_while_drafts_are_trimmed_leaves_every_sequence_as_it_was(
     def fail_sometimes(*args: Any) -> Any:
         nonlocal failed
         failed += 1
-        if failed % 17 == 1:
+        if failed % 5 == 1:
             raise MemoryError("planted")
         return trim(*args)
 
@@ -164,7 +164,7 @@ def test_an_error_while_drafts_are_trimmed_leaves_every_sequence_as_it_was(
                 n: t for n, (t, *_) in before.items()
             }
             engine.check_integrity()
-    assert failed > 34
+    assert failed > 10
     assert {key: r.tokens for key, r in results.items()} == truth
 
 

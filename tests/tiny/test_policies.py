@@ -130,7 +130,7 @@ def test_solo_counts_those_who_wait() -> None:
 
 METHODS = ("scripted", "ngram", "suffix", "draft_model")
 NO_MORE = [0.0] * 5  # of many rows, of long sequences, and of branches
-DEAR = {"": [1.0, 0.0, 5.0, 5.0, *NO_MORE], **dict.fromkeys(METHODS, [50.0, 1.0, 0.0, 0.0])}
+DEAR = {"": [1.0, 0.0, 0.0, 5.0, 5.0, *NO_MORE], **dict.fromkeys(METHODS, [50.0, 1.0, 0.0, 0.0])}
 
 
 def at_costs(given: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Engine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 from weakref import ref
@@ -170,10 +171,9 @@ def test_goodput_keeps_no_probabilities_between_rounds() -> None:
     trim = policy.trim
     probs = list[ref[Tensor]]()
 
-    def trimmed(method: str, budget: Budget, draft: Draft) -> Any:
-        if draft.probs is not None:
-            probs.append(ref(draft.probs))
-        return trim(method, budget, draft)
+    def trimmed(method: str, drafts: Mapping[Budget, Draft]) -> Any:
+        probs.extend(ref(draft.probs) for draft in drafts.values() if draft.probs is not None)
+        return trim(method, drafts)
 
     policy.trim = trimmed  # type: ignore[method-assign]
     while engine.has_work:

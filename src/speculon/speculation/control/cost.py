@@ -154,7 +154,7 @@ class Costs:
 
     A step of B sequences, M of which have N drafts in all, takes
 
-        T(B, M, N) = a + b B + j [M > 0] + c M + d N + sum_h d_h max(0, B + N - h) + (e B + f N + g Z) L
+        T(B, M, N) = a + b B + c_0 [M > 0] + c M + d N + sum_h d_h max(0, B + N - h) + (e B + f N + g Z) L
 
     with h from `BENDS`, L the mean number of tokens of a sequence in thousands, and Z the branches of trees
     after the first of each. A proposal for n sequences with at most k drafts takes
@@ -208,15 +208,15 @@ class Costs:
         return self._factor(sequences) * max(0.0, self._step.parts[-1]) * self._context
 
     def first(self, sequences: int) -> tuple[float, float]:
-        """The ms of a first draft besides its row, in a step and in a sequence: kernels are faster for single
-        rows.
+        """The ms of the first draft of a step and of the first one of each sequence, besides their rows:
+        kernels are faster for single rows.
         """
         (row,), each = self.rows(sequences, 0, 1, 1), self._factor(sequences) * max(0.0, self._step.parts[3])
         once = self.step(sequences, 1, 1) - self.step(sequences) - row - each
         return max(0.0, once), max(0.0, each + min(0.0, once) / sequences)
 
     def _factor(self, sequences: int) -> float:
-        """That of steps with drafts."""
+        """The factor of steps with drafts."""
         return self._step.factors.get((sequences, True), 1.0)
 
     def plain(self, sequences: int) -> float | None:

@@ -8,16 +8,17 @@ A round of B sequences in which method m drafts k_i tokens for sequence i has (L
 where S_ij = P(drafts 1..j of sequence i are all accepted), T and P are the ms of a step and of a proposal
 (module `cost`), N = sum k_i counts the drafts of the M sequences that have any, and k = max k_i. To maximise
 this ratio, the policy maximises  tokens - r ms , where r is the ratio that results (Dinkelbach 1967). As r it
-takes the recent goodput, or the goodput of plain decoding if that is higher. Because T = .. + j [M > 0] + c M
-+ d_1 + .. + d_N, with d_j that rise with j (`cost`), and  P = a + b k + e n k + f unread , drafts pay under
-these conditions:
+takes the recent goodput, or the goodput of plain decoding if that is higher. Because T = .. + c_0 [M > 0]
++ c M + d_1 + .. + d_N, with d_j that rise with j (`cost`), and  P = a + b k + e n k + f unread , drafts pay
+under these conditions:
 
     trim     draft j of i is verified while  S_ij > r d, provided that the sum of  S_ij - r d  over the
              verified drafts exceeds  r c; d is the cost of the row that the draft adds to the round so far.
-             What remains of these sums has to exceed  r j, unless drafts are verified already
+             What is left of these sums, over all drafts of a method, has to exceed  r c_0, unless drafts
+             are verified already in this round. For lookups d counts 1 + CAUTION (1 - 1 / B) times
     decide   sequence i gains  G_i(k) = max over k_i <= k of  sum_j (S_ij (1 - u_i) - r (d + e)) - r c - u_i,
              with u_i = r f unread / tokens left; method m is asked for the k that maximises
-             sum_i G_i(k) - r (a + b k), if this is > r j; d is the mean cost of the j-th rows of all n
+             sum_i G_i(k) - r (a + b k), if this is > r c_0; d is the mean cost of the j-th rows of all n
 
 For a tree, S_ij is the probability that the path of node j is accepted, and k in P is the depth (`trees`).
 
@@ -65,8 +66,8 @@ LONGEST_GAP = 16  # most rounds between two proposals of a lookup that finds not
 # while no model pays, models are weighed only every so many rounds, or half as many as there are sequences:
 # weighing takes 0.1 ms for 8 sequences and two models
 WEIGH_GAP = 2
-# Those of a lookup's drafts that seem to pay are verified, often by chance, and all sequences pay: the
-# share of the others is weighed this much higher (docs/decisions/050)
+# Only drafts with a high estimate are verified, and many estimates are high by chance. The other sequences
+# pay for a lookup's drafts, too: their share of the price, 1 - 1 / B, counts this much more (decision 050)
 CAUTION = 0.4
 PROBE_SHARE = 0.005  # share of all time that goes into probes of models that are not in use
 # judged drafts until a model may be given up: in simulations with two models, 0 led to the worse one in 5 %
@@ -81,7 +82,7 @@ class RoundPrices:
     number: int = 0
     batch: int = 0
     rate: float = 0.0  # r, tokens per ms
-    drafting: float = 0.0  # r j, and 0 once a draft is verified
+    drafting: float = 0.0  # r c_0, and 0 where the step pays it anyway
     first: float = 0.0  # r c
     branch: float = 0.0  # price of one more branch of a tree
     rows: int = 0  # rows of the step so far, besides one row per sequence
@@ -139,8 +140,8 @@ class Goodput(Policy):
         tokens = batch + sum(stats.added.tokens for stats in running)
         ms = plain_ms + sum(stats.added.ms for stats in running)
         now = self._priced(max(batch / plain_ms, tokens / ms), batch)
-        # the step also has rows of prompts and of sequences with other policies
-        now.rows = BENDS[-1] if batch > len(running) else 0
+        if batch > len(running):  # the step also has rows of prompts, or of sequences with other policies
+            now.rows, now.drafting = BENDS[-1], 0.0
         for stats in running:
             for method, k in stats.budget.max_drafts.items():
                 if not k:
@@ -262,6 +263,7 @@ class Goodput(Policy):
         if now.probe is None and (self._budget_ms >= ms or new):
             self._budget_ms -= 0.0 if new else ms
             now.probe, offers[stats.budget] = stats.budget, Ask(method, k)
+            now.drafting = 0.0
 
     def _decision(self, now: RoundPrices, stats: Running, offer: Ask | None, plain: Decision) -> Decision:
         budget, seq, probe = stats.budget, stats.seq, now.probe is stats.budget
@@ -307,7 +309,7 @@ class Goodput(Policy):
 
     def trim(self, method: str, drafts: Mapping[Budget, Draft]) -> Mapping[Budget, Trimmed]:
         """How many tokens of each draft are verified, and what is expected of them: none of any, if together
-        they gain less than drafts cost the round.
+        they gain less than the first draft costs the step.
         """
         now, rows = self._now, self._now.rows
         trimmed = {budget: self._trim(method, budget, draft) for budget, draft in drafts.items()}
@@ -327,8 +329,7 @@ class Goodput(Policy):
     def _trim(self, method: str, budget: Budget, draft: Draft) -> Trimmed:
         now, seq, stats = self._now, budget.seq, self._running[budget.seq.id]
         curve = stats.curve(method, draft)
-        caution = 1 + CAUTION * (1 - 1 / now.batch) * (method in now.lookups)
-        prices = [caution * now.rate * ms for ms in self.costs.rows(now.batch, now.rows, 1, len(curve))]
+        prices = [now.rate * ms for ms in self.costs.rows(now.batch, now.rows, 1, len(curve))]
         if draft.parents is not None:
             prices = now.with_forks(prices, forks(draft.parents))
         verified = self._verified(now, stats, method, curve, prices)
@@ -343,15 +344,18 @@ class Goodput(Policy):
         self, now: RoundPrices, stats: Running, method: str, curve: list[float], prices: list[float]
     ) -> int:
         """How many of the first tokens gain most: none of a lookup's if the model would gain more."""
-        least, asks = 0.0, stats.decision.asks
-        model = next((ask.method for ask in asks if ask.method in now.models), None)
-        if method in now.lookups and model is not None:  # the model's gain if only this sequence used it
-            least = self._weigh(now, model, [stats])[1]
+        caution = 1 + CAUTION * (1 - 1 / now.batch) * (method in now.lookups)
         nets = accumulate(
-            (chance - price for chance, price in zip(curve, prices, strict=True)), initial=-now.first
+            (chance - caution * price for chance, price in zip(curve, prices, strict=True)),
+            initial=-now.first,
         )
         gain, length = max(((net, -k) for k, net in enumerate(nets) if k), default=(0.0, 0))
-        return -length if gain > least else 0
+        model = next((ask.method for ask in stats.decision.asks if ask.method in now.models), None)
+        if method in now.lookups and model is not None and gain > 0:
+            # without caution, beside what the model would gain if only this sequence used it
+            gain = sum(curve[:-length]) - sum(prices[:-length]) - now.first
+            gain -= self._weigh(now, model, [stats])[1]
+        return -length if gain > 0 else 0
 
     # afterwards
 

@@ -29,8 +29,10 @@ class Policy(Protocol):
         return asks
 
     def trim(self, method: str, drafts: Mapping[Budget, Draft]) -> Mapping[Budget, Trimmed]:
-        """How many tokens of each draft are verified, without those that cost more than they gain. Where it
-        is none, the next method is asked.
+        """How many tokens of each draft are verified, without those that cost more than they gain.
+
+        `drafts` are all that one method has made now for sequences of this policy, none of them empty; each
+        has an entry in the result. A sequence of whose draft nothing is verified goes on to its next method.
         """
         return {budget: Trimmed(len(draft.tokens)) for budget, draft in drafts.items()}
 
