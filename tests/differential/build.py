@@ -370,7 +370,10 @@ NO_MORE = [0.0] * 5  # of many rows, of long sequences, and of branches
 
 def freeze_costs(engine: Engine) -> None:
     """Drafts are cheap, whatever they take: what a policy decides must not depend on the clock."""
-    costs = {"": [10.0, 0.5, 0.0, 0.05, *NO_MORE], **dict.fromkeys(known_methods(), [0.01, 0.01, 0.0, 0.0])}
+    costs = {
+        "": [10.0, 0.5, 0.0, 0.0, 0.05, *NO_MORE],
+        **dict.fromkeys(known_methods(), [0.01, 0.01, 0.0, 0.0]),
+    }
     engine.policy.costs.restore({name: (parts, 4, []) for name, parts in costs.items()})
     engine.policy.costs.observe = lambda *_: None  # type: ignore[method-assign]
 
