@@ -34,6 +34,7 @@ TOPICS = {
     "Speculation against plain decoding": {
         "smollm2-spec-bench": "SmolLM2 in bf16 on 13 categories of Spec-Bench",
         "smollm2-q4-spec-bench": "the same in 4 bits, single requests, with compiled programs",
+        "smollm2-q4-spec-bench-eight": "the same, 8 requests at once",
         "answer": "the answer of README's picture, plain and with drafts",
         "2-cores": "the toy model on an Intel chip, with the policy `auto` of that time",
         "2-cores-amd": "the toy model on an AMD chip",
