@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from recipes.control.virtual_time import Clock
+from recipes.control.virtual_time import Clock, timed_proposer
 
 from speculon import LLM, SamplingParams
 from speculon.core import telemetry
@@ -23,10 +23,9 @@ from speculon.engine import warm_up
 from speculon.measure.bench.data import answered, encode, read_prompts
 from speculon.speculation.control.policies import Policies
 from speculon.speculation.proposers import compose
-from speculon.speculation.proposers.base import ReadsTokens
 
 TOKENS = 64
-PROMPT_MS, READ_MS = 0.75, 0.05  # of a row, of a token that a drafter reads
+PROMPT_MS = 0.75  # of a row
 MODES = ("off", "auto")
 
 
@@ -38,9 +37,8 @@ def step_ms(sequences: int, drafting: int, drafts: int) -> float:
 
 def timed(llm: LLM, clock: Clock) -> None:
     """Steps and proposals take the clock's time."""
-    target, proposers = llm.engine.runtime.target, llm.engine.proposers
-    forward, lookup, head = target.forward, proposers.find("suffix"), proposers.find("eagle3")
-    look, draft = lookup.propose, head.propose
+    target, find = llm.engine.runtime.target, llm.engine.proposers.find
+    forward = target.forward
 
     def stepping(batch: Any, view: Any) -> Any:
         drafts = [len(place.drafted.draft.tokens) for place in batch.placed]
@@ -48,17 +46,9 @@ def timed(llm: LLM, clock: Clock) -> None:
         clock.spend(step_ms(len(drafts), sum(map(bool, drafts)), sum(drafts)) + PROMPT_MS * prompts)
         return forward(batch, view)
 
-    def looking(seqs: Any, budgets: Any) -> Any:
-        clock.spend(0.04 + 0.013 * len(seqs))
-        return look(seqs, budgets)
-
-    def drafting(seqs: Any, budgets: Any) -> Any:
-        unread = sum(map(head.unread, seqs)) if isinstance(head, ReadsTokens) else 0
-        found = draft(seqs, budgets)
-        clock.spend(0.3 + max(len(one.tokens) for one in found) * (0.9 + 0.2 * len(seqs)) + READ_MS * unread)
-        return found
-
-    target.forward, lookup.propose, head.propose = stepping, looking, drafting
+    target.forward = stepping
+    timed_proposer(find("suffix"), clock, call=0.04, draft=0.0, text=0.013)
+    timed_proposer(find("eagle3"), clock, call=0.3, draft=0.9, text=0.2, read=0.05)
 
 
 def speedups(llm: LLM, clock: Clock, prompts: list[list[int]], seed: int, policies: Any) -> Iterator[float]:

@@ -67,19 +67,17 @@ def timed_target(llm: LLM, clock: Clock) -> None:
     target.forward = taking
 
 
-def timed_proposer(name: str, proposer: Proposer, clock: Clock) -> None:
+def timed_proposer(
+    proposer: Proposer, clock: Clock, call: float, draft: float, text: float, read: float = READ_MS
+) -> None:
+    """Calls of a drafter take this time; a `draft` of 0 is that of a lookup, whose length costs nothing."""
     propose = proposer.propose
 
     def taking(seqs: Any, budgets: Any) -> Any:
-        if name in LOOKUPS:
-            call, _, text = LOOKUPS[name]
-            clock.spend(call + text * len(seqs))
-            return propose(seqs, budgets)
         unread = sum(map(proposer.unread, seqs)) if isinstance(proposer, ReadsTokens) else 0
         found = propose(seqs, budgets)
-        call, draft, of_text = DRAFTERS[name]
-        deepest = max(1, *(len(one.tokens) for one in found)) if found else 1
-        clock.spend(call + deepest * (draft + of_text * len(seqs)) + READ_MS * unread)
+        deepest = max((len(one.tokens) for one in found), default=1) if draft else 1
+        clock.spend(call + max(1, deepest) * (draft + text * len(seqs)) + read * unread)
         return found
 
     proposer.propose = taking
@@ -112,9 +110,9 @@ def main() -> None:
     timed_target(llm, clock)
     proposers.lacking("auto")
     proposers.lacking("ngram")
-    for name in (*LOOKUPS, *DRAFTERS):
+    for name, costs in (LOOKUPS | DRAFTERS).items():
         if (found := proposers.find(name)) is not None:
-            timed_proposer(name, found, clock)
+            timed_proposer(found, clock, *costs)
     cases = build(args.workload, llm.tokenizer, Size(args.prompts + 8, 96, llm.engine.max_context))
     cases, others = cases[: args.prompts], cases[args.prompts :]
     write = partial(rate, llm, clock)

@@ -100,7 +100,7 @@ def test_what_a_request_brings_is_tried_whole_at_once(batch: int) -> None:
 
 
 def known_costs(parts: tuple[float, ...]) -> Costs:
-    """T = a + b B + j [M > 0] + c M + d N."""
+    """T = a + b B + c_0 [M > 0] + c M + d N."""
     costs = Costs()
     costs._step.begin((*parts, 0.0, 0.0, 0.0, 0.0, 0.0), spread=0.1)
     return costs

@@ -117,9 +117,8 @@ class Drafting:
                 asking.reason = Reason.ERROR
             elif draft.tokens:
                 asking.reason = asking.decision.unused
-            elif (
-                asking.reason is not asking.decision.unused
-            ):  # else there was a draft already, if not this one
+            # else there was a draft already, if not this one
+            elif asking.reason is not asking.decision.unused:
                 asking.reason = Reason.NOT_READY if draft.stop is Stop.NOT_READY else Reason.NO_MATCH
 
 

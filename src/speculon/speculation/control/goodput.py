@@ -305,7 +305,9 @@ class Goodput(Policy):
             return asks
         group = [self._running[budget.seq.id] for budget in asks]
         weighed, gain = self._weigh(now, method, group, bounds=[ask.k for ask in asks.values()])
-        return {budget: weighed.get(budget, none) if gain > now.drafting else none for budget in asks}
+        if gain <= now.drafting:
+            weighed = {}
+        return {budget: weighed.get(budget, none) for budget in asks}
 
     def trim(self, method: str, drafts: Mapping[Budget, Draft]) -> Mapping[Budget, Trimmed]:
         """How many tokens of each draft are verified, and what is expected of them: none of any, if together
