@@ -294,17 +294,22 @@ def ended(pid: int) -> bool:
         return True
 
 
-def yields(pid: int) -> bool:
-    """Whether it gets only time that nobody else asks for: by itself, and as a session of its own, where the
-    system shares time between sessions.
+def scheduling_group(of: int | str) -> list[str]:
+    """`/NAME nice N` of the group of its session, which shares time with other groups as an equal.
+    Nothing where there are no such groups, and for what runs in the session of the first process.
     """
-    ours, its = Path("/proc/self/autogroup"), Path(f"/proc/{pid}/autogroup")
+    group = Path(f"/proc/{of}/autogroup")
+    return group.read_text().split() if group.exists() else []
+
+
+def yields(pid: int) -> bool:
+    """Whether it gets only time that nobody else asks for: by itself, and as a session of its own."""
     try:
         low = os.getpriority(os.PRIO_PROCESS, pid) == 19 and os.sched_getscheduler(pid) == os.SCHED_IDLE
-        group, _, nice = its.read_text().strip().partition(" ") if its.exists() else ("", "", "nice 19")
+        name, *nice = scheduling_group(pid) or ["", "nice", "19"]
     except OSError:  # it has ended
         return False
-    return low and nice == "nice 19" and not (group and group == ours.read_text().split()[0])
+    return low and nice == ["nice", "19"] and (not name or name not in scheduling_group("self"))
 
 
 def test_the_engines_end_is_that_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +330,9 @@ def test_the_process_yields_and_a_killed_engine_leaves_none(tmp_path: Path) -> N
     environment = os.environ | {"SPECULON_CACHE": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE) as engine:
         assert engine.stdout is not None
-        pid = int(engine.stdout.readline())
-        yielded = in_a_minute(lambda: yields(pid)) and not ended(pid)
-        engine.kill()
+        try:
+            pid = int(engine.stdout.readline())
+            yielded = in_a_minute(lambda: yields(pid)) and not ended(pid)
+        finally:
+            engine.kill()
     assert in_a_minute(lambda: ended(pid)) and yielded
