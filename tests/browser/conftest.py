@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,6 +41,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
         yield server
         assert server.end() == 0, server.stderr
         assert "Traceback" not in server.stderr, server.stderr
+
+
+def soon(page: Page, true: Callable[[], object], seconds: float = 15) -> bool:
+    """Whether it becomes true within this time."""
+    for _ in range(int(10 * seconds)):
+        if true():
+            return True
+        page.wait_for_timeout(100)
+    return False
 
 
 def log_in(page: Page, url: str, key: str = KEY) -> None:

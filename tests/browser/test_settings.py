@@ -13,7 +13,7 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from speculon.checkpoints.locate import locate
-from tests.browser.conftest import KEY, log_in
+from tests.browser.conftest import KEY, log_in, soon
 from tests.server.outside import Outside, started
 
 K = "num_speculative_tokens"
@@ -241,4 +241,4 @@ def test_a_dark_dialog_fits_a_narrow_screen(page: Page, library: Outside) -> Non
     card.evaluate("card => card.firstElementChild.style.width = '500px'")
     assert card.evaluate(width) > 380  # the twin: what is wider is seen
     page.emulate_media(color_scheme="light")
-    assert brightness(page) > 0.8
+    assert soon(page, lambda: brightness(page) > 0.8)

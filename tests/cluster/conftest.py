@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Set
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from multiprocessing import get_context
 from pathlib import Path
@@ -82,11 +82,11 @@ class Cluster:
         with (self.folder / "ray.txt").open("wb") as log:
             process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
         try:
-            until(self._answers)
+            until(self._answers, 300)
             yield self
         finally:
             process.terminate()
-            process.wait(60)
+            process.wait(180)
 
     def _answers(self) -> bool:
         try:
@@ -109,7 +109,7 @@ class Cluster:
         application["deployments"] = [engine] if engine is not None else []
         (self.folder / "cluster.yaml").write_text(yaml.safe_dump(content))
         command = ["serve", "deploy", "cluster.yaml"]
-        subprocess.run(command, cwd=self.folder, env=self.env, check=True, capture_output=True, timeout=60)
+        subprocess.run(command, cwd=self.folder, env=self.env, check=True, capture_output=True, timeout=180)
 
     def engines(self) -> dict[str, str]:
         """Id -> state of every replica of the engine."""
@@ -125,7 +125,7 @@ class Cluster:
             return [*engines.values()] == ["RUNNING"] * count and not engines.keys() & without
 
         until(there, 300)  # a machine that does more than this test loads slowly
-        until(lambda: sum(self.metric("speculon_replicas").values()) == count, 10)
+        until(lambda: sum(self.metric("speculon_replicas").values()) == count, 60)
         return set(self.engines())
 
     def metric(self, name: str) -> dict[tuple[str, ...], float]:
@@ -155,9 +155,10 @@ def children(pid: int) -> list[int]:
     """Those that multiprocessing has started: engines."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
-                found.append(int(child))
+        with suppress(OSError):  # what ends meanwhile
+            for child in (task / "children").read_text().split():
+                if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(int(child))
     return found
 
 

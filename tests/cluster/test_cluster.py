@@ -64,7 +64,7 @@ def test_mixed_requests_equal_their_solo_runs(cluster: Cluster, mixed: list[Case
 
     texts = asyncio.run(run())
     assert texts == [case.text for case in mixed]
-    until(lambda: all(cluster.metric("speculon_engine_requests_total").values()), 5)
+    until(lambda: all(cluster.metric("speculon_engine_requests_total").values()), 60)
 
 
 def test_a_client_that_leaves_ends_its_request(cluster: Cluster, long: list[Case]) -> None:
@@ -77,8 +77,8 @@ def test_a_client_that_leaves_ends_its_request(cluster: Cluster, long: list[Case
         lines = reply.iter_lines()
         for _ in range(6):
             next(lines)
-        until(lambda: open_requests() == 1, 5)
-    until(lambda: open_requests() == 0, 5)
+        until(lambda: open_requests() == 1, 60)
+    until(lambda: open_requests() == 0, 60)
 
 
 SHORT_DRAFTS = {"speculation": {"num_speculative_tokens": 3}}  # or a known text ends within a second
@@ -142,8 +142,8 @@ def test_streams_survive(
     texts, moved = disturbed(cluster, long, victim, number)
     assert texts == [case.text for case in long], "nothing is lost, nothing is doubled"
     assert 0 < moved < len(long), "some were on the other replica"
-    seconds = until(lambda: running(cluster) == 2 and set(replica_processes()) != old, 60)
-    until(lambda: len(cluster.metric("speculon_engine_restarts_total")) == 2, 10)
+    seconds = until(lambda: running(cluster) == 2 and set(replica_processes()) - old, 300)
+    until(lambda: len(cluster.metric("speculon_engine_restarts_total")) == 2, 60)
     print(f"the replica is back after {seconds:.1f} s; {moved} streams moved")
 
 

@@ -21,7 +21,7 @@ LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 def test_it_serves_and_ends_in_order(tmp_path: Path) -> None:
     flags = ("--model", "demo", "--replicas", "1", "--threads", "1", "--method", "off", "--state", "kept")
     with started(tmp_path, *flags, program=REAL, SPECULON_SERVE__API_KEY="secret") as server:
-        server.wait_for(lambda: "ready in" in server.stderr)
+        server.wait_for(lambda: "ready in" in server.stderr, 300)
         url, key = server.url(), {"authorization": "Bearer secret"}
         assert url.startswith("http://127.0.0.1:")
         check_listens_on_loopback(server)
@@ -40,7 +40,7 @@ def test_it_serves_and_ends_in_order(tmp_path: Path) -> None:
         reader = threading.Thread(target=read)
         reader.start()
         assert began.wait(30)
-        assert server.end(60) == 0, server.stderr
+        assert server.end(180) == 0, server.stderr
         reader.join(10)
         assert "data: [DONE]" in lines, "a running request is finished"
         assert server.stderr.rstrip().endswith("stopped")

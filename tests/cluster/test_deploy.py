@@ -102,4 +102,4 @@ def test_a_second_model_runs_beside_it(cluster: Cluster, mixed: list[Case]) -> N
         assert [one["id"] for one in names] == ["other"]
     finally:
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        assert process.wait(180) == 0

@@ -51,6 +51,7 @@ def test_what_is_new_is_drawn() -> None:
     }
 
 
+@pytest.mark.timeout(1200)  # one process may have to compute all of the cases
 def test_speculation_has_happened() -> None:
     """Drafts of every method were accepted and rejected; sequences were preempted, and prefixes found."""
     outcomes, drafted, accepted = [outcome(number) for number in range(FEW)], Counter[str](), Counter[str]()

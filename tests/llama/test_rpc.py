@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from speculon.runtimes.llama.library import library
 from tests.llama.conftest import TOY, Toy
 from tests.llama.slow_link import SlowLink
 from tests.llama.test_drafts import GREEDY, PLAIN, PROMPTS, check_drafts, texts
-from tests.server.outside import LOCAL_HTTP, REAL, Outside, started
+from tests.server.outside import LOCAL_HTTP, PATIENCE, REAL, Outside, started
 
 LONG = 3000  # tokens, so that both streams run when the stage is killed
 DELAY = 0.002  # seconds per direction of a slow link
@@ -221,8 +222,8 @@ def test_a_stage_that_is_killed_costs_its_model_alone(toy: Toy, tmp_path: Path) 
         for told in (str(split), f"127.0.0.1:{port}", "start it there"):
             assert told in last["error"]["message"]
         with serving(port):
-            answered = httpx.post(server.url() + "/v1/completions", json=body("split", 32), **LOCAL_HTTP)
-            while answered.status_code == 503:  # the pause after a failed load
+            ask = partial(httpx.post, server.url() + "/v1/completions", timeout=PATIENCE, **LOCAL_HTTP)
+            # it may pause after a failed load
+            while (answered := ask(json=body("split", 32))).status_code == 503:
                 time.sleep(1)
-                answered = httpx.post(server.url() + "/v1/completions", json=body("split", 32), **LOCAL_HTTP)
             assert answered.json()["choices"][0]["text"] == before

@@ -6,7 +6,6 @@ import errno
 import gc
 import logging
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -259,12 +258,21 @@ def test_what_a_process_leaves_is_whole(path: Path) -> None:
         [sys.executable, "-c", code + "for _ in range(30): tell(e)", str(path)], check=True, cwd=root
     )
     assert len(read(path).rounds) == 30
+
+    def written() -> int:
+        try:
+            return path.stat().st_size
+        except FileNotFoundError:  # it renames the older file, and then makes its own
+            return 0
+
     endless = subprocess.Popen([sys.executable, "-c", code + "while True: tell(e)", str(path)], cwd=root)
-    while len(path.read_bytes()) < 100_000 or len(read(older(path)).rounds) != 30:
-        time.sleep(0.02)
-        assert endless.poll() is None
-    endless.send_signal(signal.SIGKILL)
-    endless.wait()
+    try:
+        while written() < 100_000 or len(read(older(path)).rounds) != 30:
+            time.sleep(0.02)
+            assert endless.poll() is None
+    finally:
+        endless.kill()
+        endless.wait()
     assert read(path).rounds
 
 

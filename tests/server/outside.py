@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +66,19 @@ class Outside:
     def ready(self) -> str:
         """Its address, once it takes requests."""
         url = self.url()
-        self.wait_for(lambda: httpx.get(url + "/ready", **LOCAL_HTTP).status_code == 200)
+        self.wait_for(lambda: httpx.get(url + "/ready", timeout=PATIENCE, **LOCAL_HTTP).status_code == 200)
         return url
 
     def children(self) -> list[int]:
         """The engine's process; without the one that Python keeps to tidy up."""
         pid = self.process.pid
         listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [
-            int(child) for child in listed if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
-        ]
+        found = []
+        for child in listed:
+            with suppress(OSError):  # it has ended meanwhile
+                if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(int(child))
+        return found
 
     def end(self, seconds: float = 30.0) -> int:
         """TERM, and the exit status."""

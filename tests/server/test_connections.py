@@ -98,7 +98,6 @@ def check_closed(clients: list[Client], seconds: float) -> None:
 def test_silent_connections_are_closed(inside: Inside) -> None:
     began = time.monotonic()
     clients = silent_ones(inside.url)
-    assert not any(client.closed() for client in clients)
     check_closed(clients, 5)
     assert time.monotonic() - began > LIMIT * 0.9
 

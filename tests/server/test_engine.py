@@ -24,7 +24,7 @@ from speculon.engine.waiting import OutputQueue
 from tests.server.inside import ThreadEngine, process_of
 from tests.server.scripted import ScriptedEngine
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 
 
 def ask(name: str, text: str = "x", **params: Any) -> Add:

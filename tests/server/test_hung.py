@@ -57,7 +57,7 @@ def lines_of(server: Outside, start: str) -> list[str]:
 
 def check_served_again(server: Outside, url: str, old: int, restarts: int) -> None:
     """Another process serves, and the old one has ended."""
-    server.wait_for(lambda: status(url + "/ready") == 200, 15)
+    server.wait_for(lambda: status(url + "/ready") == 200)
     assert complete(url, max_tokens=26).json()["choices"][0]["text"] == LETTERS.decode()
     (new,) = server.children()
     assert gone(old) and new != old
@@ -89,8 +89,8 @@ def test_an_engine_that_is_silent_is_a_fault_if_it_has_work_and_the_server_does_
                 os.kill(pid, number)
             time.sleep(1.2 if number == signal.SIGSTOP else 0)
         assert status(url + "/health") == 200 and "has not answered" not in server.stderr
-        reader.join(20)
-        readers = readers_of(server, url, 24, max_tokens=100)
+        reader.join(60)
+        readers = readers_of(server, url, 24, max_tokens=400)
         os.kill(engine, signal.SIGSTOP)
         server.wait_for(lambda: status(url + "/health") == 503, 5)
         check_unhealthy(url, "the engine has not answered for")
@@ -99,8 +99,8 @@ def test_an_engine_that_is_silent_is_a_fault_if_it_has_work_and_the_server_does_
         os.kill(engine, signal.SIGCONT)
         server.wait_for(lambda: status(url + "/health") == status(url + "/ready") == 200, 5)
         for reader in readers:
-            reader.join(20)
-            assert (text_of(reader), reader.finish) == ((LETTERS * 4).decode()[:100], "length")
+            reader.join(60)
+            assert (text_of(reader), reader.finish) == ((LETTERS * 16).decode()[:400], "length")
         assert server.children() == [engine]
         (line,) = lines_of(server, "the engine has not answered for")
         assert "24 requests" in line and len(lines_of(server, "the engine answers again")) == 1
@@ -109,7 +109,7 @@ def test_an_engine_that_is_silent_is_a_fault_if_it_has_work_and_the_server_does_
         server.wait_for(lambda: status(url + "/health") == 503, 5)
         began = time.monotonic()
         check_clean(server)
-        assert time.monotonic() - began < 6 and gone(engine)
+        assert time.monotonic() - began < 20 and gone(engine)
 
 
 def check_unhealthy(url: str, why: str) -> None:
@@ -120,17 +120,17 @@ def check_unhealthy(url: str, why: str) -> None:
 
 def test_another_process_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
     """It goes on with the streams whose rest is determined; the other requests are lost."""
-    with started(tmp_path, *AGAIN, SCRIPTED_LOAD="0.5") as server:
+    with started(tmp_path, *AGAIN, SCRIPTED_LOAD="2") as server:
         url = server.ready()
         waiting = [Reader(url, max_tokens=4000, stream=False) for _ in range(6)]
         server.wait_for(lambda: 'speculon_requests_open{model="demo"} 6' in get(url + "/metrics").text)
         streams = readers_of(server, url, 6, max_tokens=4000)
-        greedy = readers_of(server, url, 6, max_tokens=400, temperature=0)
-        seeded = readers_of(server, url, 6, max_tokens=400, seed=1, n=2)
+        greedy = readers_of(server, url, 6, max_tokens=800, temperature=0)
+        seeded = readers_of(server, url, 6, max_tokens=800, seed=1, n=2)
         (engine,) = server.children()
         os.kill(engine, signal.SIGKILL)
         for reader in (*streams, *waiting):
-            reader.join(10)
+            reader.join(60)
             error = reader.lines[-1]["error"]
             assert error["code"] == "not_ready" and "this request is lost" in error["message"]
         assert all(reader.done for reader in streams)
@@ -139,12 +139,12 @@ def test_another_process_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
         assert complete(url).status_code == 503 and status(url + "/live") == 200
         check_served_again(server, url, engine, 1)
         for reader in (*greedy, *seeded):
-            reader.join(20)
+            reader.join(60)
             texts: dict[int, str] = defaultdict(str)
             for line in reader.lines:
                 for choice in line["choices"]:
                     texts[choice["index"]] += choice["text"]
-            assert set(texts.values()) == {(LETTERS * 16).decode()[:400]} and reader.done
+            assert set(texts.values()) == {(LETTERS * 31).decode()[:800]} and reader.done
         assert len(texts) == 2
         assert 'speculon_requests_resumed_total{model="demo"} 12.0' in get(url + "/metrics").text
         (line,) = [

@@ -272,6 +272,7 @@ def calls(client: openai.OpenAI, key: str, **body: Any) -> int:
     return int(answer.speculation["target_calls"]) if "target_calls" in answer.speculation else 48  # type: ignore[attr-defined]
 
 
+@pytest.mark.timeout(300)  # the model is loaded for the first test that asks for it
 def test_speed_reveals_nothing_to_another_key(client: openai.OpenAI, real: Outside) -> None:
     cold = calls(client, "a")
     assert calls(client, "a") < 0.5 * cold, "the same answer again"

@@ -114,6 +114,14 @@ async def text(engine: ReplicatedEngine, request: Add, begun: set[str] | None = 
         queue.close()
 
 
+async def begun(engine: ReplicatedEngine, request: Add) -> asyncio.Task[bytes]:
+    """`text`, of which there is some."""
+    known = set[str]()
+    writing = asyncio.create_task(text(engine, request, known))
+    await until(lambda: known)
+    return writing
+
+
 async def until(true: Callable[[], Any]) -> None:
     """Waits until it is so, at most as long as the test may take."""
     while not true():
@@ -148,15 +156,14 @@ def test_streams_survive_what_serves_them(how: str) -> None:
         assert all(request.written is not None for request in local.sent[16:])
         assert len(local.sent) == 16 + engine.resumed
 
-    run(test)
+    run(test, step_seconds=0.02)
 
 
 def test_a_planted_replica_that_begins_again_is_found() -> None:
     async def test(engine: ReplicatedEngine, local: Local) -> None:
         generate = local.generate
         local.generate = lambda request: generate(replace(request, written=None))  # type: ignore[method-assign]
-        writing = asyncio.create_task(text(engine, add()))
-        await asyncio.sleep(0.1)
+        writing = await begun(engine, add())
         cut(next(one for one in local.replicas.values() if one.engine.open_requests).engine)
         assert await writing != TEXT
 
@@ -179,8 +186,7 @@ def test_requests_without_a_seed_get_one() -> None:
 def test_images_go_along_with_their_request() -> None:
     async def test(engine: ReplicatedEngine, local: Local) -> None:
         image = ImageInput((1, 2), "0" * 64, {"pixel_values": np.zeros((1, 3, 4, 4), np.float32)})
-        writing = asyncio.create_task(text(engine, replace(add(), images=(image,))))
-        await asyncio.sleep(0.1)
+        writing = await begun(engine, replace(add(), images=(image,)))
         cut(next(one for one in local.replicas.values() if one.engine.open_requests).engine)
         assert await writing == TEXT
         assert [len(sent.images) for sent in local.sent] == [1, 1]
@@ -190,8 +196,7 @@ def test_images_go_along_with_their_request() -> None:
 
 def test_what_cannot_be_continued_ends_with_the_reason() -> None:
     async def test(engine: ReplicatedEngine, local: Local) -> None:
-        writing = asyncio.create_task(text(engine, add(0, {"acceptance": "rejection"}, temperature=1.0)))
-        await asyncio.sleep(0.1)
+        writing = await begun(engine, add(0, {"acceptance": "rejection"}, temperature=1.0))
         cut(next(one for one in local.replicas.values() if one.engine.open_requests).engine)
         with pytest.raises(NotReady, match="no other replica can continue this request"):
             await writing
@@ -255,8 +260,7 @@ def test_closed_and_aborted_requests_end_on_their_replica() -> None:
 
 def test_without_a_replica_requests_wait_and_new_ones_are_told() -> None:
     async def test(engine: ReplicatedEngine, local: Local) -> None:
-        writing = asyncio.create_task(text(engine, add()))
-        await asyncio.sleep(0.1)
+        writing = await begun(engine, add())
         cut(local.replicas.pop("a").engine)
         await until(lambda: engine.trouble == "no replica serves")
         assert engine.restarting and not engine.settled.is_set()

@@ -317,7 +317,7 @@ def test_a_load_that_fails_ends_its_events_with_the_error() -> None:
 
 
 def test_an_unload_waits_for_running_requests() -> None:
-    with several(step_seconds=0.002) as pool:
+    with several(step_seconds=0.01) as pool:
         pool.text("b")
         running = pool.later("b", max_tokens=200)
         wait_until(lambda: pool.model("b").engine.open_requests)
@@ -332,7 +332,7 @@ def test_an_unload_waits_for_running_requests() -> None:
 
 def test_two_unloads_both_wait_for_the_end() -> None:
     with several(step_seconds=0.01) as pool:
-        running = pool.later("b", max_tokens=60)
+        running = pool.later("b", max_tokens=200)
         wait_until(lambda: pool.model("b").engine.open_requests == 1)
         first = pool.threads.submit(pool.post, "b/unload")
         wait_until(lambda: pool.model("b").state == "draining")

@@ -15,6 +15,7 @@ import torch
 from recipes.serving.server import Server
 
 from speculon import LLM, SamplingParams
+from speculon.core.config.file import CACHE
 from speculon.measure.bench.workloads import Size, build
 from speculon.runtimes.torch.loading.batch_check import differing
 from speculon.runtimes.torch.model.linear import packable
@@ -30,7 +31,7 @@ pytestmark = [
 
 CLIENTS, REQUESTS, TOKENS = 32, 96, 48
 PAGES = 160  # fewer than 32 sequences take, so that some are preempted
-SETTINGS: dict[str, Any] = {"dtype": "bfloat16", "threads": 1}
+SETTINGS: dict[str, Any] = {"dtype": "bfloat16", "threads": 1, "compile": "off"}
 
 
 def bodies(llm: LLM) -> list[dict[str, Any]]:
@@ -65,7 +66,11 @@ def complete(url: str, body: dict[str, Any]) -> tuple[str, list[float]]:
     return choice["text"], choice["logprobs"]["token_logprobs"]
 
 
-def test_texts_and_log_probabilities_over_http_are_those_of_plain_decoding(tmp_path: Path) -> None:
+def test_texts_and_log_probabilities_over_http_are_those_of_plain_decoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the server uses the layout of weights that this process measures
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
     draft = {"draft_model": "demo-draft", "eagle3": "demo-eagle3"}
     with where_invariant():
         llm = LLM("demo", batch_invariant=True, warmup=False, speculation={"draft": draft}, **SETTINGS)
@@ -76,6 +81,7 @@ def test_texts_and_log_probabilities_over_http_are_those_of_plain_decoding(tmp_p
         (out,) = llm.generate(body["prompt"], params, speculation={"method": "off"})
         expected.append((out.text, [entry.logprob for entry in out.logprobs or ()]))
     flags = ["--model", "demo", "--dtype", "bfloat16", "--threads", "1", "--batch-invariant"]
+    flags += ["--compile", "off"]
     flags += ["--draft", json.dumps(draft), "--num-blocks", str(PAGES), "--max-num-seqs", str(CLIENTS)]
 
     with Server(*flags, log=tmp_path / "log") as server, ThreadPoolExecutor(CLIENTS) as clients:

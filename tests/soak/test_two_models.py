@@ -64,7 +64,6 @@ def written(reader: Reader) -> str:
     return "".join(choice["text"] for line in reader.lines for choice in line.get("choices", ()))
 
 
-@pytest.mark.timeout(300)
 def test_two_models_at_once_a_crash_and_one_memory(tmp_path: Path) -> None:
     left, right = make_pair(tmp_path / "left", False), make_pair(tmp_path / "right", True)
     third = tmp_path / "alone" / "third"

@@ -403,7 +403,7 @@ class Terminal:
         Python's `input()` does not see a signal that comes right before it waits: then another one follows.
         """
         self.write("\x03")
-        if not select.select([self.ours], [], [], 3.0)[0]:
+        if not select.select([self.ours], [], [], 10.0)[0]:
             self.write("\x03")
         return self.read(PROMPT)
 

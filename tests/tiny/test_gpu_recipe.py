@@ -56,9 +56,10 @@ def test_of_an_embedding_that_is_no_head_only_rows_are_read(tied: bool) -> None:
     assert weights_read(wrap_model(model)) == sum(weights.values()) - (0 if tied else embedding)
 
 
+@pytest.mark.timeout(500)
 def test_a_tiny_run_has_every_figure_of_both_forms(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "recipes.gpu.one_run", "--tiny", "--no-tests", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "one_run.json").read_text())
     assert report["parts"].keys() == {"tiny"} and report["parts"]["tiny"].endswith(" s")

@@ -115,7 +115,7 @@ def test_a_stream_is_the_whole_text_and_closing_it_frees_the_pages(llm: LLM):
     llm.engine.check_integrity()
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 def test_streams_read_in_turns_and_a_generate_between_lose_nothing(llm: LLM):
     first, second = "class Stack:", PROMPT
     wholes = [llm.generate(prompt, GREEDY)[0].text for prompt in (first, second)]

@@ -168,7 +168,7 @@ def test_four_threads_are_a_batch_of_four(llm: LLM) -> None:
 
     before = llm.engine.counters.steps
     in_threads(work, 4)
-    assert llm.engine.counters.steps - before < 2 * alone
+    assert llm.engine.counters.steps - before < 3 * alone
 
 
 def test_an_interrupt_of_the_main_thread_harms_no_other(llm: LLM) -> None:

@@ -23,7 +23,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_draft_model_starts_from_its_target_and_drafts_in_the_engine(world: Path) -> None:
-    given = settings(world, "draft", steps=30, eval_prompts=2)
+    given = settings(world, "draft", steps=80, eval_prompts=2)
     done = train(DraftModelTraining(DraftSettings(layers=1)), given, Silent())
     assert done.record is not None
     assert done.record["evaluation"]["tokens_per_target_call"] > 1
