@@ -44,7 +44,8 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     """Writes a random small model in fp32."""
 
     def write(model_type: str = "llama", seed: int = 0, **changes: Any) -> Path:
-        return write_gguf(tiny(model_type, seed, **changes), tmp_path_factory.mktemp("toy") / "tiny.gguf")
+        model = tiny(model_type, seed, **{"max_position_embeddings": TOY["max_context"], **changes})
+        return write_gguf(model, tmp_path_factory.mktemp("toy") / "tiny.gguf")
 
     return write
 

@@ -68,7 +68,8 @@ def check_adapters(llm: LLM) -> None:
 
 
 def test_what_was_computed_under_one_is_not_found_by_another() -> None:
-    with LLM(str(file_of("llama")), tokenizer=None, adapters=adapters_of("llama"), **TOY) as llm:
+    own = {**TOY, "max_context": 128}
+    with LLM(str(file_of("llama")), tokenizer=None, adapters=adapters_of("llama"), **own) as llm:
 
         def cached(adapter: str) -> int:
             return llm.generate([PROMPTS[2]], GREEDY, adapter=adapter)[0].outputs[0].stats.cached_tokens

@@ -38,7 +38,7 @@ def test_a_truncated_file(toy: Toy, tmp_path: Path) -> None:
 
 
 def test_a_split_file(toy: Toy, tmp_path: Path) -> None:
-    first = write_gguf(tiny("llama"), tmp_path / "model.gguf", split=5)
+    first = write_gguf(tiny("llama", max_position_embeddings=256), tmp_path / "model.gguf", split=5)
     with LLM(str(toy()), **TOY) as llm:
         expected, weights = texts(llm, GREEDY, PLAIN), runtime_of(llm).plan.weights
     with LLM(str(first), **TOY) as llm:
@@ -76,6 +76,9 @@ def test_a_folder(tmp_path: Path) -> None:
     [
         ({"quantization": "int4"}, "quantization = 'int4' is a setting of runtime torch"),
         ({"compile": "now"}, "compile = 'now' is a setting of runtime torch"),
+        ({"speculation": {"draft_quantization": "int8"}}, "draft_quantization = 'int8' is a setting"),
+        ({"max_context": 1 << 20}, "max_context = 1048576: .* reaches [0-9]+$"),
+        ({"tensor_split": (1.0, -1.0)}, "tensor_split"),
         ({"device": "cuda:1"}, "gpu_layers"),
         ({"device": "cpu", "gpu_layers": 2}, "leaves none for a GPU"),
         ({"speculation": {"method": "eagle3"}}, "method = 'eagle3' needs runtime torch"),
@@ -105,7 +108,7 @@ def test_auto_takes_it_for_a_gguf_file_unless_a_setting_needs_torch(toy: Toy) ->
 def test_the_memory_plan(toy: Toy) -> None:
     from speculon.checkpoints.gguf.header import read_gguf
 
-    header = read_gguf(toy())
+    header = read_gguf(toy(max_position_embeddings=128))
     each = bytes_per_token(header, "f16")
     assert each == 2 * 2 * 2 * 8 * 2  # layers, heads, K and V, width, bytes
     config = EngineConfig(model="x", max_num_seqs=8, kv_memory_gb=5 * LENGTHS * each / 2**30)

@@ -12,6 +12,7 @@ from speculon.checkpoints.reading import load_tokenizer
 from speculon.core.config import EngineConfig
 from speculon.decoding.text.grammar import Grammars
 from speculon.decoding.text.tokenizer import Stream, Tokenizer
+from speculon.runtimes.llama.backend import end_ids, tokenizer
 from speculon.runtimes.llama.templates import render
 from speculon.runtimes.llama.vocabulary import Vocabulary
 
@@ -23,6 +24,7 @@ TEXTS = (
     "1234567890 3.14159",
     "Grüße, 世界! 🌍 naïve ﬁ",
     "<|im_start|>user\nHi<|im_end|>\n",
+    "<s>old price 10$</s> <b>new</b>",  # words of Gemma 3
     "e\u0301 and \u00e9",
 )
 CHAT = [
@@ -76,10 +78,19 @@ def test_special_tokens_and_ends(both: tuple[Tokenizer, Tokenizer]) -> None:
     own, other = both
     assert own.vocab_size == other.vocab_size
     assert own.end_ids == other.end_ids
-    # llama.cpp takes texts for ends of turns that the file does not mark: </s> in Gemma's
-    assert own.special_ids >= other.special_ids and len(own.special_ids - other.special_ids) <= 1
+    assert own.special_ids == other.special_ids, "</s> of HTML is a word of Gemma 3"
     ids = range(0, own.vocab_size, 97)
     assert [own.token_bytes(token) for token in ids] == [other.token_bytes(token) for token in ids]
+
+
+@pytest.mark.parametrize(("name", "ends"), [("smollm2", {"<|im_end|>"}), ("gemma3", {"<eos>"})])
+def test_only_tokens_that_the_file_or_its_template_names_end_texts(
+    name: str, ends: set[str], files: dict[str, Path]
+) -> None:
+    config = EngineConfig(model=str(files[name]), runtime="llama")
+    own = tokenizer(config)
+    for found in (end_ids(config, own), end_ids(config, None)):
+        assert {own.inner.convert_ids_to_tokens(token) for token in found} == ends
 
 
 def test_streams_show_no_half_characters(both: tuple[Tokenizer, Tokenizer]) -> None:

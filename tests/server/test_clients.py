@@ -125,6 +125,22 @@ def test_a_client_that_leaves_in_its_own_body_is_gone(
 # clients that go, or do not read
 
 
+def test_the_log_counts_what_was_written_for_a_client_that_left(caplog: pytest.LogCaptureFixture) -> None:
+    body = json.dumps({**LONG, "stream": True}).encode()
+    with caplog.at_level(logging.INFO, "speculon.server"), served(script={"step_seconds": 0.01}) as inside:
+        with connect(inside) as sock:
+            sock.sendall(
+                head("/v1/completions", "content-type: application/json", f"content-length: {len(body)}")
+                + body
+            )
+            received = b""
+            while received.count(b"data: {") < 3:
+                received += sock.recv(1 << 16)
+        wait_until(lambda: any(" 499 " in line for line in caplog.messages))
+    (line,) = [line for line in caplog.messages if " 499 " in line]
+    assert " abort | " in line and "  " not in line and int(line.partition(" tok ")[0].rpartition(" ")[2]) > 2, line
+
+
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize("pause", [0.0, 0.1], ids=["at once", "in the middle"])
 def test_when_the_client_goes_the_engine_stops(stream: bool, pause: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from speculon import LLM, SamplingParams
+from speculon.core.errors import ModelError
 from speculon.decoding.text.tokenizer import ends_of_turn
 from speculon.engine.decoder import SpeculativeDecoder
 from tests.tiny.checkpoint import SPECIALS, write_checkpoint
@@ -74,6 +76,13 @@ def test_a_text_ends_at_every_end_that_is_named(
     assert {token: finish(llm, token) for token in expected} == expected
     warnings = [record.getMessage() for record in caplog.records if "end a text" in record.getMessage()]
     assert len(warnings) == warned and all("<|" in line for line in warnings)
+
+
+@pytest.mark.parametrize("ids", ["x", -1, True, 1.5, [[1]], [1, "x"]])
+def test_what_is_no_token_id_is_refused(ids: Any, tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", generation=ids)
+    with pytest.raises(ModelError, match=re.escape(f"eos_token_id = {ids!r} of the generation config")):
+        LLM(str(folder), warmup=False)
 
 
 def test_a_decoder_knows_the_ends_of_its_tokenizer(tmp_path: Path) -> None:

@@ -291,6 +291,9 @@ def test_an_end_of_text_id_outside_the_vocabulary_is_no_danger() -> None:
             id="method",
         ),
         pytest.param(
+            {"speculation": {"method": ""}}, UnknownMethod, "method = '': must be one of", id="no method"
+        ),
+        pytest.param(
             {"speculation": {"num_speculative_tokens": 65}},
             InvalidParameter,
             "= 65: .* 64",

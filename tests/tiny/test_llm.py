@@ -105,6 +105,13 @@ def test_a_stop_token_is_a_token_of_its_target_call(llm: LLM, method: str) -> No
         assert stats.tokens_per_target_call == 1.0
 
 
+def test_a_prompt_of_one_token_has_no_log_probability(llm: LLM):
+    for ids, expected in (([5], 1), ([5, 6], 2)):
+        (out,) = llm.generate([ids], SamplingParams(max_tokens=1, prompt_logprobs=1))
+        assert out.prompt_logprobs is not None and len(out.prompt_logprobs) == expected
+        assert out.prompt_logprobs[0] is None
+
+
 def test_a_stream_is_the_whole_text_and_closing_it_frees_the_pages(llm: LLM):
     whole = llm.generate(PROMPT, GREEDY)[0].text
     assert "".join(llm.stream(PROMPT, GREEDY)) == whole

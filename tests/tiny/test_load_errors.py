@@ -166,7 +166,16 @@ BROKEN: dict[str, tuple[Callable[[Path], object], type[ModelError], str]] = {
         MissingWeights,
         "1 tensors are missing, first model.norm",
     ),
-    "wrong shape": (lambda f: edit_config(f, intermediate_size=64), CorruptWeights, "model"),
+    "wrong shape": (
+        lambda f: edit_config(f, intermediate_size=64),
+        CorruptWeights,
+        r"first model\.layers\.0\.mlp\.down_proj\.weight: \[\d+, \d+\] instead of \[\d+, 64\]",
+    ),
+    "wrong config": (
+        lambda f: edit_config(f, layer_types=["foo"]),
+        ModelError,
+        r"config.json: .*validate_layer_type.*: ValueError: ",
+    ),
     "pickle": (as_pickle, UnsafeCheckpoint, "pytorch_model.bin: pickle weights"),
     "remote code": (
         lambda f: edit_config(f, model_type="theirs", auto_map={"AutoConfig": "theirs.Config"}),

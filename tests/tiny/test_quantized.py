@@ -163,10 +163,17 @@ def test_sums_of_the_largest_integers_are_exact(sign: int) -> None:
 def test_where_the_chip_or_the_dtype_has_no_integers_a_head_is_packed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert not has_integer_products(FINE, CPU) and not has_integer_products(COARSE, torch.device("cuda"))
+    assert not has_integer_products(FINE, CPU) and not has_integer_products(torch.float16, CPU)
+    assert not has_integer_products(COARSE, torch.device("cuda"))
     assert isinstance(head_product(layer(4, COARSE)), Packed4)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
     assert isinstance(head_product(layer(8, COARSE)), Packed8)
+
+
+def test_packed_weights_load_in_fp16(tmp_path: Path) -> None:
+    """The load compares them with fp32, by a limit for fp16."""
+    tiny_llama(vocab_size=112).save_pretrained(tmp_path)
+    assert load_target(tmp_path, dtype="float16", quantization="int8", batch_invariant=None).packed
 
 
 def with_integers(folder: Path) -> Target:

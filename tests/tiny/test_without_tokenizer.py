@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,15 @@ def test_without_being_told_so_the_folder_is_refused(folder: Path) -> None:
         ModelError, match=f"{folder}: no usable tokenizer .*has no vocabulary.*tokenizer=None"
     ):
         LLM(str(folder))
+
+
+def test_a_wrong_config_is_not_the_tokenizers_fault(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "layer_types": ["foo"]}))
+    with pytest.raises(ModelError, match="config.json: .*layer_type.*: ValueError: ") as refused:
+        LLM(str(folder))
+    assert "tokenizer" not in str(refused.value)
 
 
 def test_a_tokenizer_in_the_folder_is_left_alone(tmp_path: Path) -> None:

@@ -174,5 +174,8 @@ def may_be_hub_id(path: str | Path) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, at most 300 characters of it."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
+    """The first line of an error's message, and the second one where it follows a colon; at most 300
+    characters.
+    """
+    first, *others = str(error).strip().splitlines() or [type(error).__name__]
+    return (f"{first} {others[0].strip()}" if first.endswith(":") and others else first)[:300]

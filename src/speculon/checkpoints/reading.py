@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from speculon.checkpoints.gguf.header import is_gguf
@@ -56,12 +56,21 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
                 folder, trust_remote_code=trust_remote_code, local_files_only=True
             )
         except Exception as error:
+            refuse_wrong_config(folder, trust_remote_code)  # which the tokenizer has to read, too
             raise ModelError(f"{folder}: no usable tokenizer ({first_line(error)}; {NEEDLESS})") from error
     # without files transformers makes a tokenizer of special tokens, which reads every text as nothing
     if len(tokenizer) <= len(tokenizer.get_added_vocab()):
         raise ModelError(f"{folder}: no usable tokenizer (it has no vocabulary; {NEEDLESS})")
     add_default_template(tokenizer, folder)
     return tokenizer
+
+
+def refuse_wrong_config(folder: Path, trust_remote_code: bool) -> None:
+    """Raises `ModelError` with the reason where transformers cannot read the folder's config."""
+    try:
+        AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:
+        raise ModelError(f"{folder / 'config.json'}: {first_line(error)}") from error
 
 
 def add_default_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -360,9 +360,9 @@ def log_line(request_id: str, stats: RequestStats, seconds: float, finish: str) 
     line = f"{request_id} {stats.emitted} tok {seconds:.2f} s {rate:.1f} tok/s {finish}"
     done = stats.speculation()
     if done.rounds:
-        sources = "+".join(done.by_source)
+        sources = "+".join(done.by_source) + " " if done.by_source else ""  # known at the end alone
         saved = "" if done.saved_ms is None else f" saved {done.saved_ms / 1e3:.2f} s"
-        line += f" | {sources} {done.acceptance_rate:.0%} of {done.drafted} drafts"
+        line += f" | {sources}{done.acceptance_rate:.0%} of {done.drafted} drafts"
         line += f" {done.tokens_per_target_call:.2f}/call{saved}"
     for method, seen in done.shadow.items():
         line += f" | {method} in shadow {seen['accepted'] / seen['drafted']:.0%} of {seen['drafted']} drafts"

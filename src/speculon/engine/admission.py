@@ -155,7 +155,7 @@ class Admission:
         self, speculation: RequestSpeculation, config: SpeculationConfig
     ) -> tuple[str | None, int, Reason | None]:
         """(method, K, why none): what a request asks for, else what the engine is set to."""
-        name = speculation.method or config.method
+        name = config.method if speculation.method is None else speculation.method
         k = speculation.num_speculative_tokens
         by_request = (speculation.method if name == OFF else k) is not None
         k = config.most(speculation.policy) if k is None else k

@@ -24,7 +24,7 @@ from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.decoding.verify import read_logits, verify_given
 from speculon.engine.admission import check_draft, check_room, read_ids
 from speculon.engine.engine import Engine
-from speculon.engine.outputs import Completion, RequestOutput, StepResult, absorb, write_texts
+from speculon.engine.outputs import RequestOutput, StepResult, absorb, output_of, write_texts
 from speculon.runtimes.registry import TORCH, backend
 from speculon.speculation.control.adaptive import Adaptive, AdaptiveLookahead
 from speculon.speculation.control.fixed import Fixed
@@ -256,7 +256,7 @@ class SpeculativeDecoder:
             params = SamplingParams(**{**params.model_dump(), "max_tokens": max_tokens})
         prompt = self._encode(ids)
         self._last = prompt, params
-        output = RequestOutput(prompt, [Completion() for _ in range(params.n)])
+        output = output_of(prompt, params)
         with closing(self._run(prompt, params)) as steps:
             for ms, events in steps:
                 # the first token is the prompt's, and samples share their calls

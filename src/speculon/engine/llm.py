@@ -19,7 +19,7 @@ from speculon.core.images import ImageInput
 from speculon.decoding.sequence import Event
 from speculon.decoding.text.tokenizer import NO_TOKENIZER, Stream, Tokenizer, check_messages
 from speculon.engine.build import build_engine
-from speculon.engine.outputs import Completion, RequestOutput, absorb, write_texts
+from speculon.engine.outputs import Completion, RequestOutput, absorb, output_of, write_texts
 from speculon.engine.stepper import PromptCall, Stepper, TaskRequests
 
 if TYPE_CHECKING:
@@ -360,7 +360,7 @@ class LLM:
         adapters = one_per_prompt("adapter", adapter, len(many), str)
         values = zip(map(self._encode, many), all_params, requested, adapters, strict=True)
         calls = [PromptCall(ids, own, options, images, name) for (ids, images), own, options, name in values]
-        outputs = [RequestOutput(call.prompt, [Completion() for _ in range(call.params.n)]) for call in calls]
+        outputs = [output_of(call.prompt, call.params) for call in calls]
         return calls, outputs
 
     def _finished(self, calls: list[PromptCall], outputs: list[RequestOutput]) -> list[RequestOutput]:

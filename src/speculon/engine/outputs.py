@@ -140,6 +140,12 @@ class StepResult:
         return self.verdict.accepted / len(self.draft.tokens) if self.draft.tokens else 0.0
 
 
+def output_of(prompt: list[int], params: SamplingParams) -> RequestOutput:
+    """The result of a prompt for which nothing is computed yet."""
+    of_first: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
+    return RequestOutput(prompt, [Completion() for _ in range(params.n)], of_first)
+
+
 def absorb(output: RequestOutput, event: Event) -> None:
     """Adds one event to the result it belongs to."""
     completion = output.outputs[event.sample]

@@ -129,19 +129,15 @@ class Answer:
 
     @property
     def stats(self) -> RequestStats:
-        """The statistics of all choices together."""
+        """The statistics of all choices together; of one that has not ended, what is known of it."""
         total = RequestStats()
         for choice in self.choices:
-            if choice.stats is not None:
-                total.add(choice.stats)
+            total.add(choice.stats or choice.so_far)
         return total
 
     def progress(self) -> dict[str, Any]:
         """The figures of `speculation` that are known while the answer is still being generated."""
-        total = RequestStats()
-        for choice in self.choices:
-            total.add(choice.stats or choice.so_far)
-        done = total.speculation()
+        done = self.stats.speculation()
         figures = {name: getattr(done, name) for name in IN_PROGRESS}
         return {"method": self.request.method, **figures}
 

@@ -195,7 +195,7 @@ def common_fields(body: Sampling, model: ServedModel) -> dict[str, Any]:
     speculation = read_speculation(body, model)
     return {
         "speculation": speculation,
-        "method": speculation.method or model.method,
+        "method": model.method if speculation.method is None else speculation.method,
         "stream": bool(body.stream),
         "include_usage": shows_usage(body),
         "continuous_usage": options is not None and options.continuous_usage_stats,

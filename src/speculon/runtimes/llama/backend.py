@@ -64,6 +64,8 @@ def refusal(config: EngineConfig) -> str | None:
 
 def draft_refusal(config: SpeculationConfig) -> str | None:
     """Why the drafters of the settings cannot run here; None where they can, or there are none."""
+    if config.draft_quantization != SpeculationConfig().draft_quantization:
+        return f"draft_quantization = {config.draft_quantization!r} is a setting of runtime torch"
     if config.method != DRAFT_MODEL and config.method not in (AUTO, OFF) and has_weights(config.method):
         return f"method = {config.method!r} needs runtime torch: it {NEEDS_STATES}"
     for method, draft in config.drafts.items():
@@ -85,10 +87,20 @@ def tokenizer(config: EngineConfig) -> Tokenizer:
     return Tokenizer(Vocabulary(locate(config.model), config))
 
 
+def end_ids(config: EngineConfig, own: Tokenizer | None) -> frozenset[int]:
+    """The tokens that end a text: those of the file's metadata, and those of its tokenizer.
+
+    llama.cpp adds others by their names, which may be words of the text, such as </s> of HTML in Gemma 3.
+    """
+    return (own or tokenizer(config)).end_ids.union(read_split(locate(config.model)).end_ids)
+
+
 def prepare(config: EngineConfig) -> EngineConfig:
     """As `Backend` says."""
     library()
-    read_split(locate(config.model))
+    reach = read_split(locate(config.model)).number("context_length")
+    if reach and config.max_context is not None and config.max_context > reach:
+        raise ConfigError(f"max_context = {config.max_context}: {config.model} reaches {reach}")
     if config.speculation.method == DRAFT_MODEL and DRAFT_MODEL not in config.speculation.drafts:
         raise ConfigError(f"method = {DRAFT_MODEL!r} needs a drafter: set draft (--draft FILE.gguf)")
     return config.model_copy(update={"gpu_layers": 0}) if config.device == "cpu" else config
@@ -111,7 +123,8 @@ def load(
     path, draft = locate(config.model), config.speculation.drafts.get(DRAFT_MODEL)
     plan = plan_memory(read_split(path), config, free_memory(), rollback_of(config))
     tell(f"loading {path.name} with llama.cpp")
-    runtime = LlamaRuntime(path, config, plan, may_repack(path, config, tell), rollback_of(config))
+    repack, ends = may_repack(path, config, tell), end_ids(config, tokenizer)
+    runtime = LlamaRuntime(path, config, plan, repack, rollback_of(config), ends)
     if draft is not None:
         tell(f"loading {draft}")
         draft_path = locate(str(draft))

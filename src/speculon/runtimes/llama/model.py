@@ -225,12 +225,6 @@ class LlamaModel:
     # facts
 
     @property
-    def end_ids(self) -> frozenset[int]:
-        """Tokens that end a text or a turn, as the library knows them."""
-        is_end = self.lib.llama_vocab_is_eog
-        return frozenset(token for token in range(self.vocab_size) if is_end(self.vocab, token))
-
-    @property
     def num_bytes(self) -> int:
         """Of the weights."""
         return int(self.lib.llama_model_size(self.model))

@@ -40,7 +40,15 @@ PLACES, SECONDS = 16, 0.3
 class LlamaRuntime:
     """As `runtimes.base.Runtime` says."""
 
-    def __init__(self, path: Path, config: EngineConfig, plan: MemoryPlan, repack: bool, rollback: int):
+    def __init__(
+        self,
+        path: Path,
+        config: EngineConfig,
+        plan: MemoryPlan,
+        repack: bool,
+        rollback: int,
+        end_ids: frozenset[int],
+    ):
         self.config, self.plan, self.repack = config, plan, repack
         self.draft_rows = max(MAX_DRAFTS, 4 * plan.streams)
         scored = plan.streams + self.draft_rows
@@ -67,7 +75,7 @@ class LlamaRuntime:
             name_of(config.model),
             self.model.vocab_size,
             self.model.length,
-            self.model.end_ids,
+            end_ids,
             plan.streams * self.model.length,
             prefix_cache=config.prefix_cache,
             parameters=int(lib.llama_model_n_params(self.model.model)),

@@ -115,7 +115,7 @@ class Vocabulary:
         Tokens that only fill up the vocabulary write nothing, and are left out.
         """
         lib = self._lib
-        special = self._with_attribute(lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN)
+        special = self._special | self._with_attribute(lib.LLAMA_TOKEN_ATTR_UNKNOWN)
         pieces = ((token, self._piece(token)) for token in range(self._size))
         keys = {token: (token in special, piece) for token, piece in pieces if piece}
         return keys, self._with_attribute(lib.LLAMA_TOKEN_ATTR_BYTE)
@@ -127,7 +127,10 @@ class Vocabulary:
 
     @cached_property
     def _special(self) -> frozenset[int]:
-        return self._with_attribute(self._lib.LLAMA_TOKEN_ATTR_CONTROL)
+        """Control tokens. llama.cpp takes words that look like one for such, as </s> of HTML."""
+        lib = self._lib
+        words = self._with_attribute(lib.LLAMA_TOKEN_ATTR_USER_DEFINED)
+        return self._with_attribute(lib.LLAMA_TOKEN_ATTR_CONTROL) - words
 
     def convert_ids_to_tokens(self, token: int) -> str:
         """The token as the vocabulary writes it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,12 @@ def load_weights(path: Path, config: EngineConfig, *, repack: bool = True, vocab
         listed = servers.devices(config.rpc)
         params.devices = ctypes.addressof(listed)
     params.load_mode = lib.LLAMA_LOAD_MODE_AUTO if config.mmap else lib.LLAMA_LOAD_MODE_NONE
-    if config.tensor_split:
-        if len(config.tensor_split) > (devices := lib.llama_max_devices()):
-            raise ConfigError(f"tensor_split = {config.tensor_split}: llama.cpp knows {devices} devices")
-        shares = (ctypes.c_float * devices)(*config.tensor_split)
+    if split := config.tensor_split:
+        if len(split) > (devices := lib.llama_max_devices()):
+            raise ConfigError(f"tensor_split = {split}: llama.cpp knows {devices} devices")
+        if not (min(split) >= 0 and 0 < sum(split) < math.inf):
+            raise ConfigError(f"tensor_split = {split}: must be 0 or more each, and not all 0")
+        shares = (ctypes.c_float * devices)(*split)
         params.tensor_split = shares
     errors.clear()
     model = lib.llama_model_load_from_file(os.fsencode(path), params)

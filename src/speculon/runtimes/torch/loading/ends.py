@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from speculon.core.errors import ModelError
 from speculon.decoding.text.tokenizer import Tokenizer
 from speculon.runtimes.torch.model.target import Target
 
@@ -16,16 +17,20 @@ log = logging.getLogger("speculon")
 
 def eos_ids(model: PreTrainedModel) -> frozenset[int]:
     """Ids that end a sequence: the generation config's, else the config's."""
-    ids = as_ids(getattr(getattr(model, "generation_config", None), "eos_token_id", None))
-    return ids or of_config(model)
+    return of_part("generation config", getattr(model, "generation_config", None)) or of_config(model)
 
 
 def of_config(model: PreTrainedModel) -> frozenset[int]:
-    return as_ids(getattr(model.config.get_text_config(), "eos_token_id", None))
+    return of_part("config", model.config.get_text_config())
 
 
-def as_ids(ids: int | Iterable[int] | None) -> frozenset[int]:
-    return frozenset((ids,) if isinstance(ids, int) else ids or ())
+def of_part(part: str, config: object) -> frozenset[int]:
+    """The ids that a config names. Raises `ModelError` for what cannot be one."""
+    named = getattr(config, "eos_token_id", None)
+    ids = named if isinstance(named, list | tuple | set) else [] if named is None else [named]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise ModelError(f"eos_token_id = {named!r} of the {part}: must be a token id, or a list of them")
+    return frozenset(ids)
 
 
 def add_ends(target: Target, tokenizer: Tokenizer | None) -> None:

@@ -265,6 +265,7 @@ def load_model(
             use_safetensors=not checkpoint.pickled,
             weights_only=True,
             local_files_only=True,
+            ignore_mismatched_sizes=True,  # they are refused below, with their names
             output_loading_info=True,
         )
     except Exception as error:
@@ -272,8 +273,10 @@ def load_model(
     if missing := sorted(info["missing_keys"]):
         raise MissingWeights(f"{checkpoint.path}: {len(missing)} tensors are missing, first {missing[0]}")
     if wrong := sorted(info["mismatched_keys"]):
+        name, found, expected = wrong[0]
         count = f"{len(wrong)} tensors have another shape than the config says"
-        raise CorruptWeights(f"{checkpoint.path}: {count}, first {wrong[0][0]}")
+        shapes = f"{[*found]} instead of {[*expected]}"
+        raise CorruptWeights(f"{checkpoint.path}: {count}, first {name}: {shapes}")
     if scales := sorted(name for name in info["unexpected_keys"] if is_scale(name, model)):
         reason = f"transformers ignores {len(scales)} scales of its weights, first {scales[0]}"
         raise UnsupportedModel(f"{checkpoint.path}: {reason}")

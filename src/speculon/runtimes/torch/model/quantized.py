@@ -324,11 +324,11 @@ def unpack_pairs(q: Tensor) -> Tensor:  # [O, D / 2] -> [O, D]
 
 
 def has_integer_products(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this CPU has them, for rows of this dtype: fp32 has more bits than they have.
+    """Whether this CPU has them, for rows of this dtype: fp32 and fp16 have more bits than they have.
 
     Without its instructions the kernel adds in 16 bits, which overflow.
     """
-    if device.type != "cpu" or dtype is torch.float32 or integer_product is None:
+    if device.type != "cpu" or dtype is not torch.bfloat16 or integer_product is None:
         return False
     if torch.backends.quantized.engine not in ENGINES:
         return False
