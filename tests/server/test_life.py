@@ -106,6 +106,23 @@ def test_requests_beyond_the_drain_timeout_end_with_abort(tmp_path: Path) -> Non
         assert server.stderr.count(" abort | ") >= 4
 
 
+def test_a_second_ctrl_c_ends_running_requests_at_once_and_in_order(tmp_path: Path) -> None:
+    with started(tmp_path, SCRIPTED_STEP="0.02") as server:
+        url = server.ready()
+        readers = [Reader(url, max_tokens=4000) for _ in range(3)]
+        whole = Reader(url, max_tokens=4000, stream=False)
+        metrics = partial(httpx.get, url + "/metrics", **LOCAL_HTTP)
+        server.wait_for(lambda: 'speculon_requests_open{model="demo"} 4' in metrics().text)
+        server.wait_for(lambda: all(reader.begun() for reader in readers))
+        server.process.send_signal(signal.SIGINT)
+        server.wait_for(lambda: "\nfinishing 4 requests, for at most 30 s" in server.stderr)
+        server.process.send_signal(signal.SIGINT)
+        for reader in (*readers, whole):
+            reader.join(20)
+            assert (reader.finish, reader.fault) == ("abort", "")
+        check_clean(server)
+
+
 def test_a_client_that_reads_nothing_does_not_hold_up_the_end(tmp_path: Path) -> None:
     with started(tmp_path, "--drain-timeout", "0", SCRIPTED_STEP="0") as server:
         url = httpx.URL(server.ready())

@@ -19,6 +19,7 @@ from math import ceil
 from pathlib import Path
 from threading import Event
 from time import perf_counter, time
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.panel import Panel
@@ -163,8 +164,22 @@ def file_of_models(config: EngineConfig) -> ModelSettingsFile | None:
 def http_server(state: AppState) -> uvicorn.Server:
     from speculon.cli.connections import HttpServer
     from speculon.server.app import create_app
+    from speculon.server.pool.pool import LAST_STEP
 
     class DrainingServer(HttpServer):
+        loop: asyncio.AbstractEventLoop
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            """A second Ctrl-C ends the running requests in order, where uvicorn would cut them off."""
+            if self.should_exit and sig == signal.SIGINT:
+                self.loop.call_soon_threadsafe(state.pool.end_requests)
+            else:
+                super().handle_exit(sig, frame)
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            self.loop = asyncio.get_running_loop()
+            await super().startup(sockets)
+
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             state.pool.drain()
             if count := state.pool.open_requests:
@@ -174,7 +189,7 @@ def http_server(state: AppState) -> uvicorn.Server:
                 )
             await super().shutdown(sockets)
 
-    seconds = ceil(state.config.drain_timeout) + CLOSE_SECONDS
+    seconds = ceil(state.config.drain_timeout + LAST_STEP) + CLOSE_SECONDS
     app = create_app(state, __version__)
     if state.config.admin:
         from speculon.operations.admin.ui import mount

@@ -239,11 +239,15 @@ class ModelPool:
     def drain(self) -> None:
         """Takes nothing more; requests that run beyond `drain_timeout` end there, with `abort`."""
         self._close()
-        loop, timeout = asyncio.get_running_loop(), self.config.drain_timeout
+        self.end_requests(self.config.drain_timeout)
+
+    def end_requests(self, seconds: float = 0.0) -> None:
+        """Ends all requests that still run after these seconds, with `abort`."""
+        loop = asyncio.get_running_loop()
         for model in self.models.values():
-            loop.call_later(timeout, model.engine.abort_all)
+            loop.call_later(seconds, model.engine.abort_all)
             # an engine that hangs sends no last events
-            loop.call_later(timeout + LAST_STEP, model.engine.fail_requests, NotReady(ENDS))
+            loop.call_later(seconds + LAST_STEP, model.engine.fail_requests, NotReady(ENDS))
 
     def _close(self) -> None:
         """No model is loaded any more; requests that wait for a load are refused."""
