@@ -155,8 +155,8 @@ def children(pid: int) -> list[int]:
     """Those that multiprocessing has started: engines."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(OSError):  # what ends meanwhile
-            for child in (task / "children").read_text().split():
+        for child in (task / "children").read_text().split():
+            with suppress(OSError):  # it has ended meanwhile
                 if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
                     found.append(int(child))
     return found

@@ -59,6 +59,13 @@ def test_parts_that_are_wrong_are_named(tmp_path: Path) -> None:
         LLM(str(first), **OWN)
 
 
+def test_a_model_without_a_tokenizer_takes_token_ids(toy: Toy, tmp_path: Path) -> None:
+    bare = tmp_path / "bare.gguf"
+    bare.write_bytes(toy().read_bytes().replace(b"gpt2", b"none"))
+    with LLM(str(bare), **{**TOY, "tokenizer": None}) as llm:
+        assert len(llm.generate([[5, 6]], GREEDY)[0].token_ids) > 1
+
+
 def test_an_unknown_architecture(toy: Toy, tmp_path: Path) -> None:
     other = tmp_path / "other.gguf"
     other.write_bytes(toy().read_bytes().replace(b"llama", b"lxama"))
@@ -76,7 +83,10 @@ def test_a_folder(tmp_path: Path) -> None:
     [
         ({"quantization": "int4"}, "quantization = 'int4' is a setting of runtime torch"),
         ({"compile": "now"}, "compile = 'now' is a setting of runtime torch"),
-        ({"speculation": {"draft_quantization": "int8"}}, "draft_quantization = 'int8' is a setting"),
+        (
+            {"speculation": {"draft": "smollm2", "draft_quantization": "int8"}},
+            "draft_quantization = 'int8' is a setting",
+        ),
         ({"max_context": 1 << 20}, "max_context = 1048576: .* reaches [0-9]+$"),
         ({"tensor_split": (1.0, -1.0)}, "tensor_split"),
         ({"device": "cuda:1"}, "gpu_layers"),

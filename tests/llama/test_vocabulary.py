@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from recipes.gguf.vocabularies import recorded, sentence_piece, write
 
+from speculon import LLM, SamplingParams
 from speculon.checkpoints.reading import load_tokenizer
 from speculon.core.config import EngineConfig
 from speculon.decoding.text.grammar import Grammars
 from speculon.decoding.text.tokenizer import Stream, Tokenizer
-from speculon.runtimes.llama.backend import end_ids, tokenizer
 from speculon.runtimes.llama.templates import render
 from speculon.runtimes.llama.vocabulary import Vocabulary
 
@@ -83,14 +83,15 @@ def test_special_tokens_and_ends(both: tuple[Tokenizer, Tokenizer]) -> None:
     assert [own.token_bytes(token) for token in ids] == [other.token_bytes(token) for token in ids]
 
 
-@pytest.mark.parametrize(("name", "ends"), [("smollm2", {"<|im_end|>"}), ("gemma3", {"<eos>"})])
-def test_only_tokens_that_the_file_or_its_template_names_end_texts(
-    name: str, ends: set[str], files: dict[str, Path]
-) -> None:
-    config = EngineConfig(model=str(files[name]), runtime="llama")
-    own = tokenizer(config)
-    for found in (end_ids(config, own), end_ids(config, None)):
-        assert {own.inner.convert_ids_to_tokens(token) for token in found} == ends
+def test_a_word_that_looks_like_an_end_is_none(files: dict[str, Path]) -> None:
+    own = {"runtime": "llama", "warmup": False, "max_context": 256, "max_num_seqs": 1, "repack": False}
+    with LLM(str(files["gemma3"]), **own) as llm:
+        (word,) = llm.tokenizer.encode("</s>", add_special_tokens=False)
+        params = SamplingParams(temperature=0, max_tokens=2, logit_bias={word: 100.0})
+        (out,) = llm.generate(["a"], params, speculation={"method": "off"})
+        assert (out.text, out.finish_reason) == ("</s></s>", "length")
+        (out,) = llm.generate(["a"], params.model_copy(update={"logit_bias": {1: 100.0}}))
+        assert out.finish_reason == "stop", "<eos>"
 
 
 def test_streams_show_no_half_characters(both: tuple[Tokenizer, Tokenizer]) -> None:

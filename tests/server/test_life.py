@@ -116,11 +116,13 @@ def test_a_second_ctrl_c_ends_running_requests_at_once_and_in_order(tmp_path: Pa
         server.wait_for(lambda: all(reader.begun() for reader in readers))
         server.process.send_signal(signal.SIGINT)
         server.wait_for(lambda: "\nfinishing 4 requests, for at most 30 s" in server.stderr)
+        began = time.monotonic()
         server.process.send_signal(signal.SIGINT)
         for reader in (*readers, whole):
             reader.join(20)
             assert (reader.finish, reader.fault) == ("abort", "")
         check_clean(server)
+        assert all(reader.done for reader in readers) and time.monotonic() - began < 20
 
 
 def test_a_client_that_reads_nothing_does_not_hold_up_the_end(tmp_path: Path) -> None:

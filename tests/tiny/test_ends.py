@@ -78,7 +78,7 @@ def test_a_text_ends_at_every_end_that_is_named(
     assert len(warnings) == warned and all("<|" in line for line in warnings)
 
 
-@pytest.mark.parametrize("ids", ["x", -1, True, 1.5, [[1]], [1, "x"]])
+@pytest.mark.parametrize("ids", ["x", True, 1.5, [[1]], [1, "x"]])
 def test_what_is_no_token_id_is_refused(ids: Any, tmp_path: Path) -> None:
     folder = write(tmp_path / "model", generation=ids)
     with pytest.raises(ModelError, match=re.escape(f"eos_token_id = {ids!r} of the generation config")):

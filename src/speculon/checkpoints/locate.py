@@ -177,5 +177,6 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's message, and the second one where it follows a colon; at most 300
     characters.
     """
-    first, *others = str(error).strip().splitlines() or [type(error).__name__]
-    return (f"{first} {others[0].strip()}" if first.endswith(":") and others else first)[:300]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first, *others = lines or [type(error).__name__]
+    return (f"{first} {others[0]}" if first.endswith(":") and others else first)[:300]

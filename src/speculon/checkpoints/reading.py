@@ -56,7 +56,8 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
                 folder, trust_remote_code=trust_remote_code, local_files_only=True
             )
         except Exception as error:
-            refuse_wrong_config(folder, trust_remote_code)  # which the tokenizer has to read, too
+            if (folder / "config.json").is_file():  # which the tokenizer reads, too
+                refuse_wrong_config(folder, trust_remote_code)
             raise ModelError(f"{folder}: no usable tokenizer ({first_line(error)}; {NEEDLESS})") from error
     # without files transformers makes a tokenizer of special tokens, which reads every text as nothing
     if len(tokenizer) <= len(tokenizer.get_added_vocab()):

@@ -163,15 +163,17 @@ def file_of_models(config: EngineConfig) -> ModelSettingsFile | None:
 
 def http_server(state: AppState) -> uvicorn.Server:
     from speculon.cli.connections import HttpServer
+    from speculon.server.answer import ABORT_SECONDS
     from speculon.server.app import create_app
-    from speculon.server.pool.pool import LAST_STEP
 
     class DrainingServer(HttpServer):
-        loop: asyncio.AbstractEventLoop
+        loop: asyncio.AbstractEventLoop | None = None  # once it has started
+        hurried = False
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            """A second Ctrl-C ends the running requests in order, where uvicorn would cut them off."""
-            if self.should_exit and sig == signal.SIGINT:
+            """A second Ctrl-C ends the running requests in order; a third one cuts them off."""
+            if self.should_exit and sig == signal.SIGINT and self.loop and not self.hurried:
+                self.hurried = True
                 self.loop.call_soon_threadsafe(state.pool.end_requests)
             else:
                 super().handle_exit(sig, frame)
@@ -189,7 +191,7 @@ def http_server(state: AppState) -> uvicorn.Server:
                 )
             await super().shutdown(sockets)
 
-    seconds = ceil(state.config.drain_timeout + LAST_STEP) + CLOSE_SECONDS
+    seconds = ceil(state.config.drain_timeout + ABORT_SECONDS) + CLOSE_SECONDS
     app = create_app(state, __version__)
     if state.config.admin:
         from speculon.operations.admin.ui import mount

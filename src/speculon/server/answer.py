@@ -21,8 +21,8 @@ from speculon.server.choice import Choice, ChoiceDelta
 from speculon.server.model import ServedModel
 from speculon.server.request import GenerationRequest
 
-# guess: seconds that a request beyond its time limit waits for the engine's last events
-ABORT_SECONDS = 1.0
+# guess: seconds that an aborted request waits for the engine's last events; a slow step may take as long
+ABORT_SECONDS = 5.0
 # of `SpeculationStats`, what is known before the end
 IN_PROGRESS = ("rounds", "drafted", "accepted", "target_calls", "tokens_per_target_call")
 

@@ -64,7 +64,7 @@ def refusal(config: EngineConfig) -> str | None:
 
 def draft_refusal(config: SpeculationConfig) -> str | None:
     """Why the drafters of the settings cannot run here; None where they can, or there are none."""
-    if config.draft_quantization != SpeculationConfig().draft_quantization:
+    if config.drafts and config.draft_quantization != SpeculationConfig().draft_quantization:
         return f"draft_quantization = {config.draft_quantization!r} is a setting of runtime torch"
     if config.method != DRAFT_MODEL and config.method not in (AUTO, OFF) and has_weights(config.method):
         return f"method = {config.method!r} needs runtime torch: it {NEEDS_STATES}"
@@ -88,11 +88,9 @@ def tokenizer(config: EngineConfig) -> Tokenizer:
 
 
 def end_ids(config: EngineConfig, own: Tokenizer | None) -> frozenset[int]:
-    """The tokens that end a text: those of the file's metadata, and those of its tokenizer.
-
-    llama.cpp adds others by their names, which may be words of the text, such as </s> of HTML in Gemma 3.
-    """
-    return (own or tokenizer(config)).end_ids.union(read_split(locate(config.model)).end_ids)
+    """The tokens that end a text by the file's metadata and by its tokenizer."""
+    named = frozenset(read_split(locate(config.model)).end_ids)
+    return named if own is None else named | own.end_ids
 
 
 def prepare(config: EngineConfig) -> EngineConfig:

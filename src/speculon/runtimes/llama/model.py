@@ -225,6 +225,17 @@ class LlamaModel:
     # facts
 
     @property
+    def end_ids(self) -> frozenset[int]:
+        """The control tokens that the library knows as ends of a text or a turn.
+
+        It also takes words of a text for such by their names: </s> of HTML in Gemma 3.
+        """
+        lib, vocab = self.lib, self.vocab
+        ends = [token for token in range(self.vocab_size) if lib.llama_vocab_is_eog(vocab, token)]
+        word, of = lib.LLAMA_TOKEN_ATTR_USER_DEFINED, lib.llama_vocab_get_attr
+        return frozenset(token for token in ends if not of(vocab, token) & word)
+
+    @property
     def num_bytes(self) -> int:
         """Of the weights."""
         return int(self.lib.llama_model_size(self.model))

@@ -75,7 +75,7 @@ class LlamaRuntime:
             name_of(config.model),
             self.model.vocab_size,
             self.model.length,
-            end_ids,
+            self.model.end_ids | end_ids,
             plan.streams * self.model.length,
             prefix_cache=config.prefix_cache,
             parameters=int(lib.llama_model_n_params(self.model.model)),

@@ -33,7 +33,7 @@ def load_weights(path: Path, config: EngineConfig, *, repack: bool = True, vocab
         if len(split) > (devices := lib.llama_max_devices()):
             raise ConfigError(f"tensor_split = {split}: llama.cpp knows {devices} devices")
         if not (min(split) >= 0 and 0 < sum(split) < math.inf):
-            raise ConfigError(f"tensor_split = {split}: must be 0 or more each, and not all 0")
+            raise ConfigError(f"tensor_split = {split}: must be finite, 0 or more each, and not all 0")
         shares = (ctypes.c_float * devices)(*split)
         params.tensor_split = shares
     errors.clear()

@@ -23,13 +23,13 @@ from speculon.core.errors import (
     UnknownModel,
     shorten,
 )
+from speculon.server.answer import ABORT_SECONDS
 from speculon.server.pool.catalogue import Catalogue
 from speculon.server.pool.loader import GB, ModelLoader
 from speculon.server.pool.pooled import OnStage, PooledModel
 
 RESERVE = 0.1  # guess: share of free memory that is left to the server itself and to other programs
 ENDS = "the server is about to end"
-LAST_STEP = 5.0  # guess: seconds that a step of a slow engine takes, after which aborted requests end
 
 log = logging.getLogger("speculon.server")
 
@@ -247,7 +247,7 @@ class ModelPool:
         for model in self.models.values():
             loop.call_later(seconds, model.engine.abort_all)
             # an engine that hangs sends no last events
-            loop.call_later(seconds + LAST_STEP, model.engine.fail_requests, NotReady(ENDS))
+            loop.call_later(seconds + ABORT_SECONDS, model.engine.fail_requests, NotReady(ENDS))
 
     def _close(self) -> None:
         """No model is loaded any more; requests that wait for a load are refused."""

@@ -28,9 +28,9 @@ def of_part(part: str, config: object) -> frozenset[int]:
     """The ids that a config names. Raises `ModelError` for what cannot be one."""
     named = getattr(config, "eos_token_id", None)
     ids = named if isinstance(named, list | tuple | set) else [] if named is None else [named]
-    if not all(type(token) is int and token >= 0 for token in ids):
+    if not all(type(token) is int for token in ids):
         raise ModelError(f"eos_token_id = {named!r} of the {part}: must be a token id, or a list of them")
-    return frozenset(ids)
+    return frozenset(token for token in ids if token >= 0)  # -1 stands for none
 
 
 def add_ends(target: Target, tokenizer: Tokenizer | None) -> None:
